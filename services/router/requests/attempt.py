@@ -1,4 +1,4 @@
-"""One placement of sequences of a flight: which instances work for it, under which request id, and what they get."""
+"""An attempt: one placement of sequences of a request, the workers that compute them, and the messages to them."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -15,40 +15,52 @@ from baton_serve.services.router.text.token_sequence import TokenSequence
 
 PULL_TIMEOUT_FACTOR = 4.0
 PULL_EXTRA_TIMEOUT_S = 1.0
-"""A fetch of a cached prefix is given up after so many times its predicted duration, and this; then it is computed."""
+"""Time limit of a fetch of a cached prefix: a multiple of its predicted duration, plus a constant in seconds.
+
+After it the worker computes the prefix instead.
+"""
 
 
 class AttemptOwner(Protocol):
-    """The flight."""
+    """Receives the answers to an attempt: the `RequestLifecycle`, which cannot be imported without a cycle."""
 
-    def on_tokens(self, attempt: "Attempt", worker: WorkerState, tokens: Tokens, now: float) -> None: ...
+    def on_tokens(self, attempt: "Attempt", worker: WorkerState, tokens: Tokens, now: float) -> None:
+        """Handle new tokens of one sequence, which arrived at `now`."""
+
     def on_answer(self, attempt: "Attempt", worker: WorkerState, answer: Answer) -> None:
-        """Any other."""
+        """Handle any answer other than `Tokens`."""
 
-    def on_lost(self, attempt: "Attempt", worker: WorkerState, reason: str) -> None: ...
+    def on_lost(self, attempt: "Attempt", worker: WorkerState, reason: str) -> None:
+        """Handle the loss of the connection to a worker of the attempt."""
 
     def on_error(self, error: Exception) -> None:
-        """Handling an answer, or a loss, has raised `error`: the request fails, and no other one."""
+        """Fail the request, because one of the other methods has raised `error`."""
 
 
 class Attempt(msgspec.Struct, eq=False):
-    """`decode` writes the answer. Without `prefill` it reads the prompt too; without `decode` one token is all."""
+    """One placement of some sequences of a request, from its messages to the workers to its end.
+
+    With both workers, `prefill` computes the prompt and the first tokens, and `decode` generates the rest. Without
+    `prefill`, `decode` does everything. Without `decode`, the request ends with its first tokens. The lifecycle owns it
+    and calls `end` exactly once.
+    """
 
     owner: AttemptOwner
     request_id: RequestId
+    """The request id of this attempt alone, so that late answers to an ended attempt find no handler."""
     sequences: dict[int, TokenSequence]
     prefill: WorkerState | None
     decode: WorkerState | None
     position: int
-    """Index of the first token that is awaited."""
-    replays: int = 0
-    """How many attempts for these sequences came before."""
+    """Index of the first token that this attempt generates, in each of its sequences."""
+    num_replays: int = 0
+    """Number of counted replays of these sequences before this attempt."""
     decode_has_blocks: bool = False
-    """The handoff is over: prefill is needed no more."""
+    """The handoff is complete, or there is none: the decode worker needs no more blocks of the prefill worker."""
     first_token_at: dict[int, float] = {}
-    """When each sequence's first token came from `prefill`, until its second comes from `decode`."""
+    """Arrival of the first token from `prefill`, by sequence, until the second one arrives from `decode`."""
     leases: list[Lease] = []
-    """What it occupies of `prefill` and `decode`. Released by `end`."""
+    """The load that is counted on the workers until `end` releases it."""
 
     def start(
         self,
@@ -60,19 +72,22 @@ class Attempt(msgspec.Struct, eq=False):
         pull_from: WorkerState | None = None,
         images: Sequence[bytes] = (),
     ) -> None:
-        """Tells all instances at once; each gets the root of its own names. `pull_from` is the source of what the
-        placement's reader fetches first, which also gets the `images`.
+        """Count the load of the attempt and send its messages to all workers at once.
 
-        All messages are encoded before load is assigned for them and the first is sent. Raises
-        `contracts.wire.WireError` and whatever a link raises: the caller then calls `end`.
+        Each worker gets the root hash of its own KV layout. `pull_from` is the instance from which the worker that
+        computes the prompt fetches a cached prefix; that worker also gets the `images`. Raises
+        `contracts.wire.WireError` if a message cannot be encoded, and any error of a connection; the caller then calls
+        `end`.
         """
-        reader = self.prefill or self.decode
-        assert reader is not None
-        pull = _pull(self.request_id, placement, pull_from, reader, block_hashes)
-        sendings: list[Sending] = []
+        prompt_worker = self.prefill or self.decode
+        assert prompt_worker is not None
+        pull = _pull(self.request_id, placement, pull_from, prompt_worker, block_hashes)
+        # Encode all messages before anything is counted or sent: encoding fails for requests that the wire format
+        # cannot express, and then no worker must have got a part of the attempt.
+        prepared: list[Sending] = []
         if self.prefill is None:
             assert self.decode is not None
-            sendings.append(
+            prepared.append(
                 self.decode.prepare(Generate(_with_root_of(work, block_hashes, self.decode), pull, list(images)))
             )
         else:
@@ -80,74 +95,85 @@ class Attempt(msgspec.Struct, eq=False):
             if self.decode is not None:
                 ticket = _ticket(self.request_id, self.prefill, self.decode, block_hashes, handoff_timeout_s)
             prefill = Prefill(_with_root_of(work, block_hashes, self.prefill), ticket, pull, list(images))
-            sendings.append(self.prefill.prepare(prefill))
+            prepared.append(self.prefill.prepare(prefill))
             if self.decode is not None and ticket is not None:
-                sendings.append(self.decode.prepare(Decode(_with_root_of(work, block_hashes, self.decode), ticket)))
+                prepared.append(self.decode.prepare(Decode(_with_root_of(work, block_hashes, self.decode), ticket)))
         self._assign(placement, len(work.token_ids))
-        for send in sendings:
+        for send in prepared:
             send()
 
     def workers(self) -> list[WorkerState]:
+        """Return the workers that the attempt still uses."""
         return [worker for worker in (self.prefill, self.decode) if worker is not None]
 
     def unfinished(self) -> list[TokenSequence]:
+        """Return the sequences that have not got their last token yet."""
         return [sequence for sequence in self.sequences.values() if not sequence.is_finished]
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether the loss of prefill breaks it: a first token or blocks are still to come."""
+        """Whether the prefill worker must still send something: blocks, or the first token of a sequence."""
+        # Tokens of the decode worker may overtake the first token. Such a sequence has a gap, and is not longer than
+        # `position` yet.
         return not self.decode_has_blocks or any(
             s.has_gap or len(s.token_ids) == self.position for s in self.unfinished()
         )
 
     def on_second_token(self, index: int, now: float) -> None:
+        """Record the gap between the first two tokens of a sequence, once, for the pacing of later first tokens."""
         came_at = self.first_token_at.pop(index, None)
         if came_at is not None and self.decode is not None:
             self.decode.first_gap_quantile.observe(now - came_at)
 
     def end(self, *, cancel: bool) -> None:
-        """Its answers no longer matter. Instances that may still work for it are told so with `cancel`."""
+        """Release the load of the attempt. With `cancel`, send `Cancel` to workers that may still compute it."""
         for lease in self.leases:
             lease.release()
         if cancel:
             for worker in self.workers():
                 worker.send(Cancel(self.request_id))
 
-    def prefill_left(self) -> None:
-        """It was lost, and is not needed any more."""
+    def drop_prefill(self) -> None:
+        """Go on without the prefill worker, which was lost after it had done its part, and release its load."""
         for lease in self.leases:
             if lease.worker is self.prefill:
                 lease.release()
         self.prefill = None
 
     def cancel_sequence(self, index: int) -> None:
+        """Ask the decode worker to end one sequence; the others go on."""
         if self.decode is not None:
             self.decode.send(Cancel(self.request_id, index))
 
     def on_answer(self, worker: WorkerState, answer: Answer, now: float) -> None:
+        """Pass an answer to the owner. An exception fails this request only: one frame has answers to many requests."""
         try:
-            if type(answer) is Tokens:  # nearly all
+            if type(answer) is Tokens:  # the test that is true for nearly all answers comes first
                 self.owner.on_tokens(self, worker, answer, now)
             else:
                 self.owner.on_answer(self, worker, answer)
-        except Exception as exc:  # noqa: BLE001 - one request's, among answers to many
+        except Exception as exc:  # noqa: BLE001 - the frame has answers to other requests too
             self.owner.on_error(exc)
 
     def on_lost(self, worker: WorkerState, reason: str) -> None:
+        """Pass the loss of a worker to the owner. An exception fails this request only."""
         try:
             self.owner.on_lost(self, worker, reason)
-        except Exception as exc:  # noqa: BLE001 - one request's, among all that the instance served
+        except Exception as exc:  # noqa: BLE001 - the worker served other requests too
             self.owner.on_error(exc)
 
     def _assign(self, placement: Placement, num_tokens: int) -> None:
+        """Count the expected load on each worker."""
         if self.prefill is not None and placement.prefill is not None:
-            share = self._load_estimate(placement.prefill, num_tokens, computes=True)
-            self.leases.append(self.prefill.assign(self.request_id, share))
+            estimate = self._load_estimate(placement.prefill, num_tokens, computes=True)
+            self.leases.append(self.prefill.assign(self.request_id, estimate))
         if self.decode is not None and placement.decode is not None:
-            share = self._load_estimate(placement.decode, num_tokens, computes=self.prefill is None)
-            self.leases.append(self.decode.assign(self.request_id, share))
+            estimate = self._load_estimate(placement.decode, num_tokens, computes=self.prefill is None)
+            self.leases.append(self.decode.assign(self.request_id, estimate))
 
     def _load_estimate(self, candidate: Candidate, num_tokens: int, *, computes: bool) -> LoadEstimate:
+        """Return the load that this attempt causes on one worker; `computes`: it computes the prompt."""
+        # Blocks in the host tier need device blocks too, so only the device prefix counts as present here.
         missing = max(0, num_tokens - candidate.cached_tokens)
         return LoadEstimate(
             handler=self,
@@ -158,10 +184,12 @@ class Attempt(msgspec.Struct, eq=False):
 
 
 def sequence_indexes(sequences: Sequence[TokenSequence]) -> list[int]:
+    """Return the indexes of sequences, as `Work.sequences` lists them."""
     return [sequence.index for sequence in sequences]
 
 
 def _with_root_of(work: Work, block_hashes: PromptBlockHashes, worker: WorkerState) -> Work:
+    """Return `work` with the root hash for the worker's KV layout: layouts differ in their block hashes."""
     root = block_hashes.root(worker.record.layout)
     return work if work.root == root else msgspec.structs.replace(work, root=root)
 
@@ -173,6 +201,7 @@ def _pull(
     sink: WorkerState,
     block_hashes: PromptBlockHashes,
 ) -> Pull | None:
+    """Return the message part for a fetch of a cached prefix, or None if the placement has no fetch."""
     plan = placement.final_worker.pull
     if plan is None or source is None:
         return None
@@ -185,7 +214,9 @@ def _pull(
 def _ticket(
     request_id: RequestId, source: WorkerState, sink: WorkerState, block_hashes: PromptBlockHashes, timeout_s: float
 ) -> Ticket:
+    """Return a ticket for a transfer of blocks between two instances."""
     layout = source.record.layout
+    # The sink computes the source's block hashes from these two fields. Equal layouts have equal hashes.
     differs = layout != sink.record.layout
     return Ticket(
         ticket=new_ticket_id(),

@@ -1,4 +1,4 @@
-"""Admits prompts, launches their flights or lets them wait, and knows which are in the air."""
+"""The dispatcher: admits prompts, starts their lifecycles or lets them wait, and keeps all running requests."""
 
 import asyncio
 import time
@@ -31,19 +31,22 @@ from baton_serve.services.router.requests.token_queue import TokenQueue
 
 
 class Deadlines:
+    """Expires requests whose deadline has passed, with one timer for all of them instead of one for each."""
+
     def __init__(self, lifecycles: Collection[RequestLifecycle], *, clock: Callable[[], float]) -> None:
-        """`lifecycles` are those that run, now and at any later time."""
+        """Watch a live collection of the running requests; its owner adds and removes them."""
         self._lifecycles = lifecycles
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._at = 0.0
 
     def watch(self, lifecycle: RequestLifecycle) -> None:
-        """One of `lifecycles`, from now on."""
+        """Take the deadline of a new lifecycle into account. It must be in the collection."""
         if self._timer is None or lifecycle.deadline < self._at:
             self._set(lifecycle.deadline)
 
     def close(self) -> None:
+        """Stop watching: no request expires any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -56,29 +59,38 @@ class Deadlines:
     def _expire_due(self) -> None:
         self._timer = None
         now = self._clock()
-        call_each("a request", [lifecycle.expire for lifecycle in self._lifecycles if lifecycle.deadline <= now])
+        # The list is complete before the first call, which removes its lifecycle from the collection.
+        call_each(
+            "expiring a request", [lifecycle.expire for lifecycle in self._lifecycles if lifecycle.deadline <= now]
+        )
         if self._lifecycles:
             self._set(min(lifecycle.deadline for lifecycle in self._lifecycles))
 
 
 _POLL_INTERVAL_S = 0.02
-"""Requests of other routers end unseen: while something waits, the cluster is looked at so often."""
+"""Seconds between two looks at the cluster while requests wait. Requests of other routers end without an event here."""
 _DECAY = 0.9
+"""Weight of the past in the moving average of the time between two ends of requests."""
 
 
 @dataclass(slots=True)
 class AdmissionControl:
-    """What a dispatcher decides with: rules, and what has been used so far."""
+    """The limits of the router, and how far they are used up. The dispatchers of all models share one."""
 
     rules: AdmissionRules
     max_requests: int
+    """Largest number of requests that one dispatcher runs or lets wait (`--max-concurrent-requests`)."""
     ledger: UsageLedger = field(default_factory=UsageLedger)
     retries: RetryBudget = field(default_factory=lambda: RetryBudget(0.2))
     wall_clock: Callable[[], float] = time.time
+    """Clock of the ledger, whose minutes and days are the same in all routers."""
 
 
 class Dispatcher:
-    """`services.router.requests.lifecycle.Owner`."""
+    """Owns all running `RequestLifecycle`s of one model and the queue of waiting ones. Implements `LifecycleOwner`.
+
+    Every request that `submit` has accepted ends with `on_end`, exactly once. Event loop only.
+    """
 
     def __init__(
         self,
@@ -100,9 +112,11 @@ class Dispatcher:
         self._deadlines = Deadlines(self._lifecycles, clock=clock)
         self._waiting: FairQueue[RequestLifecycle] = FairQueue()
         self._resuming: RequestLifecycle | None = None
+        """The waiting request that is being placed by `_dispatch_waiting` at this moment."""
         self._poll_timer: asyncio.TimerHandle | None = None
         self._ended_at = 0.0
         self._mean_end_interval_s = 1.0
+        """Mean seconds between two ends of requests: the Retry-After of rejections that depend on such an end."""
         self.request_log = RequestLog(metrics, clock=clock)
         cluster.add_listener(self._dispatch_waiting)
         metrics.in_flight.set_function(lambda: len(self._lifecycles))
@@ -118,8 +132,12 @@ class Dispatcher:
     def submit(
         self, requests: Sequence[PromptRequest], token_queue: TokenQueue, *, timing: RequestTiming
     ) -> list[RequestLifecycle]:
-        """One flight a job, all or none; what comes back goes to `token_queue`. Raises `ApiError`. After any exception
-        none of them runs, and their tokens are not counted for the caller."""
+        """Start a lifecycle for each prompt of an API call. Their tokens go to `token_queue`.
+
+        Raises `ApiError` if one of the prompts is rejected. After any exception none of them runs, and their prompt
+        tokens are not counted for the caller.
+        """
+        # A later part of a call was admitted with its first part: it must not be counted again.
         if not timing.continues:
             self._check_limits(requests, timing)
         lifecycles: list[RequestLifecycle] = []
@@ -128,21 +146,26 @@ class Dispatcher:
                 lifecycles.append(self._start(request, token_queue, timing))
         except BaseException:
             for lifecycle in lifecycles:
-                lifecycle.cancel("another prompt of the request was refused")
+                lifecycle.cancel("another prompt of the same API call was rejected")
             if not timing.continues:
                 self._refund(requests, timing)
             raise
         return lifecycles
 
     def close(self) -> None:
-        error = UnavailableError("the router stops", code="stopping")
-        call_each("a request", [partial(lifecycle.fail, error) for lifecycle in self._lifecycles])
+        """Fail all running requests, stop the timers, and log what has ended."""
+        error = UnavailableError("the router is shutting down", code="stopping")
+        call_each("failing a request", [partial(lifecycle.fail, error) for lifecycle in self._lifecycles])
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         self._deadlines.close()
         self.request_log.flush()
 
     def admit_request(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
+        """Return whether a request may go to the workers of `placement` now; otherwise queue it.
+
+        Raises `RateLimitError` if it is predicted to miss an SLO or if the queue is full.
+        """
         now, timing = self._clock(), lifecycle.timing
         if timing.continues:
             return True
@@ -166,28 +189,39 @@ class Dispatcher:
         return verdict == "go"
 
     def on_prefill_done(self, lifecycle: RequestLifecycle) -> None:
+        """Send waiting requests on, since a worker has fewer prompt tokens left to compute."""
         if self._waiting:
             self._dispatch_waiting()
 
     def take_retry(self) -> bool:
+        """Take one retry from the router's budget. Return False if it is used up."""
         return self._admission.retries.take_retry(self._clock())
 
     def on_end(self, lifecycle: RequestLifecycle) -> None:
+        """Forget a request that has ended, count its tokens, and send waiting requests on."""
         self._record_end(self._clock())
+        # It may have ended while it was waiting: cancelled by its client, or at its deadline.
         if self._waiting.remove(lifecycle):
             self._count_waiting()
         span, admission = self._lifecycles.pop(lifecycle, None), self._admission
         admission.ledger.add(lifecycle.timing.caller, tokens=lifecycle.num_generated, now=admission.wall_clock())
         self.request_log.add(lifecycle)
         if span is not None and span.is_recording:
-            call_each("tracing", [partial(_record, span, lifecycle)])
+            call_each("ending the trace span of a request", [partial(_record, span, lifecycle)])
         self._dispatch_waiting()
 
     def _check_limits(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
-        """Raises `RateLimitError`."""
+        """Count an API call against the limits of its key.
+
+        Raises `RateLimitError` (status 429) if the router serves too many requests already or the key is over a limit;
+        then nothing is counted.
+        """
         admission = self._admission
         if len(self._lifecycles) + len(requests) > admission.max_requests:
-            message = f"{len(self._lifecycles)} requests are being served and {admission.max_requests} is the limit"
+            message = (
+                f"{len(self._lifecycles)} of at most {admission.max_requests} requests are running "
+                f"(--max-concurrent-requests), {len(requests)} more do not fit"
+            )
             raise self._rejection(Refusal("queue", message, None))
         tokens = sum([len(request.token_ids) for request in requests])
         over = admission.ledger.admit(timing.caller, tokens=tokens, now=admission.wall_clock())
@@ -197,18 +231,19 @@ class Dispatcher:
         admission.retries.record_request()
 
     def _refund(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
-        """Nothing was computed: the caller has used no tokens."""
+        """Take back the prompt tokens that were counted for the caller, since nothing was computed."""
         admission, tokens = self._admission, sum([len(request.token_ids) for request in requests])
         admission.ledger.refund(timing.caller, tokens=tokens, now=admission.wall_clock())
 
     def _start(self, request: PromptRequest, token_queue: TokenQueue, timing: RequestTiming) -> RequestLifecycle:
+        """Start the lifecycle of one prompt and register it. After any exception it is neither running nor waiting."""
         span = self._tracing.span("llm_request", timing.trace_headers, at=timing.at)
         span.child("tokenize", at=timing.tokenizing_at).end(at=timing.tokenized_at)
         lifecycle = RequestLifecycle(
             msgspec.structs.replace(request, trace_headers=span.headers) if span.headers else request,
             cluster=self._cluster,
             token_queue=token_queue,
-            rules=self._rules,
+            policy=self._rules,
             clock=self._clock,
             timing=timing,
             owner=self,
@@ -219,16 +254,17 @@ class Dispatcher:
             self._deadlines.watch(lifecycle)
             self._metrics.started(lifecycle)
         except BaseException as exc:
+            # `start` may have queued it before it failed, and a failure after `start` leaves it registered.
             if self._waiting.remove(lifecycle):
                 self._count_waiting()
             if self._lifecycles.pop(lifecycle, None) is not None:
-                lifecycle.cancel("the request was refused")
-            span.end(error=exc.message if isinstance(exc, ApiError) else "an internal error")
+                lifecycle.cancel("starting the request failed")
+            span.end(error=exc.message if isinstance(exc, ApiError) else "internal error")
             raise
         return lifecycle
 
     def _admit_waiting(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
-        """It is the first of those that wait."""
+        """Return whether the first waiting request may go now, and remove it from the queue if so."""
         waited_s = self._clock() - lifecycle.timing.at
         if (refusal := slo_refusal(placement, lifecycle.timing.slo, waited_s=waited_s)) is not None:
             raise self._rejection(refusal)
@@ -239,7 +275,8 @@ class Dispatcher:
         return True
 
     def _dispatch_waiting(self) -> None:
-        """Lets go what may, in order. The first that must wait holds those behind it."""
+        """Send waiting requests on in the queue's order, up to the first one that still must wait."""
+        # `resume` may end requests, and `on_end` calls this method again: `_resuming` stops the recursion.
         while (lifecycle := self._waiting.first()) is not None and self._resuming is None:
             before = len(self._waiting)
             self._resuming = lifecycle
@@ -247,11 +284,13 @@ class Dispatcher:
                 lifecycle.resume()
             finally:
                 self._resuming = None
+            # If it left the queue it was sent on or has failed; in both cases the next one may go.
             if len(self._waiting) == before:
                 self._schedule_poll()
                 return
 
     def _queue_ahead(self, lifecycle: RequestLifecycle) -> QueueState:
+        """Return the waiting queue as a new request sees it."""
         rate = self._cluster.routable_workers().prefill_tokens_per_s
         before = self._waiting.tokens_before(lifecycle.timing.caller, priority=lifecycle.request.priority)
         return QueueState(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
@@ -265,20 +304,23 @@ class Dispatcher:
         self._dispatch_waiting()
 
     def _rejection(self, refusal: Refusal) -> RateLimitError:
+        """Count a rejection and return the error for the client."""
         self._metrics.refused(refusal.cause)
         retry_after_s = self._mean_end_interval_s if refusal.retry_after_s is None else refusal.retry_after_s
-        return RateLimitError(f"{refusal.message}: try again later", retry_after_s=retry_after_s)
+        return RateLimitError(f"{refusal.message}: retry later", retry_after_s=retry_after_s)
 
     def _count_waiting(self) -> None:
         self._metrics.waiting(requests=len(self._waiting), tokens=self._waiting.tokens)
 
     def _record_end(self, now: float) -> None:
+        """Update the mean time between two ends of requests."""
         if self._ended_at:
             self._mean_end_interval_s = _DECAY * self._mean_end_interval_s + (1 - _DECAY) * (now - self._ended_at)
         self._ended_at = now
 
 
 def _record(span: Span, lifecycle: RequestLifecycle) -> None:
+    """End the trace span of a request with its attributes and the time until it was placed."""
     timeline = lifecycle.timeline
     span.child("admit", at=lifecycle.timing.tokenized_at).end(at=timeline.placed_at or timeline.ended_at)
     span.set(span_attributes(lifecycle))

@@ -1,8 +1,9 @@
-"""A flight's tokens on their way out, in order for each sequence.
+"""Passes the tokens of one request on to its `TokenQueue`, and holds back first tokens to meet the ITL SLO.
 
-First tokens of handed-over sequences that were promised a time between tokens may be held back for a moment, so that
-the second follow in it (`first_gap`). Nothing is held for longer than its time, nor when what it waits for has come or
-will not; what is dropped was for a client that has gone.
+After a handoff the gap between first and second token is longer than later ones. If the request has an ITL SLO, its
+first token is held back for a moment, so that the second one follows in time (docs/adr/0012-first-token-held.md). The
+token is sent when its time is over, when the second one arrives, or when the request fails or is replayed. It is
+discarded only if the request ends without a client that would read it.
 """
 
 import asyncio
@@ -21,91 +22,102 @@ from baton_serve.services.router.text.token_sequence import TokenSequence, Token
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    """A first token that is held back."""
+
     sequence: TokenSequence
     tokens: TokenUpdate
-    came_at: float
+    arrived_at: float
     timer: asyncio.TimerHandle
 
 
 class FirstTokenPacer:
-    """`first_choice`: of the sequences' choices in the answer. Moments are those of the router's monotonic clock."""
+    """Passes on the tokens of all sequences of one request. A `RequestLifecycle` owns it.
 
-    __slots__ = ("_arrival", "_clock", "_first_choice", "_held", "_outbox", "_rules", "_timeline")
+    `first_choice` is the index, in the API call's answer, of the request's first sequence. Moments are those of the
+    router's monotonic clock.
+    """
+
+    __slots__ = ("_clock", "_first_choice", "_held", "_policy", "_timeline", "_timing", "_token_queue")
 
     def __init__(
         self,
         token_queue: TokenQueue,
         timeline: Timeline,
         timing: RequestTiming,
-        rules: RequestPolicy,
+        policy: RequestPolicy,
         *,
         first_choice: int,
         clock: Callable[[], float],
     ) -> None:
-        self._outbox = token_queue
+        self._token_queue = token_queue
         self._timeline = timeline
         self._first_choice = first_choice
-        self._arrival = timing
-        self._rules = rules
+        self._timing = timing
+        self._policy = policy
         self._clock = clock
         self._held: dict[int, _Held] = {}
 
     def put(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
+        """Pass on new tokens that arrived at `now`, after the sequence's first token if that is still held back."""
         if self._held:
-            self._release(sequence.index)
+            self._flush_sequence(sequence.index)
         self._deliver(sequence, updates, now)
 
     def put_first_token(
         self, attempt: Attempt, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float
     ) -> None:
-        """From an instance that will not write the others."""
+        """Pass on tokens of a prefill worker, or hold them back if the second token is expected late."""
+        # With more than one update the second token is here already, and a finished sequence has no second one.
         if attempt.decode is not None and len(updates) == 1 and not sequence.is_finished:
             attempt.first_token_at[sequence.index] = now
             for_s = self._hold_s(attempt, now)
             if for_s > 0:
-                timer = asyncio.get_running_loop().call_later(for_s, partial(self._release, sequence.index))
+                timer = asyncio.get_running_loop().call_later(for_s, partial(self._flush_sequence, sequence.index))
                 self._held[sequence.index] = _Held(sequence, updates[0], now, timer)
                 return
         self.put(sequence, updates, now)
 
     def fail(self, error: ApiError) -> None:
-        """After all that has come."""
-        self.release()
-        self._outbox.fail(error)
+        """Pass on the tokens that are held back, and then `error`."""
+        self.flush()
+        self._token_queue.fail(error)
 
-    def release(self) -> None:
-        """Nothing that is held has anything to wait for any more."""
+    def flush(self) -> None:
+        """Pass on all tokens that are held back."""
         for index in list(self._held):
-            self._release(index)
+            self._flush_sequence(index)
 
     def discard(self) -> None:
-        """Nobody wants what is held any more."""
+        """Drop all tokens that are held back, because the request has ended."""
         for held in self._held.values():
             held.timer.cancel()
         self._held.clear()
 
     def _hold_s(self, attempt: Attempt, now: float) -> float:
-        """A stream that goes on after a loss has made its client wait long enough."""
-        slo = self._arrival.slo
+        """Return for how many seconds to hold back a first token that arrived at `now`."""
+        slo = self._timing.slo
+        # `position` is not 0 in a replay of a stream that has begun: its client has waited long enough already.
         if slo.itl_s is None or attempt.decode is None or attempt.position:
             return 0.0
         return first_token_hold_s(
             attempt.decode.first_gap_s(),
             itl_s=slo.itl_s,
-            max_itls=self._rules.first_token_hold,
-            ttft_budget_s=ttft_budget_s(slo.ttft_s, now - self._arrival.at),
+            max_itls=self._policy.first_token_hold,
+            ttft_budget_s=ttft_budget_s(slo.ttft_s, now - self._timing.at),
         )
 
-    def _release(self, index: int) -> None:
+    def _flush_sequence(self, index: int) -> None:
+        """Pass on the first token of one sequence, if it is held back."""
         held = self._held.pop(index, None)
         if held is None:
             return
         held.timer.cancel()
         now = self._clock()
-        self._timeline.held_s = max(self._timeline.held_s, now - held.came_at)
+        self._timeline.held_s = max(self._timeline.held_s, now - held.arrived_at)
         self._deliver(held.sequence, [held.tokens], now)
 
     def _deliver(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
+        """Put tokens into the queue and record when the client gets them."""
         timeline = self._timeline
         timeline.last_token_at = now
         if timeline.first_token_at is None:
@@ -113,6 +125,6 @@ class FirstTokenPacer:
         if len(sequence.token_ids) > timeline.num_later_tokens + 1:
             timeline.num_later_tokens = len(sequence.token_ids) - 1
         for tokens in updates:
-            self._outbox.put(self._first_choice + sequence.index, tokens, now)
+            self._token_queue.put(self._first_choice + sequence.index, tokens, now)
             if tokens.finish_reason is not None:
                 timeline.finish_reasons.append(tokens.finish_reason)

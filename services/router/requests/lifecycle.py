@@ -1,8 +1,14 @@
-"""One prompt's life in the cluster: placed, answered, and placed again when an instance is lost.
+"""The lifecycle of one request in the router: admission, placement, streaming, replay after a failure, and the end.
 
-The client sees one unbroken stream: each sequence knows the tokens it has, and a replay asks for the rest with prompt
-and tokens as its input. Every attempt has a request id of its own, so answers to one that was given up reach nobody.
-However a flight ends, every instance that works for it is told.
+A request is served by *attempts*. An attempt is one placement of some of its sequences: the workers that compute them,
+under a request id of its own. (A worker is one instance, a model replica with a role, as this router sees it:
+`WorkerState`.) When a worker fails or is lost, its attempt ends and the unfinished sequences are placed again, with the
+prompt and the tokens generated so far as input. The client sees one unbroken stream.
+
+An answer carries the request id of its attempt, so a late answer to an ended attempt reaches no lifecycle. However the
+request ends, each worker that may still compute it or hold its blocks is sent `Cancel`.
+
+Everything here runs on the router's event loop.
 """
 
 import asyncio
@@ -40,31 +46,40 @@ from baton_serve.services.router.text.token_sequence import TokenSequence
 
 logger = logging.getLogger(__name__)
 
-_BACKOFF_S = 0.05
+FIRST_BACKOFF_S = 0.05
+"""Delay before the first replay of an `overloaded` or `internal` failure; each further replay waits twice as long."""
 
 
 class LifecycleOwner(Protocol):
-    """The dispatcher."""
+    """Admits requests and is notified of their progress: the dispatcher, which cannot be imported without a cycle."""
 
     def admit_request(self, lifecycle: "RequestLifecycle", placement: Placement) -> bool:
-        """False: it waits until the owner calls `resume`. Raises `ApiError`."""
+        """Return whether the request may go to its workers now.
+
+        If not, the owner has queued it and calls `resume` later. Raises `ApiError` to reject the request.
+        """
 
     def on_prefill_done(self, lifecycle: "RequestLifecycle") -> None:
-        """An instance has less to compute."""
+        """Look for queued requests that may go now: a worker has fewer prompt tokens left to compute."""
 
-    def take_retry(self) -> bool: ...
+    def take_retry(self) -> bool:
+        """Take one retry from the budget that all requests share. Return False if the budget is used up."""
+        ...
 
-    def on_end(self, lifecycle: "RequestLifecycle") -> None: ...
+    def on_end(self, lifecycle: "RequestLifecycle") -> None:
+        """Forget the request. Called once for each request whose `start` has returned."""
 
 
 class RequestLifecycle:
+    """One prompt of an API call, with one or several (`n`) generated sequences. A `Dispatcher` starts and owns it."""
+
     def __init__(
         self,
         request: PromptRequest,
         *,
         cluster: Cluster,
         token_queue: TokenQueue,
-        rules: RequestPolicy,
+        policy: RequestPolicy,
         clock: Callable[[], float],
         timing: RequestTiming,
         owner: LifecycleOwner,
@@ -77,30 +92,35 @@ class RequestLifecycle:
         self.is_finished = False
         self._cluster = cluster
         self._pacer = FirstTokenPacer(
-            token_queue, self.timeline, timing, rules, first_choice=request.first_choice, clock=clock
+            token_queue, self.timeline, timing, policy, first_choice=request.first_choice, clock=clock
         )
-        self._rules = rules
+        self._policy = policy
         self._owner = owner
         self.timing = timing
         self._clock = clock
-        self.deadline = timing.at + rules.request_timeout_s
-        """After it the owner calls `expire`."""
+        self.deadline = timing.at + policy.request_timeout_s
+        """Moment of `clock` after which the owner calls `expire`."""
         self._attempts: set[Attempt] = set()
         self._num_attempts = 0
         self._avoided: frozenset[InstanceId] = frozenset()
+        """Instances that failed this request; placement takes them only if no other instance is left."""
         self._preferred_decode: InstanceId | None = None
+        """Decode instance that has blocks of this request from an earlier attempt."""
         self._block_hashes = PromptBlockHashes(request.token_ids, request.cache_salt, request.lora, request.media)
         self._placement_retry: PlacementRetry | None = None
         self._replay_timers: list[asyncio.TimerHandle] = []
 
     @property
     def num_generated(self) -> int:
-        """Tokens, of all sequences."""
+        """Number of tokens generated so far, over all sequences."""
         return sum([len(sequence.token_ids) for sequence in self.sequences])
 
     def start(self) -> None:
-        """Raises `ApiError` when no instance can take it, or its owner refuses it. After any exception it is over, and
-        no instance works for it."""
+        """Place the request and send it to its workers, or leave it queued.
+
+        It is queued by the owner, or until an instance comes that is expected soon. Raises `ApiError` if no instance
+        can serve it or if the owner rejects it. After any exception the request has ended, and no worker computes it.
+        """
         try:
             no_capacity = self._start_attempt(self.sequences, 0)
             if no_capacity is not None:
@@ -108,16 +128,18 @@ class RequestLifecycle:
                     raise no_capacity_error(no_capacity)
                 self._wait_for_instances(self.sequences, 0, no_capacity)
         except BaseException:
+            # Not `fail`: the owner registers the request only when this method has returned, so `on_end` would refer
+            # to a request that it does not know; and the caller still can answer with the error's HTTP status.
             self.is_finished = True
             self._release_local()
             raise
 
     def resume(self) -> None:
-        """After it was not admitted: asks again."""
+        """Ask for admission again, with a new placement. The owner calls this for a request that it has queued."""
         self._place_again(self.sequences, 0)
 
     def stop_sequence(self, index: int) -> None:
-        """Enough of this sequence: its text has ended."""
+        """End one sequence before its last token because its text is complete, for example at a stop string."""
         sequence = self.sequences[index]
         if sequence.is_finished:
             return
@@ -125,41 +147,49 @@ class RequestLifecycle:
         for attempt in [a for a in self._attempts if index in a.sequences]:
             if attempt.unfinished():
                 attempt.cancel_sequence(index)
-            else:
+            else:  # nothing of the attempt is needed any more
                 self._end_attempt(attempt, cancel=True)
         self._end_if_done("stop")
 
     def cancel(self, reason: str) -> None:
-        """Nobody wants the rest."""
+        """End the request because its client will not read more tokens. `reason` goes to the log."""
         if not self.is_finished:
             self.timeline.finish_reasons += ["abort" for s in self.sequences if not s.is_finished]
             self._end(reason)
 
     def on_tokens(self, attempt: Attempt, worker: WorkerState, message: Tokens, now: float) -> None:
+        """Pass new tokens of one sequence to the client, and end what they end. `now` is when the message came."""
         sequence = attempt.sequences.get(message.sequence)
         if sequence is None:
             return
         is_from_decode = worker is attempt.decode
         if is_from_decode:
+            # With --handoff-fallback local, a decode worker computes a prompt that it failed to fetch, and sends no
+            # `HandoffReport`. Its tokens show as well that the prefill worker is not needed any more.
             attempt.decode_has_blocks = True
             if attempt.first_token_at:
                 attempt.on_second_token(sequence.index, now)
+        # Around a handoff both workers may send the same token, or a later one first: `accept` returns what is next.
         if updates := sequence.accept(message):
             if is_from_decode:
                 self._pacer.put(sequence, updates, now)
             else:
                 self._pacer.put_first_token(attempt, sequence, updates, now)
         if sequence.is_finished and not attempt.unfinished():
-            # An end that decode itself wrote is known there; one that came with the first token may not be.
+            # A decode worker knows the end that it has generated itself. If the first token was the last one, it came
+            # from the prefill worker, and the decode worker may still be waiting for the blocks: cancel it.
             self._end_attempt(attempt, cancel=worker is not attempt.decode)
             self._end_if_done(None)
 
     def on_answer(self, attempt: Attempt, worker: WorkerState, answer: Answer) -> None:
+        """Handle any answer of a worker other than `Tokens`."""
         match answer:
             case PrefillReport():
                 worker.on_prefill_done(attempt.request_id)
                 worker.circuit_breaker.succeeded()
                 self._owner.on_prefill_done(self)
+                # A replay reports again. The first report explains the time to first token, and only that one has the
+                # prompt's logprobs.
                 if self.timeline.report is None:
                     self.timeline.report = answer
                     self.prompt_logprobs = answer.prompt_logprobs
@@ -171,109 +201,125 @@ class RequestLifecycle:
                 self._on_failed(attempt, worker, answer)
 
     def on_lost(self, attempt: Attempt, worker: WorkerState, reason: str) -> None:
+        """Replay an attempt after the connection to one of its workers was lost, if it still needs that worker."""
         if worker is attempt.prefill and worker is not attempt.decode and not attempt.needs_prefill:
-            attempt.prefill_left()
+            attempt.drop_prefill()
             return
         error = UnavailableError(f"instance {worker.record.instance} was lost: {reason}", code="instance_lost")
         self._preferred_decode = _surviving_decode(attempt, worker.record.instance)
         self._replay(attempt, error, delay_s=0.0)
 
     def on_error(self, error: Exception) -> None:
-        """An error of this router: the request fails alone."""
-        logger.error("the request fails", exc_info=error, extra={"request_id": self.request.request_id})
-        self.fail(InternalError("an internal error has been logged"))
+        """Fail the request with status 500 after an error of this router. The log has the traceback."""
+        logger.error("internal error, the request fails", exc_info=error, extra={"request_id": self.request.request_id})
+        self.fail(InternalError("internal error of the router; its log has the details"))
 
     def _on_failed(self, attempt: Attempt, worker: WorkerState, failed: Failed) -> None:
+        """Replay an attempt that a worker gave up, or fail the request if a replay cannot help."""
         if worker is attempt.prefill and worker is not attempt.decode and not attempt.needs_prefill:
             return
         instance = worker.record.instance
         extra = {"request_id": attempt.request_id}
-        logger.warning("%s failed: %s: %s", instance, failed.code, failed.message, extra=extra)
+        logger.warning("instance %s gave up a request (%s): %s", instance, failed.code, failed.message, extra=extra)
         if failed.code in ("invalid", "too_long"):
             self.fail(BadRequestError(failed.message, code=failed.code))
             return
+        # A decode worker that could not fetch the blocks names the instance that it tried to fetch them from.
         culprit = failed.lost if failed.lost is not None else instance
-        is_first = culprit not in self._avoided
+        is_first_failure = culprit not in self._avoided
         self._avoided |= {culprit}
         self._preferred_decode = _surviving_decode(attempt, culprit)
-        if failed.code == "draining" and is_first:
-            # Nobody's fault, and known to placement from now on.
+        if failed.code == "draining" and is_first_failure:
+            # Draining is planned, and placement avoids the instance from now on. If this replay were counted, a rolling
+            # update could use up `max_replays`.
             self._replay(attempt, failure_error(failed), delay_s=0.0, is_counted=False)
             return
-        self._blame(culprit, failed)
+        self._record_failure(culprit, failed)
+        # Replays add load. Without backoff and a shared budget they would keep an overloaded cluster overloaded.
         if failed.code in ("overloaded", "internal") and not self._owner.take_retry():
             self._end_attempt(attempt, cancel=True)
             self.fail(failure_error(failed))
             return
-        delay_s = _BACKOFF_S * 2**attempt.replays if failed.code in ("overloaded", "internal") else 0.0
+        delay_s = FIRST_BACKOFF_S * 2**attempt.num_replays if failed.code in ("overloaded", "internal") else 0.0
         self._replay(attempt, failure_error(failed), delay_s=delay_s)
 
-    def _blame(self, culprit: InstanceId, failed: Failed) -> None:
-        """An instance that is merely full is not broken."""
-        blamed = self._cluster.worker(culprit)
-        if blamed is not None and failed.code in ("internal", "timeout", "handoff_failed"):
-            blamed.circuit_breaker.failed(self._clock())
+    def _record_failure(self, culprit: InstanceId, failed: Failed) -> None:
+        """Count a failure in the circuit breaker of an instance, if the code means that the instance is broken."""
+        worker = self._cluster.worker(culprit)
+        # An instance that is full or drains is healthy. An open circuit breaker would take it from all requests.
+        if worker is not None and failed.code in ("internal", "timeout", "handoff_failed"):
+            worker.circuit_breaker.failed(self._clock())
 
     def _replay(self, attempt: Attempt, error: ApiError, *, delay_s: float, is_counted: bool = True) -> None:
-        """Places what is missing of an attempt again."""
+        """End an attempt and place its unfinished sequences again, or fail with `error` if no replay is left."""
         self._end_attempt(attempt, cancel=True)
-        self._pacer.release()
+        self._pacer.flush()  # a first token that is held back would wait for a second one of the ended attempt
         unfinished = attempt.unfinished()
         if not unfinished:
             self._end_if_done(None)
             return
-        if is_counted and attempt.replays >= self._rules.max_replays:
+        if is_counted and attempt.num_replays >= self._policy.max_replays:
             self.fail(error)
             return
         self.timeline.replays += 1
-        replays = attempt.replays + is_counted
-        logger.warning("replayed: %s", error.message, extra={"request_id": attempt.request_id})
-        fresh = [sequence for sequence in unfinished if not sequence.token_ids]
-        groups = ([fresh] if fresh else []) + [[sequence] for sequence in unfinished if sequence.token_ids]
+        num_replays = attempt.num_replays + is_counted
+        logger.warning("replaying a request: %s", error.message, extra={"request_id": attempt.request_id})
+        # One attempt computes one input. Sequences without tokens share the prompt; every other one has its own input.
+        without_tokens = [sequence for sequence in unfinished if not sequence.token_ids]
+        groups = ([without_tokens] if without_tokens else []) + [
+            [sequence] for sequence in unfinished if sequence.token_ids
+        ]
         for sequence in unfinished:
             sequence.drop_out_of_order()
         for group in groups:
-            # Later in any case: this may be called in the middle of the loss of an instance.
+            # By a timer even without delay: the cluster may be in the middle of removing the lost worker.
             self._replay_timers.append(
-                asyncio.get_running_loop().call_later(delay_s, self._place_again, group, replays)
+                asyncio.get_running_loop().call_later(delay_s, self._place_again, group, num_replays)
             )
 
-    def _place_again(self, group: list[TokenSequence], replays: int) -> None:
+    def _place_again(self, group: list[TokenSequence], num_replays: int) -> None:
+        """Place the sequences of a group that are unfinished by now, or fail the request. Never raises."""
         unfinished = [sequence for sequence in group if not sequence.is_finished]
         if self.is_finished or not unfinished:
             return
         try:
-            self._launch_or_wait(unfinished, replays)
+            self._start_or_wait(unfinished, num_replays)
         except ApiError as exc:
             self.fail(exc)
         except Exception as exc:  # noqa: BLE001 - called by timers and listeners that serve other requests too
             self.on_error(exc)
 
-    def _launch_or_wait(self, unfinished: list[TokenSequence], replays: int) -> None:
-        no_capacity = self._start_attempt(unfinished, replays)
+    def _start_or_wait(self, unfinished: list[TokenSequence], num_replays: int) -> None:
+        """Place sequences, or wait for an instance. Raises `ApiError` if waiting is useless or the owner rejects it."""
+        no_capacity = self._start_attempt(unfinished, num_replays)
         if no_capacity is None:
             return
-        # A stream that has begun waits for whatever may come; one that has not, for instances that are expected.
-        if no_capacity.reason == "never_fits" or not (replays or self._expects_instances()):
+        # A replay waits for any instance that may come, since failing it breaks a stream that the client is reading. A
+        # new request waits only if an instance is expected; without one its client should get the 503 at once.
+        if no_capacity.reason == "never_fits" or not (num_replays or self._expects_instances()):
             raise no_capacity_error(no_capacity)
-        self._wait_for_instances(unfinished, replays, no_capacity)
+        self._wait_for_instances(unfinished, num_replays, no_capacity)
 
-    def _wait_for_instances(self, group: list[TokenSequence], replays: int, no_capacity: NoCapacity) -> None:
-        """Until the cluster changes for the better, or for too long."""
+    def _wait_for_instances(self, group: list[TokenSequence], num_replays: int, no_capacity: NoCapacity) -> None:
+        """Place the group again whenever the cluster changes, and fail the request after `instance_wait_s`."""
         if self._placement_retry is None:
             self._placement_retry = PlacementRetry(
                 self._cluster,
-                wait_s=self._rules.instance_wait_s,
+                wait_s=self._policy.instance_wait_s,
                 place_again=self._place_again,
                 give_up=lambda no_capacity: self.fail(no_capacity_error(no_capacity)),
             )
-        self._placement_retry.add(group, replays, no_capacity)
+        self._placement_retry.add(group, num_replays, no_capacity)
 
     def _expects_instances(self) -> bool:
-        return self._cluster.expects_instances(within_s=self._rules.instance_wait_s)
+        return self._cluster.expects_instances(within_s=self._policy.instance_wait_s)
 
-    def _start_attempt(self, sequences: Sequence[TokenSequence], replays: int) -> NoCapacity | None:
-        """Places sequences that have the same tokens so far: one of them, or several that have none."""
+    def _start_attempt(self, sequences: Sequence[TokenSequence], num_replays: int) -> NoCapacity | None:
+        """Place sequences whose tokens are the same so far, and send them to their workers.
+
+        `sequences` is one sequence, or several without tokens. Return the reason if no instance can take them. None
+        means that the attempt runs or that the owner has queued the request. Raises `ApiError` if the owner rejects it.
+        """
         token_ids = self.request.token_ids + sequences[0].token_ids
         num_generated_before = len(sequences[0].token_ids)
         block_hashes = self._block_hashes.extended(token_ids) if num_generated_before else self._block_hashes
@@ -290,31 +336,36 @@ class RequestLifecycle:
         view = self._cluster.view(
             block_hashes.hashes, self.request.model, self.request.lora, has_images=demand.has_images
         )
-        placement = place(demand, view, self._rules.policy)
+        placement = place(demand, view, self._policy.policy)
         if isinstance(placement, NoCapacity):
             return placement
+        # A replay is never queued or rejected: the request was admitted when its first attempt started.
         if not self._num_attempts and not self._owner.admit_request(self, placement):
             return None
-        attempt = self._new_attempt(placement, sequences, position=num_generated_before, replays=replays)
+        attempt = self._new_attempt(placement, sequences, position=num_generated_before, num_replays=num_replays)
         try:
-            self._begin(attempt, placement, token_ids, block_hashes)
+            self._send_attempt(attempt, placement, token_ids, block_hashes)
         except BaseException as exc:
+            # Without leases no message was sent, so that no worker knows the attempt.
             self._end_attempt(attempt, cancel=bool(attempt.leases))
             if isinstance(exc, WireError):
-                raise BadRequestError(f"the request cannot be sent to an instance: {exc}", code="unsendable") from exc
+                raise BadRequestError(
+                    f"the request cannot be encoded for an instance: {exc}", code="unsendable"
+                ) from exc
             raise
         return None
 
-    def _begin(
+    def _send_attempt(
         self, attempt: Attempt, placement: Placement, token_ids: list[int], block_hashes: PromptBlockHashes
     ) -> None:
-        """Sends an attempt to its instances. The caller ends it if this raises."""
+        """Send a new attempt to its workers. The caller ends it if this raises."""
         self.timeline.record_placement(placement, self._clock())
         sequences = list(attempt.sequences.values())
         work = self._work(
             attempt, token_ids, sequence_indexes(sequences), block_hashes.root(placement.final_worker.layout)
         )
-        timeout_s, plan = min(self._rules.handoff_timeout_s, work.timeout_s), placement.final_worker.pull
+        # A handoff must not run longer than the request itself.
+        timeout_s, plan = min(self._policy.handoff_timeout_s, work.timeout_s), placement.final_worker.pull
         source = self._cluster.worker(plan.source) if plan is not None else None
         attempt.start(
             work, placement, block_hashes, handoff_timeout_s=timeout_s, pull_from=source, images=self.request.images
@@ -323,13 +374,18 @@ class RequestLifecycle:
             self._record_sent(worker, block_hashes.hashes(worker.record.layout))
 
     def _record_sent(self, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
+        """Record that a worker has been sent the prompt and will soon cache its blocks.
+
+        Without this, prompts with the same prefix that come before the cache events would be computed somewhere else.
+        """
         now = self._clock()
         worker.circuit_breaker.begin_attempt(now)
-        self._cluster.index.expect(worker.record.instance, hashes, until=now + self._rules.expected_blocks_ttl_s)
+        self._cluster.index.expect(worker.record.instance, hashes, until=now + self._policy.expected_blocks_ttl_s)
 
     def _new_attempt(
-        self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, replays: int
+        self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, num_replays: int
     ) -> Attempt:
+        """Register an attempt on the workers of `placement`. Its first token has index `position` in each sequence."""
         prefill = self._worker_of(placement.prefill)
         attempt = Attempt(
             owner=self,
@@ -338,8 +394,8 @@ class RequestLifecycle:
             prefill=prefill,
             decode=self._worker_of(placement.decode),
             position=position,
-            replays=replays,
-            decode_has_blocks=prefill is None,
+            num_replays=num_replays,
+            decode_has_blocks=prefill is None,  # one worker computes prompt and answer: nothing is handed off
         )
         self._num_attempts += 1
         self._attempts.add(attempt)
@@ -349,10 +405,14 @@ class RequestLifecycle:
         return self._cluster.worker(candidate.instance) if candidate is not None else None
 
     def _work(self, attempt: Attempt, token_ids: list[int], sequences: list[int], root: BlockHash) -> Work:
-        """`root` of the instance that reads the prompt: one of another layout names blocks in its own way."""
+        """Build the message that describes the computation.
+
+        `root` is the root hash in the layout of the worker that computes the prompt. `Attempt.start` replaces it for a
+        worker of another layout, whose block hashes differ.
+        """
         sampling = self.request.sampling
         if self.prompt_logprobs is not None:
-            # They have come already: a replay need not compute them again.
+            # The first attempt has returned them. Asking again would forbid the worker to use cached blocks.
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Work(
             request_id=attempt.request_id,
@@ -370,10 +430,12 @@ class RequestLifecycle:
         )
 
     def expire(self) -> None:
-        self.fail(DeadlineError(f"the request was not done within {self._rules.request_timeout_s:g} s"))
+        """Fail the request with status 504. The owner calls this when `deadline` has passed."""
+        limit = f"{self._policy.request_timeout_s:g} s (--request-timeout-s of the router)"
+        self.fail(DeadlineError(f"the request did not finish within {limit}; ask for fewer tokens"))
 
     def fail(self, error: ApiError) -> None:
-        """The client hears `error`, at once or after what it has got."""
+        """End the request with an error, which the client gets after the tokens that have been generated."""
         if not self.is_finished:
             self.error = error
             self.timeline.finish_reasons += ["error" for s in self.sequences if not s.is_finished]
@@ -381,19 +443,22 @@ class RequestLifecycle:
             self._end(error.message)
 
     def _end_attempt(self, attempt: Attempt, *, cancel: bool) -> None:
+        """End an attempt, if it is still running. With `cancel`, send `Cancel` to its workers."""
         if attempt in self._attempts:
             self._attempts.discard(attempt)
             attempt.end(cancel=cancel)
 
     def _end_if_done(self, finish_reason: str | None) -> None:
+        """End the request if every sequence is finished. Record `finish_reason` unless a worker's token carried it."""
         if finish_reason is not None:
             self.timeline.finish_reasons.append(finish_reason)
         if not self.is_finished and all([sequence.is_finished for sequence in self.sequences]):
             self._end(None)
 
     def _end(self, reason: str | None) -> None:
+        """End the request and all its attempts. `reason` is None if it has been served completely."""
         if reason is not None:
-            logger.info("ends early: %s", reason, extra={"request_id": self.request.request_id})
+            logger.info("request ended early: %s", reason, extra={"request_id": self.request.request_id})
         self.is_finished = True
         for attempt in list(self._attempts):
             self._end_attempt(attempt, cancel=True)
@@ -402,6 +467,7 @@ class RequestLifecycle:
         self._owner.on_end(self)
 
     def _release_local(self) -> None:
+        """Stop all timers and listeners of the request, and discard tokens that are held back."""
         for timer in self._replay_timers:
             timer.cancel()
         self._replay_timers.clear()
@@ -412,6 +478,6 @@ class RequestLifecycle:
 
 
 def _surviving_decode(attempt: Attempt, culprit: InstanceId) -> InstanceId | None:
-    """The decode instance, when it is not to blame: it keeps the blocks that have arrived there."""
+    """Return the attempt's decode instance unless it is the culprit: blocks that have arrived there can be reused."""
     decode = attempt.decode
     return decode.record.instance if decode is not None and decode.record.instance != culprit else None

@@ -1,8 +1,8 @@
-"""Metrics of the router: what a request as a whole experienced.
+"""The Prometheus metrics of the router: latencies, lengths and outcomes of whole requests.
 
-The router owns everything that is counted per request or per token; what an instance has or does now (running, waiting,
-cache use, bytes moved) is for the instances, so nothing is counted twice in a sum over the cluster. Names are vLLM's
-where dashboards know them.
+The router counts everything per request and per token. The instances count their own state (running, waiting, cache
+use, transferred bytes), so that a sum over the cluster counts nothing twice. A metric has the name that vLLM gives it
+where there is one, so that existing dashboards work.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,16 @@ _E2E_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0
 _HANDOFF_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _COUNT = (1, 2, 5, 10, 20)
 _MAX_TOKENS_BUCKET = 1_000_000
+"""Largest bucket of the histograms of token counts."""
 
 
 def _one_two_five(limit: int) -> tuple[int, ...]:
+    """Return the buckets 1, 2, 5, 10, 20, 50, … up to `limit`, as vLLM has them."""
     return tuple(m * 10**e for e in range(len(str(limit))) for m in (1, 2, 5) if m * 10**e <= limit)
 
 
 class MetricFamilies:
-    """The families of metrics of one process; each model has its own samples of them."""
+    """The metric families of one process. Each model has its own samples in them, by the label `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.histograms = HistogramFamilies(registry)
@@ -40,6 +42,8 @@ class MetricFamilies:
         self._gauges: dict[str, Gauge] = {}
 
     def gauge(self, name: str, text: str) -> Gauge:
+        """Return the gauge of that name, which is registered at the first call. `text` is its help."""
+        # Prometheus does not allow a second registration, but every model of the router asks for the same gauges.
         known = self._gauges.get(name)
         if known is None:
             known = self._gauges[name] = Gauge(name, text, ["model_name"], registry=self._registry)
@@ -47,89 +51,137 @@ class MetricFamilies:
 
 
 class RouterMetrics:
+    """The metrics of one model in one router process. Event loop only: the counters have no locks."""
+
     def __init__(self, registry: CollectorRegistry, model_name: str, *, families: MetricFamilies | None = None) -> None:
         self._families = families or MetricFamilies(registry)
         self.registry = registry
         self._model = model_name
         lengths = _one_two_five(_MAX_TOKENS_BUCKET)
-        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
-        self._tpot = self._histogram("vllm:time_per_output_token_seconds", "Between tokens of a sequence.", _TPOT_S)
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
+        self._ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Time from the arrival of a request to its first token.", _TTFT_S
+        )
+        self._tpot = self._histogram(
+            "vllm:time_per_output_token_seconds", "Time between two tokens of a sequence.", _TPOT_S
+        )
+        self._e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time from the arrival of a request to its last token.", _E2E_S
+        )
         self._tokenize = self._histogram(
-            "baton:tokenize_seconds", "Rendering the chat and turning text into tokens.", _TTFT_S
+            "baton:tokenize_seconds", "Time to render the chat template and to tokenize the prompt.", _TTFT_S
         )
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Waiting at the prefill instance.", _E2E_S)
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Computing the prompt.", _E2E_S)
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "First to last token.", _E2E_S)
-        self._prompt_length = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", lengths)
-        self._answer_length = self._histogram("vllm:request_generation_tokens", "Tokens of an answer.", lengths)
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Time that a prompt waited at its prefill instance.", _E2E_S
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Time in which the prompt was computed.", _E2E_S
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "Time from the first to the last token.", _E2E_S
+        )
+        self._prompt_length = self._histogram("vllm:request_prompt_tokens", "Number of tokens of a prompt.", lengths)
+        self._answer_length = self._histogram(
+            "vllm:request_generation_tokens", "Number of generated tokens of a request.", lengths
+        )
         self._longest = self._histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest sequence.", lengths
+            "vllm:request_max_num_generation_tokens",
+            "Number of generated tokens of a request's longest sequence.",
+            lengths,
         )
-        self._n = self._histogram("vllm:request_params_n", "Parameter n.", _COUNT)
-        self._max_tokens = self._histogram("vllm:request_params_max_tokens", "Parameter max_tokens.", lengths)
+        self._n = self._histogram("vllm:request_params_n", "Request parameter n.", _COUNT)
+        self._max_tokens = self._histogram("vllm:request_params_max_tokens", "Request parameter max_tokens.", lengths)
         self._handoff = self._histogram(
-            "baton:handoff_seconds", "First block asked for to last block there.", _HANDOFF_S
+            "baton:handoff_seconds",
+            "Duration of a KV handoff, from requesting the first block to receiving the last one.",
+            _HANDOFF_S,
         )
         self._exposed = self._histogram(
-            "baton:handoff_exposed_seconds", "Part of a handoff that prefill's computing did not hide.", _HANDOFF_S
+            "baton:handoff_exposed_seconds", "Part of a KV handoff that did not overlap with the prefill.", _HANDOFF_S
         )
         self._held = self._histogram(
-            "baton:first_token_held_seconds", "First tokens held back for the second to follow in time.", _HANDOFF_S
+            "baton:first_token_held_seconds",
+            "Time that a first token was held back in the router so that the second one followed within the ITL SLO.",
+            _HANDOFF_S,
         )
         self._ttft_error = self._histogram(
-            "baton:ttft_prediction_error_seconds", "Distance of predicted and actual time to first token.", _TTFT_S
+            "baton:ttft_prediction_error_seconds",
+            "Absolute difference between predicted and actual time to first token.",
+            _TTFT_S,
         )
         self._itl_error = self._histogram(
-            "baton:itl_prediction_error_seconds", "Distance of predicted and mean actual time between tokens.", _TPOT_S
+            "baton:itl_prediction_error_seconds",
+            "Absolute difference between predicted and actual mean time between tokens.",
+            _TPOT_S,
         )
         self._admission = self._histogram(
-            "baton:admission_seconds", "Arrival until instances were chosen: tokenising, and waiting here.", _TTFT_S
+            "baton:admission_seconds",
+            "Time from arrival to placement: tokenization, and waiting in the router.",
+            _TTFT_S,
         )
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of all prompts.")
-        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens of all answers.")
-        self._images = self._counter("baton:prompt_images", "Images of all prompts.")
-        self._replays = self._counter("baton:replays", "Broken streams resumed on other instances.")
-        self._success = self._labelled("vllm:request_success", "Sequences by how they ended.", "finished_reason")
-        self._placements = self._labelled("baton:placements", "Requests by who serves them.", "decision")
-        self._hits = self._labelled("baton:prefix_hit_tokens", "Prompt tokens found in a cache.", "tier")
-        self._errors = self._labelled("baton:http_errors", "Requests refused or failed, by status.", "status")
-        self._refusals = self._labelled("baton:admission_refusals", "Requests refused with 429, by cause.", "cause")
-        self._waiting = self._gauge("baton:router_waiting_requests", "Prompts that wait in the router.")
-        self._waiting_tokens = self._gauge("baton:router_waiting_tokens", "Tokens of prompts that wait in the router.")
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Cumulative number of prompt tokens.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Cumulative number of generated tokens.")
+        self._images = self._counter("baton:prompt_images", "Cumulative number of images in prompts.")
+        self._replays = self._counter(
+            "baton:replays",
+            "Cumulative number of replays: streams that were resumed on other instances after a failure.",
+        )
+        self._success = self._labelled(
+            "vllm:request_success", "Cumulative number of finished sequences, by finish reason.", "finished_reason"
+        )
+        self._placements = self._labelled(
+            "baton:placements", "Cumulative number of requests, by placement decision.", "decision"
+        )
+        self._hits = self._labelled(
+            "baton:prefix_hit_tokens", "Cumulative number of prompt tokens found in a prefix cache, by tier.", "tier"
+        )
+        self._errors = self._labelled(
+            "baton:http_errors", "Cumulative number of requests that were rejected or failed, by HTTP status.", "status"
+        )
+        self._refusals = self._labelled(
+            "baton:admission_refusals", "Cumulative number of requests rejected with status 429, by cause.", "cause"
+        )
+        self._waiting = self._gauge("baton:router_waiting_requests", "Number of prompts that wait in the router.")
+        self._waiting_tokens = self._gauge(
+            "baton:router_waiting_tokens", "Number of tokens of the prompts that wait in the router."
+        )
         self.waiting(requests=0, tokens=0)
-        self.in_flight = self._gauge("baton:requests_in_flight", "Prompts being answered.")
+        self.in_flight = self._gauge("baton:requests_in_flight", "Number of prompts that are running or waiting.")
 
     def for_model(self, model_name: str) -> "RouterMetrics":
-        """Of another model behind this router."""
+        """Return the metrics of another model of this router."""
         return RouterMetrics(self.registry, model_name, families=self._families)
 
     def error(self, status: int) -> None:
+        """Count an HTTP error response."""
         self._count(self._errors, str(status)).value += 1
 
     def refused(self, cause: str) -> None:
+        """Count a request that was rejected with status 429."""
         self._count(self._refusals, cause).value += 1
 
     def waiting(self, *, requests: int, tokens: int) -> None:
+        """Set how many prompts wait in the router, and their tokens."""
         self._waiting.set(requests)
         self._waiting_tokens.set(tokens)
 
     @property
     def generated_tokens(self) -> int:
+        """Tokens generated since the start of the process."""
         return int(self._generation_tokens.value)
 
     def generated(self, num_tokens: int, since_last_s: float | None) -> None:
-        """Of one sequence. `since_last_s`: for each of them; None: they are its first."""
+        """Count new tokens of one sequence. `since_last_s` is the mean time between them; None for the first ones."""
         self._generation_tokens.value += num_tokens
         if since_last_s is not None:
             self._tpot.observe(since_last_s)
 
     def started(self, lifecycle: RequestLifecycle) -> None:
+        """Count the prompt of a request that was accepted."""
         self._prompt_tokens.value += len(lifecycle.request.token_ids)
         self._images.value += len(lifecycle.request.media)
 
     def pooled(self, lengths: Sequence[int], seconds: float) -> None:
-        """A call to a model that answers with vectors; `lengths` of its inputs in tokens."""
+        """Count a finished pooling request that took `seconds`; `lengths` are those of its inputs, in tokens."""
         self._prompt_tokens.value += sum(lengths)
         for length in lengths:
             self._prompt_length.observe(length)
@@ -137,6 +189,7 @@ class RouterMetrics:
         self._e2e.observe(seconds)
 
     def ended(self, lifecycle: RequestLifecycle) -> None:
+        """Count a request that has ended, in any way."""
         timeline, request = lifecycle.timeline, lifecycle.request
         ttft_s, itl_s, decode_s, admission_s = timeline.ttft_s, timeline.itl_s, timeline.decode_s, timeline.admission_s
         lengths = [len(sequence.token_ids) for sequence in lifecycle.sequences]
@@ -150,6 +203,7 @@ class RouterMetrics:
         self._max_tokens.observe(request.sampling.max_tokens)
         self._answer_length.observe(sum(lengths))
         self._longest.observe(max(lengths))
+        # Failed requests are left out: a fast error would look like a fast answer.
         if timeline.e2e_s is not None and lifecycle.error is None:
             self._e2e.observe(timeline.e2e_s)
         if decode_s is not None:
@@ -170,7 +224,9 @@ class RouterMetrics:
             self._admission.observe(admission_s)
 
     def _first_token(self, timeline: Timeline, ttft_s: float) -> None:
+        """Observe the time to first token."""
         self._ttft.observe(ttft_s)
+        # The prediction does not include the time for which the router itself held the token back.
         self._ttft_error.observe(abs(ttft_s - timeline.held_s - timeline.predicted_ttft_s))
         if timeline.held_s:
             self._held.observe(timeline.held_s)
@@ -186,6 +242,7 @@ class RouterMetrics:
         return self._families.counters.labels(name, self._model)
 
     def _labelled(self, name: str, text: str, label: str) -> str:
+        """Declare a counter with a label beside the model's name, and return the name for `_count`."""
         self._families.counters.declare(name, text, [label])
         return name
 

@@ -1,4 +1,4 @@
-"""Sequences of one flight that no instance can take now: placed again whenever the cluster changes, for so long."""
+"""Lets sequences of a request wait for an instance, and turns placement failures into errors for the client."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,27 +18,33 @@ from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
 def no_capacity_error(no_capacity: NoCapacity) -> ApiError:
+    """Return the error for a request that cannot be placed: status 400 if it is too long, else 503."""
     if no_capacity.reason == "never_fits":
         return BadRequestError(no_capacity.message, code="context_length_exceeded")
     return UnavailableError(no_capacity.message, retry_after_s=1.0)
 
 
 def failure_error(failed: Failed) -> ApiError:
-    """For when replays are used up."""
+    """Return the error for a request that a worker gave up and that is not replayed any more."""
     match failed.code:
         case "overloaded":
-            return RateLimitError("the instances are overloaded", retry_after_s=1.0)
+            return RateLimitError("the instances are overloaded: retry later", retry_after_s=1.0)
         case "timeout":
             return DeadlineError(failed.message)
         case "internal":
-            return InternalError("an instance failed while it served this request")
+            return InternalError("an instance failed with an internal error; its log has the details")
         case _:
-            return UnavailableError(f"the request could not be completed: {failed.message}", code=failed.code)
+            return UnavailableError(
+                f"the request was not completed, replays are used up: {failed.message}", code=failed.code
+            )
 
 
 class PlacementRetry:
-    """`place_again` gets sequences with the number of their replays; `give_up` hears why the first of those that still
-    wait when the time is over could not be placed."""
+    """Waits for an instance, for groups of sequences of one request that cannot be placed now.
+
+    It calls `place_again` with each group and the number of its replays whenever the cluster changes. If groups still
+    wait `wait_s` seconds after the first one was added, it calls `give_up` with the reason for that first one.
+    """
 
     def __init__(
         self,
@@ -56,13 +62,15 @@ class PlacementRetry:
         self._remove_listener: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, group: list[TokenSequence], replays: int, no_capacity: NoCapacity) -> None:
-        self._groups.append((group, replays))
+    def add(self, group: list[TokenSequence], num_replays: int, no_capacity: NoCapacity) -> None:
+        """Let a group wait; `no_capacity` is the reason why it cannot be placed now."""
+        self._groups.append((group, num_replays))
         if self._remove_listener is None:
             self._remove_listener = self._cluster.add_listener(self._retry)
             self._timer = asyncio.get_running_loop().call_later(self._wait_s, self._on_timeout, no_capacity)
 
     def end(self) -> None:
+        """Stop waiting, and forget all groups."""
         self._groups.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -72,9 +80,10 @@ class PlacementRetry:
             self._remove_listener = None
 
     def _retry(self) -> None:
+        # `place_again` adds a group that still cannot be placed to the new list.
         groups, self._groups = self._groups, []
-        for group, replays in groups:
-            self._place_again(group, replays)
+        for group, num_replays in groups:
+            self._place_again(group, num_replays)
 
     def _on_timeout(self, no_capacity: NoCapacity) -> None:
         if self._groups:

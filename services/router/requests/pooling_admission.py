@@ -1,7 +1,7 @@
-"""When a call that wants vectors may go to its instances: the same rules and the same fair order as for answers.
+"""Decides when a pooling request may go to its instances, by the same rules and in the same fair order as generation.
 
-Instances get work for about `dispatch_ahead_s`; what is more waits here, bounded in tokens, by priority and fairly
-between callers. A call whose time to the answer is predicted to be longer than was asked for is refused at once.
+Instances get work for about `dispatch_ahead_s`. Further requests wait in the router, ordered by priority and fairly
+between callers; the number of their tokens is bounded. A request that is predicted to miss its SLO is rejected.
 """
 
 import asyncio
@@ -18,38 +18,47 @@ from baton_serve.services.router.requests.dispatcher import AdmissionControl
 from baton_serve.services.router.requests.metrics import RouterMetrics
 
 _POLL_INTERVAL_S = 0.02
+"""Seconds between two looks at the cluster while requests wait. Requests of other routers end without an event here."""
 _RETRY_AFTER_S = 1.0
+"""Retry-After of a rejection whose cause has no predicted end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolingDemand:
-    """What one call asks for. `candidates` are the instances that may compute it, as they are now."""
+    """Describes one pooling request to the admission."""
 
     num_tokens: int
     priority: int
     caller: Caller
     slo: Slo
     arrived_at: float
+    """Moment of the router's monotonic clock."""
     candidates: Callable[[], Sequence[Candidate]]
-    granted: "asyncio.Future[Going]"
+    """Returns the instances that can compute it, with their load at that moment."""
+    granted: "asyncio.Future[DispatchedTokens]"
+    """Gets its result when a request that waits may go."""
 
 
-class Going:
-    """The tokens of a call that may go and is not counted by an instance yet. Its holder calls `end` when one counts
-    it, or uses it as a context manager; later calls do nothing."""
+class DispatchedTokens:
+    """Counts the tokens of a request that was admitted until they are counted as load of an instance.
 
-    __slots__ = ("_num_tokens", "_turns")
+    The holder calls `end` when that is so, or uses it as a context manager. Without it several requests that are
+    admitted at once would all see an idle instance.
+    """
 
-    def __init__(self, turns: "PoolingAdmission", num_tokens: int) -> None:
-        self._turns = turns
+    __slots__ = ("_admission", "_num_tokens")
+
+    def __init__(self, admission: "PoolingAdmission", num_tokens: int) -> None:
+        self._admission = admission
         self._num_tokens = num_tokens
-        turns.going_tokens += num_tokens
+        admission.dispatched_tokens += num_tokens
 
     def end(self) -> None:
-        self._turns.going_tokens -= self._num_tokens
+        """Stop counting the tokens. Further calls do nothing."""
+        self._admission.dispatched_tokens -= self._num_tokens
         self._num_tokens = 0
 
-    def __enter__(self) -> "Going":
+    def __enter__(self) -> "DispatchedTokens":
         return self
 
     def __exit__(
@@ -59,22 +68,28 @@ class Going:
 
 
 class PoolingAdmission:
+    """Admits the pooling requests of one model, and lets them wait. A `PoolingDispatcher` owns it. Event loop only."""
+
     def __init__(self, admission: AdmissionControl, metrics: RouterMetrics, *, clock: Callable[[], float]) -> None:
         self._rules = admission.rules
         self._metrics = metrics
         self._clock = clock
         self._waiting: FairQueue[PoolingDemand] = FairQueue()
-        self.going_tokens = 0
-        """Of all `Going`: let go, and not yet counted by an instance."""
+        self.dispatched_tokens = 0
+        """Tokens of admitted requests that are not counted as load of an instance yet."""
         self._poll_timer: asyncio.TimerHandle | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def admit(self, demand: PoolingDemand) -> Going:
-        """Wait until it may go; the caller ends the result. Raises `RateLimitError`."""
+    async def admit(self, demand: PoolingDemand) -> DispatchedTokens:
+        """Wait until a request may go to its instances. The caller ends the returned count.
+
+        Raises `RateLimitError` if the request is predicted to miss its SLO, or if the queue is full.
+        """
         placement, rate = self._placement(demand)
+        # Without any instance the request goes on: the dispatcher waits for one, or fails it.
         if placement is not None:
             before = self._waiting.tokens_before(demand.caller, priority=demand.priority)
             waiting = QueueState(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
@@ -86,10 +101,10 @@ class PoolingAdmission:
                 raise self._rejection(verdict)
             if verdict == "wait":
                 return await self._wait(demand)
-        return Going(self, demand.num_tokens)
+        return DispatchedTokens(self, demand.num_tokens)
 
     def dispatch_waiting(self) -> None:
-        """Lets go what may, in order. The first that must wait holds those behind it."""
+        """Admit waiting requests in the queue's order, up to the first one that still must wait."""
         while (demand := self._waiting.first()) is not None:
             try:
                 if self._must_wait(demand):
@@ -97,14 +112,17 @@ class PoolingAdmission:
                     return
                 self._remove(demand)
                 if not demand.granted.done():
-                    demand.granted.set_result(Going(self, demand.num_tokens))
-            except Exception as exc:  # noqa: BLE001 - this call's alone: those behind it still get their turn
+                    demand.granted.set_result(DispatchedTokens(self, demand.num_tokens))
+            except Exception as exc:  # noqa: BLE001 - it fails this request only; the loop goes on with the next one
                 self._remove(demand)
                 if not demand.granted.done():
                     demand.granted.set_exception(exc)
 
     def _must_wait(self, demand: PoolingDemand) -> bool:
-        """Raises `RateLimitError` where it would take longer than was promised."""
+        """Return whether a waiting request must go on waiting.
+
+        Raises `RateLimitError` if it is predicted to miss its SLO by now.
+        """
         placement, _ = self._placement(demand)
         if placement is None:
             return False
@@ -114,29 +132,35 @@ class PoolingAdmission:
         return placement.shortest_queue_s > self._rules.dispatch_ahead_s
 
     def close(self) -> None:
+        """Stop the timer. The dispatcher cancels the requests that wait."""
         if self._poll_timer is not None:
             self._poll_timer.cancel()
 
-    async def _wait(self, demand: PoolingDemand) -> Going:
+    async def _wait(self, demand: PoolingDemand) -> DispatchedTokens:
+        """Queue a request and wait until it is admitted."""
         self._waiting.push(demand, demand.caller, priority=demand.priority, tokens=demand.num_tokens)
         try:
             self._count()
             self._schedule_poll()
             return await demand.granted
         except BaseException:
+            # It may have been admitted and cancelled in the same turn of the event loop. Then the count ends here.
             if demand.granted.done() and not demand.granted.cancelled() and demand.granted.exception() is None:
                 demand.granted.result().end()
             self._remove(demand)
             raise
 
     def _placement(self, demand: PoolingDemand) -> tuple[Placement | None, float]:
-        """Where it would be computed first, None while no instance is there; and tokens per second of all."""
+        """Return the placement with the earliest end, and the rate of all instances together in tokens per second.
+
+        The placement is None without any instance.
+        """
         candidates = demand.candidates()
         rate = sum(c.prefill_tokens_per_s for c in candidates) or UNMEASURED_TOKENS_PER_S
         if not candidates:
             return None, rate
         best = min(candidates, key=lambda c: (c.time_to_first_token_s(demand.num_tokens), c.instance))
-        dispatched_s = self.going_tokens / rate
+        dispatched_s = self.dispatched_tokens / rate
         placement = Placement(
             decision="prefill_only",
             prefill=best,
@@ -146,9 +170,10 @@ class PoolingAdmission:
         return placement, rate
 
     def _rejection(self, refusal: Refusal) -> RateLimitError:
+        """Count a rejection and return the error for the client."""
         self._metrics.refused(refusal.cause)
         retry_after_s = _RETRY_AFTER_S if refusal.retry_after_s is None else refusal.retry_after_s
-        return RateLimitError(f"{refusal.message}: try again later", retry_after_s=retry_after_s)
+        return RateLimitError(f"{refusal.message}: retry later", retry_after_s=retry_after_s)
 
     def _remove(self, demand: PoolingDemand) -> None:
         if self._waiting.remove(demand):

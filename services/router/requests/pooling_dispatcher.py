@@ -1,6 +1,7 @@
-"""One API call's inputs to vectors: in groups to the instances that are done with them first, again if one is lost.
+"""Dispatches pooling requests (embeddings, scores, classes): sends their inputs to instances and collects the vectors.
 
-However a call ends, every instance that works for it is told.
+The inputs of one API call go in groups to the instances that are predicted to finish first, and are sent again if an
+instance fails or is lost. However a call ends, every instance that still computes for it is sent `Cancel`.
 """
 
 import asyncio
@@ -37,57 +38,63 @@ from baton_serve.services.router.protocol.errors import (
 from baton_serve.services.router.requests.dispatcher import AdmissionControl
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.placement_retry import failure_error
-from baton_serve.services.router.requests.pooling_admission import Going, PoolingAdmission, PoolingDemand
+from baton_serve.services.router.requests.pooling_admission import DispatchedTokens, PoolingAdmission, PoolingDemand
 from baton_serve.services.router.requests.prompt_request import RequestPolicy
 
 T = TypeVar("T")
 
 _TURN_BYTES = 64 * 1024
-"""Of float32. Each takes 0.1 to 0.2 us to write, or in a cosine."""
+"""Bytes of float32 numbers that are processed in one turn of the event loop.
+
+Writing a number as JSON, or using it in a cosine, takes 0.1 to 0.2 µs, so one turn takes 1.6 to 3.3 ms.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """`data` are little-endian float32 numbers, row by row."""
+    """A vector or matrix from an instance. `data` are little-endian float32 numbers, row by row."""
 
     shape: Sequence[int]
     data: bytes
 
     def values(self) -> "array[float]":
-        """All of them, row after row, in an eighth of the memory of `numbers`."""
+        """Return the numbers row after row, in an eighth of the memory of `numbers`."""
         values = array("f", self.data)
         if sys.byteorder == "big":
             values.byteswap()
         return values
 
     def numbers(self) -> list[float]:
-        """All of them, row after row."""
+        """Return the numbers row after row, as Python floats."""
         return self.values().tolist()
 
     def rows(self) -> "list[Vector]":
-        """Of a matrix."""
+        """Return the rows of a matrix."""
         width = 4 * self.shape[1]
         return [Vector(self.shape[1:], self.data[at : at + width]) for at in range(0, len(self.data), width)]
 
-    def written(self, encoding: Literal["float", "base64"]) -> bytes:
-        """JSON of a vector, or of anything as base64."""
+    def encode(self, encoding: Literal["float", "base64"]) -> bytes:
+        """Return the JSON of a vector, or of a vector or matrix in base64."""
         return msgspec.json.encode(b64encode(self.data).decode("ascii") if encoding == "base64" else self.numbers())
 
 
-async def written(vectors: Sequence[Vector], encoding: Literal["float", "base64"]) -> list[msgspec.Raw]:
-    """As JSON. A request may have thousands, each with thousands of numbers: other requests have turns between them."""
+async def encode_vectors(vectors: Sequence[Vector], encoding: Literal["float", "base64"]) -> list[msgspec.Raw]:
+    """Return the JSON of each vector, without blocking other requests.
+
+    A request may have thousands of vectors with thousands of numbers each, so the event loop runs between them.
+    """
     texts: list[msgspec.Raw] = []
-    async for vector in in_turns(vectors, lambda vector: len(vector.data)):
+    async for vector in yielding_iter(vectors, lambda vector: len(vector.data)):
         if encoding == "float" and len(vector.shape) == 2:
-            rows = [row.written(encoding) async for row in in_turns(vector.rows(), lambda row: len(row.data))]
+            rows = [row.encode(encoding) async for row in yielding_iter(vector.rows(), lambda row: len(row.data))]
             texts.append(msgspec.Raw(b"[" + b",".join(rows) + b"]"))
         else:
-            texts.append(msgspec.Raw(vector.written(encoding)))
+            texts.append(msgspec.Raw(vector.encode(encoding)))
     return texts
 
 
-async def in_turns(items: Sequence[T], size: Callable[[T], int]) -> AsyncIterator[T]:
-    """All of them, with a turn of the event loop after each `_TURN_BYTES` of what `size` says of them."""
+async def yielding_iter(items: Sequence[T], size: Callable[[T], int]) -> AsyncIterator[T]:
+    """Iterate over `items`, and let the event loop run after each `_TURN_BYTES`. `size` returns an item's bytes."""
     done = 0
     for item in items:
         yield item
@@ -98,7 +105,7 @@ async def in_turns(items: Sequence[T], size: Callable[[T], int]) -> AsyncIterato
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    """0 where one of them is all zeros."""
+    """Return the cosine similarity of two vectors, or 0 if one of them has only zeros."""
     lengths = sqrt(sum(map(mul, first, first)) * sum(map(mul, second, second)))
     return sum(map(mul, first, second)) / lengths if lengths else 0.0
 
@@ -106,33 +113,40 @@ def cosine(first: Sequence[float], second: Sequence[float]) -> float:
 logger = logging.getLogger(__name__)
 
 MAX_GROUP_TOKENS = 8192
+"""Largest number of tokens in one message to an instance, apart from a single longer input."""
 MIN_GROUP_TOKENS = 512
-"""Fewer are not worth a second instance."""
+"""Smallest number of tokens that is worth another instance."""
 _BACKOFF_S = 0.05
+"""Delay before the first retry; each further retry waits twice as long."""
 _RETRY_AFTER_S = 1.0
+"""Retry-After of errors whose cause has no predicted end."""
 _NO_MATCH = Match()
 
 
 class PoolingPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """`request_id` is unique in the cluster."""
+    """The tokenized inputs of one pooling request."""
 
     request_id: str
+    """Unique in the cluster."""
     inputs: Sequence[PoolingInput]
     params: PoolingParams
     priority: int = 0
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
-    """Its time to the first token is that to the whole answer."""
+    """SLO of the request; its TTFT counts for the whole answer, which comes at once."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     model: frozenset[str] | None = None
-    """Names of the model whose instances may compute it; None where the router serves no other."""
+    """Names of the model; None if the router serves only one."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(given.token_ids) for given in self.inputs)
+        """Number of tokens of all inputs."""
+        return sum(len(item.token_ids) for item in self.inputs)
 
 
 class PoolingDispatcher:
+    """Runs the pooling requests of one model, each in a task of its own. Event loop only."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -156,7 +170,10 @@ class PoolingDispatcher:
         cluster.add_listener(self._pooling_admission.dispatch_waiting)
 
     async def vectors(self, prompts: PoolingPrompts, *, arrived_at: float) -> list[Vector]:
-        """One for each input, in their order. Raises `ApiError`; cancelling it ends the work."""
+        """Return one vector for each input, in the order of the inputs.
+
+        Raises `ApiError` if the request is rejected or fails. Cancelling this call ends the request.
+        """
         self._check_limits(prompts)
         self._num_inputs += len(prompts.inputs)
         try:
@@ -164,28 +181,30 @@ class PoolingDispatcher:
         finally:
             self._num_inputs -= len(prompts.inputs)
             self._pooling_admission.dispatch_waiting()
-        lengths = [len(given.token_ids) for given in prompts.inputs]
+        lengths = [len(item.token_ids) for item in prompts.inputs]
         self._metrics.pooled(lengths, self._clock() - arrived_at)
         return found
 
     async def _in_task(self, prompts: PoolingPrompts, arrived_at: float) -> list[Vector]:
-        """In a task of its own, so that `close` can end it."""
-        task = asyncio.create_task(self._in_turn(prompts, arrived_at))
+        """Run a request in a task of its own, so that `close` can end it."""
+        task = asyncio.create_task(self._admit_and_run(prompts, arrived_at))
         self._tasks.add(task)
         try:
             return await task
         except asyncio.CancelledError:
+            # Either `close` has cancelled the task, or the client's disconnect has cancelled the caller of this method.
             if self._is_closed:
-                raise UnavailableError("the router stops", code="stopping") from None
+                raise UnavailableError("the router is shutting down", code="stopping") from None
             task.cancel()
             raise
         finally:
             self._tasks.discard(task)
 
-    async def _in_turn(self, prompts: PoolingPrompts, arrived_at: float) -> list[Vector]:
+    async def _admit_and_run(self, prompts: PoolingPrompts, arrived_at: float) -> list[Vector]:
+        """Wait for admission and compute the vectors, inside a trace span."""
         with self._tracing.span("pooling_request", prompts.trace_headers, at=arrived_at) as span:
             span.set({"gen_ai.request.id": prompts.request_id, "gen_ai.usage.prompt_tokens": prompts.num_tokens})
-            with await self._take_turn(prompts, arrived_at) as going:
+            with await self._admit(prompts, arrived_at) as dispatched:
                 call = _PoolingCall(
                     msgspec.structs.replace(prompts, trace_headers=span.headers),
                     self._cluster,
@@ -193,13 +212,16 @@ class PoolingDispatcher:
                     deadline=arrived_at + self._rules.request_timeout_s,
                     clock=self._clock,
                     retries=self._admission.retries,
-                    on_sent=going.end,
+                    on_sent=dispatched.end,
                 )
                 self._admission.retries.record_request()
                 return await call.run()
 
-    async def _take_turn(self, prompts: PoolingPrompts, arrived_at: float) -> Going:
-        """Raises `RateLimitError`; then the caller has used no tokens."""
+    async def _admit(self, prompts: PoolingPrompts, arrived_at: float) -> DispatchedTokens:
+        """Wait until the request may go to its instances.
+
+        After any exception, such as `RateLimitError`, its tokens are not counted for the caller any more.
+        """
         try:
             return await self._pooling_admission.admit(self._demand(prompts, arrived_at))
         except BaseException:
@@ -219,11 +241,17 @@ class PoolingDispatcher:
         )
 
     def _check_limits(self, prompts: PoolingPrompts) -> None:
-        """Raises `RateLimitError`."""
+        """Count a request against the limits of its key.
+
+        Raises `RateLimitError` (status 429) if too many inputs are being computed or the key is over a limit; then
+        nothing is counted.
+        """
+        # A request with more inputs than the limit could never run, so a request that is alone is always accepted.
         admission, running = self._admission, self._num_inputs
         if running and running + len(prompts.inputs) > admission.max_requests:
             raise RateLimitError(
-                f"{running} inputs are being computed and {admission.max_requests} is the limit: try again later",
+                f"{running} of at most {admission.max_requests} inputs are being computed "
+                f"(--max-concurrent-requests), {len(prompts.inputs)} more do not fit: retry later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         over = admission.ledger.admit(prompts.caller, tokens=prompts.num_tokens, now=admission.wall_clock())
@@ -232,6 +260,7 @@ class PoolingDispatcher:
             raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
 
     def close(self) -> None:
+        """Fail all running and waiting requests with status 503."""
         self._is_closed = True
         self._pooling_admission.close()
         for task in self._tasks:
@@ -240,13 +269,16 @@ class PoolingDispatcher:
 
 @dataclass(slots=True)
 class _Group:
-    """`positions` are those of its inputs in the call."""
+    """Inputs of a request that are sent to an instance in one message."""
 
     positions: list[int]
+    """Indexes of the inputs in the request."""
     num_tokens: int = 0
 
 
 class _PoolingCall:
+    """Computes the vectors of one admitted request: one task for each group of inputs."""
+
     def __init__(
         self,
         prompts: PoolingPrompts,
@@ -258,133 +290,156 @@ class _PoolingCall:
         retries: RetryBudget,
         on_sent: Callable[[], None],
     ) -> None:
-        """`on_sent` is called whenever an instance has got work."""
-        self._job = prompts
+        """Prepare a call; `run` does the work. `on_sent` is called whenever a group is counted as an instance's load.
+
+        `deadline` is a moment of `clock`.
+        """
+        self._prompts = prompts
         self._cluster = cluster
         self._rules = rules
         self._deadline = deadline
         self._clock = clock
         self._retries = retries
-        self._on_asked = on_sent
-        self._found: dict[int, Vector] = {}
+        self._on_sent = on_sent
+        self._vectors: dict[int, Vector] = {}
         self._avoided: set[InstanceId] = set()
         self._num_calls = 0
 
     async def run(self) -> list[Vector]:
+        """Return the vectors in the order of the inputs. Raises `ApiError`, also if the deadline passes."""
         left_s = max(0.0, self._deadline - self._clock())
         try:
             async with asyncio.timeout(left_s):
                 await self._compute_all(left_s)
         except TimeoutError as exc:
             seconds = self._rules.request_timeout_s
-            raise DeadlineError(f"the request was not done within {seconds:g} s") from exc
-        return [self._found[position] for position in range(len(self._job.inputs))]
+            limit = f"{seconds:g} s (--request-timeout-s of the router)"
+            raise DeadlineError(f"the request did not finish within {limit}; send fewer inputs") from exc
+        return [self._vectors[position] for position in range(len(self._prompts.inputs))]
 
     async def _compute_all(self, left_s: float) -> None:
+        """Compute all groups at the same time. The first failure cancels the others."""
         error: ApiError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                found = candidates(self._cluster, self._clock(), self._job.model)
-                for group in split(self._job.inputs, max(1, len(found))):
+                found = candidates(self._cluster, self._clock(), self._prompts.model)
+                for group in split(self._prompts.inputs, max(1, len(found))):
                     tasks.create_task(self._compute(group, left_s))
         except* ApiError as errors:
             error = _first(errors)
+        # Raised outside of `except*`, which would wrap it in a group again.
         if error is not None:
             raise error
 
     async def _compute(self, group: _Group, left_s: float) -> None:
-        """Asks instances until all of the group's vectors are there."""
+        """Send a group to instances until all its vectors have arrived, or no retry is left. Raises `ApiError`."""
         for attempt in range(self._rules.max_replays + 1):
             worker = await self._worker(group)
-            asked = _InstanceCall(self._positions_left(group), self._found)
+            call = _InstanceCall(self._positions_left(group), self._vectors)
             self._num_calls += 1
-            await self._send(worker, asked, RequestId(f"{self._job.request_id}~{self._num_calls}"), left_s)
-            error = asked.error()
+            await self._send(worker, call, RequestId(f"{self._prompts.request_id}~{self._num_calls}"), left_s)
+            error = call.error()
             if error is None:
                 worker.circuit_breaker.succeeded()
                 return
             if isinstance(error, BadRequestError):
                 raise error
             instance = worker.record.instance
-            extra = {"request_id": self._job.request_id}
-            logger.warning("asked again: %s: %s", instance, error.message, extra=extra)
+            extra = {"request_id": self._prompts.request_id}
+            tries = f"attempt {attempt + 1} of {self._rules.max_replays + 1}"
+            logger.warning("pooling failed on instance %s (%s): %s", instance, tries, error.message, extra=extra)
             self._avoided.add(instance)
-            if attempt == self._rules.max_replays or not self._may_retry(worker, asked):
+            if attempt == self._rules.max_replays or not self._take_retry(worker, call):
                 raise error
             await asyncio.sleep(_BACKOFF_S * 2**attempt)
 
-    def _may_retry(self, worker: WorkerState, asked: "_InstanceCall") -> bool:
-        """Blames the instance, unless it was lost (the cluster has done so) or is merely full."""
-        code = asked.failed.code if asked.failed is not None else None
+    def _take_retry(self, worker: WorkerState, call: "_InstanceCall") -> bool:
+        """Count the failure in the instance's circuit breaker, and take a retry from the budget if the retry needs one.
+
+        Return False if the budget is used up.
+        """
+        # The cluster counts the loss of an instance itself, and an instance that is full is healthy.
+        code = call.failed.code if call.failed is not None else None
         if code in ("internal", "timeout"):
             worker.circuit_breaker.failed(self._clock())
         return code not in ("overloaded", "internal") or self._retries.take_retry(self._clock())
 
-    async def _send(self, worker: WorkerState, asked: "_InstanceCall", request_id: RequestId, left_s: float) -> None:
-        inputs = [self._job.inputs[position] for position in asked.positions]
-        num_tokens = sum(len(given.token_ids) for given in inputs)
+    async def _send(self, worker: WorkerState, call: "_InstanceCall", request_id: RequestId, left_s: float) -> None:
+        """Send the inputs of `call` to a worker, and wait until it has answered, failed or was lost."""
+        inputs = [self._prompts.inputs[position] for position in call.positions]
+        num_tokens = sum(len(item.token_ids) for item in inputs)
         message = Pool(
             request_id=request_id,
             inputs=inputs,
-            params=self._job.params,
-            priority=self._job.priority,
+            params=self._prompts.params,
+            priority=self._prompts.priority,
             timeout_s=max(0.1, left_s),
         )
         send = worker.prepare(message)
-        share = LoadEstimate(handler=asked, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0)
-        with worker.assign(request_id, share):
+        estimate = LoadEstimate(handler=call, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0)
+        with worker.assign(request_id, estimate):
             try:
                 worker.circuit_breaker.begin_attempt(self._clock())
-                self._on_asked()
+                # From here on the load estimate of the worker counts the tokens.
+                self._on_sent()
                 send()
-                await asked.end
+                await call.end
             finally:
-                if not asked.is_finished:
+                if not call.is_finished:
                     worker.send(Cancel(request_id))
 
     async def _worker(self, group: _Group) -> WorkerState:
-        """The one that is done first; waits a while for one to come. Raises `UnavailableError`."""
+        """Return the worker that is predicted to finish the group first; if there is none, wait for one.
+
+        Raises `UnavailableError` if none becomes ready within `instance_wait_s`.
+        """
         chosen = self._pick(group)
         if chosen is None and await self._cluster.wait_until(
             lambda: self._pick(group) is not None, within_s=self._rules.instance_wait_s
         ):
             chosen = self._pick(group)
         if chosen is None:
-            raise UnavailableError("no instance is ready that computes vectors", retry_after_s=_RETRY_AFTER_S)
+            raise UnavailableError("no instance is ready that serves a pooling model", retry_after_s=_RETRY_AFTER_S)
         return chosen
 
     def _pick(self, group: _Group) -> WorkerState | None:
-        found = candidates(self._cluster, self._clock(), self._job.model)
+        """Return the best worker for a group now, or None. Prefer instances that have not failed this request."""
+        found = candidates(self._cluster, self._clock(), self._prompts.model)
         trusted = [candidate for candidate in found if candidate.instance not in self._avoided]
         best = fastest_candidate(group.num_tokens, trusted or found)
         return self._cluster.worker(best.instance) if best is not None else None
 
     def _positions_left(self, group: _Group) -> list[int]:
-        return [position for position in group.positions if position not in self._found]
+        """Return the inputs without a vector: an instance may have answered some before it failed."""
+        return [position for position in group.positions if position not in self._vectors]
 
 
 @dataclass(slots=True)
 class _InstanceCall:
-    """`services.router.cluster.worker_state.Assignment`: some inputs at one instance."""
+    """Some inputs of a request on one instance. Implements `cluster.worker_state.AnswerHandler`."""
 
     positions: list[int]
     found: dict[int, Vector]
+    """Vectors of the whole request, by position; shared by all its calls."""
     end: "asyncio.Future[None]" = field(init=False)
+    """Done when no more answers will come."""
     num_answers: int = 0
     failed: Failed | None = None
     lost: str | None = None
+    """Reason of the loss of the instance."""
 
     def __post_init__(self) -> None:
         self.end = asyncio.get_running_loop().create_future()
 
     @property
     def is_finished(self) -> bool:
-        """The instance has nothing more to do for it."""
+        """True once the instance has nothing more to compute for this call."""
         return self.num_answers == len(self.positions) or self.failed is not None or self.lost is not None
 
     def error(self) -> ApiError | None:
+        """Return why the call has failed, or None if all vectors have arrived."""
         if self.lost is not None:
-            return UnavailableError(f"an instance was lost: {self.lost}", code="instance_lost")
+            return UnavailableError(f"the connection to an instance was lost: {self.lost}", code="instance_lost")
         if self.failed is None:
             return None
         if self.failed.code in ("invalid", "too_long"):
@@ -398,19 +453,22 @@ class _InstanceCall:
                 self.num_answers += 1
             case Failed():
                 self.failed = answer
-        self._end_if_over()
+        self._end_if_finished()
 
     def on_lost(self, worker: WorkerState, reason: str) -> None:
         self.lost = reason
-        self._end_if_over()
+        self._end_if_finished()
 
-    def _end_if_over(self) -> None:
+    def _end_if_finished(self) -> None:
         if self.is_finished and not self.end.done():
             self.end.set_result(None)
 
 
 def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None) -> list[Candidate]:
-    """Instances that compute vectors and take work; with `model`, those of one of its names alone."""
+    """Return the instances that serve a pooling model and accept requests, as candidates for placement.
+
+    With `model`, return only instances of the model that has one of these names.
+    """
     workers = [m for m in cluster.workers() if m.takes_work and m.record.pooling is not None]
     workers = [m for m in workers if model is None or serves_model(m.record, model)]
     healthy = [
@@ -420,24 +478,26 @@ def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None
 
 
 def fastest_candidate(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:
-    """The one that will have computed so many more tokens first."""
+    """Return the instance that is predicted to finish `num_tokens` more tokens first, or None without any."""
     return min(among, key=lambda c: (c.time_to_first_token_s(num_tokens), c.instance), default=None)
 
 
 def split(inputs: Sequence[PoolingInput], num_instances: int) -> list[_Group]:
-    """In their order, into groups that keep all instances busy and no frame too long."""
-    total = sum(len(given.token_ids) for given in inputs)
+    """Split inputs into groups in their order, so that all instances are busy and no message gets too long."""
+    # `-(-a // b)` rounds up: otherwise there could be one more group than instances.
+    total = sum(len(item.token_ids) for item in inputs)
     wanted = min(MAX_GROUP_TOKENS, max(MIN_GROUP_TOKENS, -(-total // num_instances)))
     groups: list[_Group] = []
-    for position, given in enumerate(inputs):
+    for position, item in enumerate(inputs):
         if not groups or groups[-1].num_tokens >= wanted:
             groups.append(_Group([]))
         groups[-1].positions.append(position)
-        groups[-1].num_tokens += len(given.token_ids)
+        groups[-1].num_tokens += len(item.token_ids)
     return groups
 
 
 def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:
+    """Return the first error in a group that may contain groups."""
     for error in errors.exceptions:
         return error if isinstance(error, ApiError) else _first(error)
     raise AssertionError("an exception group is never empty")

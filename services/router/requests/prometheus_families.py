@@ -1,6 +1,7 @@
-"""A histogram for one thread: prometheus_client's own takes a lock and walks its buckets at every observation.
+"""Counters and histograms for one thread, exposed in the same format as those of prometheus_client.
 
-Exposed under the same names and in the same format.
+Those of prometheus_client take a lock for every update, and their histogram walks over its buckets at each observation:
+too slow for a router that observes every token.
 """
 
 from bisect import bisect_left
@@ -13,7 +14,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class CounterValue:
-    """`value` is only ever added to."""
+    """One sample of a counter. Callers add to `value` and never take away from it."""
 
     __slots__ = ("value",)
 
@@ -22,18 +23,21 @@ class CounterValue:
 
 
 class CounterFamilies(Collector):
-    """All counters of a process, each a family with the label `model_name` and perhaps one more."""
+    """Collects the counters of a process: one family for each name, with the label `model_name` and perhaps others."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families: dict[str, tuple[str, Sequence[str], dict[tuple[str, ...], CounterValue]]] = {}
         registry.register(self)
 
     def declare(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
-        """`labels` beside `model_name`. A family is exposed from now on, with or without samples."""
+        """Add a family with the help `text` and with `labels` beside `model_name`.
+
+        It is exposed from then on, even without samples. A second declaration of the same name changes nothing.
+        """
         self._families.setdefault(name, (text, ("model_name", *labels), {}))
 
     def labels(self, name: str, *values: str) -> CounterValue:
-        """`values` of the labels, the model's name first."""
+        """Return the counter for the given `values` of the labels, the model's name first."""
         counts = self._families[name][2]
         count = counts.get(values)
         if count is None:
@@ -49,7 +53,7 @@ class CounterFamilies(Collector):
 
 
 class Histogram:
-    """`bounds` are upper ones, ascending, without infinity."""
+    """One histogram. `bounds` are the upper bounds of its buckets, ascending, without infinity."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = list(bounds)
@@ -57,10 +61,13 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Add one observation to its bucket and to the sum."""
+        # `bisect_left` puts a value that equals a bound into its bucket: the bounds are inclusive ("le").
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def cumulative_counts(self) -> list[tuple[str, float]]:
+        """Return the text of each upper bound and the number of observations up to it, as Prometheus expects them."""
         total, found = 0, []
         for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
             total += count
@@ -69,13 +76,14 @@ class Histogram:
 
 
 class HistogramFamilies(Collector):
-    """All histograms of a process, each a family with the label `model_name`."""
+    """Collects the histograms of a process: one family for each name, with the label `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families: dict[str, tuple[str, dict[str, Histogram]]] = {}
         registry.register(self)
 
     def add(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> Histogram:
+        """Return the histogram of a model in the family `name`, which is made with the help `text` if it is new."""
         _, models = self._families.setdefault(name, (text, {}))
         return models.setdefault(model_name, Histogram(bounds))
 

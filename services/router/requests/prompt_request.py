@@ -1,4 +1,4 @@
-"""What a flight is given: a prompt with all that decides its answer, rules, and the names of its blocks."""
+"""Values that a request's lifecycle starts with: the prompt, its timing, the router's policy, and the block hashes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,62 +16,84 @@ from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Calle
 
 
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """How an API call came to its prompts. Moments of the router's monotonic clock; equal ones: nothing was text."""
+    """When an API call arrived, and who made it. Moments are those of the router's monotonic clock."""
 
     at: float
+    """Arrival of the API call."""
     tokenizing_at: float
     tokenized_at: float
+    """Begin and end of the tokenization; they are equal if the prompts came as token ids."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
     continues: bool = False
-    """A later part of a call that was admitted: it is neither counted nor refused nor made to wait again."""
+    """A later part of an API call that was admitted before, such as a step of a beam search.
+
+    It is not counted against limits, rejected or queued again.
+    """
 
     @property
     def tokenize_s(self) -> float:
+        """Duration of the tokenization in seconds."""
         return self.tokenized_at - self.tokenizing_at
 
     def ttft_budget_s(self, now: float) -> float | None:
-        """Of the time to the first token that was promised; None: nothing was."""
+        """Return how many seconds of the TTFT SLO are left at `now`, or None if the request has no such SLO."""
         return None if self.slo.ttft_s is None else self.slo.ttft_s - (now - self.at)
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`request_id` is unique in the cluster. `sampling.max_tokens` has been checked against the context."""
+    """One tokenized prompt of an API call, with everything that decides its answer."""
 
     request_id: str
+    """Unique in the cluster."""
     token_ids: list[int]
     sampling: SamplingParams
+    """Its `max_tokens` has been checked against the model's context length."""
     num_sequences: int = 1
+    """Number of sequences to generate (`n` or `best_of`)."""
     priority: int = 0
+    """As in vLLM: smaller numbers go first."""
     cache_salt: str = ""
+    """Mixed into the block hashes, so that only requests with the same salt share cached blocks."""
     model: frozenset[str] | None = None
-    """Names of the model, where the router serves several."""
+    """Names of the model; None if the router serves only one."""
     lora: str = ""
-    """Fingerprint of the adapter; empty: none."""
+    """Fingerprint of the LoRA adapter, or empty."""
     media: Sequence[MediaSpan] = ()
+    """Positions and digests of the prompt's images."""
     images: Sequence[bytes] = ()
-    """The files of the prompt's images, each once; `media` says where they are."""
+    """Files of the prompt's images, each of them once."""
     first_choice: int = 0
-    """Index in the API call's answer of this prompt's first sequence."""
+    """Index of this prompt's first sequence among the choices of the API call's answer."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Where the spans of instances belong."""
+    """W3C trace context of the request's span, the parent of the instances' spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPolicy:
+    """The router's settings for the lifecycle of a request."""
+
     policy: PlacementPolicy
     request_timeout_s: float
+    """Seconds after its arrival when a request fails with status 504."""
     handoff_timeout_s: float
+    """Seconds after which a KV handoff fails."""
     max_replays: int
+    """Number of replays of a sequence, not counting those away from draining instances."""
     instance_wait_s: float
+    """Seconds that a request waits for an instance if none can take it."""
     expected_blocks_ttl_s: float
+    """Seconds for which blocks of a new request count as cached before the worker's cache events arrive."""
     first_token_hold: float = 0.0
-    """In promised times between tokens: so long a first token is held back at most. 0: never."""
+    """Longest time for which a first token is held back, as a multiple of the ITL SLO; 0 disables it."""
 
 
 class PromptBlockHashes(msgspec.Struct):
-    """Names of the full blocks of some tokens, per layout, computed once."""
+    """The hashes of all full blocks of a token sequence. They are computed once for each KV layout that is asked for.
+
+    They depend on the layout (block size, dtype, weights), and on the salt, the LoRA adapter and the images.
+    """
 
     token_ids: list[int]
     cache_salt: str
@@ -80,13 +102,15 @@ class PromptBlockHashes(msgspec.Struct):
     _hashes: dict[KVLayout, list[BlockHash]] = {}
 
     def extended(self, token_ids: list[int]) -> "PromptBlockHashes":
-        """Of these tokens, which begin with its own."""
+        """Return the hashes of a longer sequence, which begins with the same tokens."""
         return PromptBlockHashes(token_ids, self.cache_salt, self.lora, self.media)
 
     def root(self, layout: KVLayout) -> BlockHash:
+        """Return the parent hash of the first block in a layout."""
         return _root(layout, self.cache_salt, self.lora)
 
     def hashes(self, layout: KVLayout) -> list[BlockHash]:
+        """Return the hashes of all full blocks in a layout. A last block that is partly filled has none."""
         known = self._hashes.get(layout)
         if known is None:
             full = len(self.token_ids) // layout.block_tokens * layout.block_tokens
@@ -96,6 +120,7 @@ class PromptBlockHashes(msgspec.Struct):
         return known
 
 
+# Most requests have no salt and no adapter, and so the same root in each layout.
 @lru_cache(maxsize=1024)
 def _root(layout: KVLayout, cache_salt: str, lora: str) -> BlockHash:
     return root_hash(

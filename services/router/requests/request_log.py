@@ -1,7 +1,8 @@
-"""What is told of flights that have ended: metrics, the list of the last ones, and a line of the log each.
+"""Records ended requests: in the metrics, in the list of recent requests, and as one log line each.
 
-They are told of a few at a time, a moment later, and before anybody reads: what follows itself takes half the time of
-what follows other work, and no answer waits for it.
+Requests are recorded in small batches, a moment after their end, so that no answer waits for it. Doing the same for
+several requests in a row takes half the time, because the code and its data are in the CPU caches (docs/log/router.md,
+"what is done for several in a row"). Readers of the metrics and of the list call `flush` first.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from baton_serve.services.router.requests.timeline import Timeline
 
 
 def span_attributes(lifecycle: RequestLifecycle) -> Attributes:
-    """Times in seconds. What is not known is left out."""
+    """Return the attributes of a request's trace span, with times in seconds. Unknown values are left out."""
     return {name: value for name, value in _attributes(lifecycle) if value is not None}
 
 
@@ -53,7 +54,7 @@ def _attributes(lifecycle: RequestLifecycle) -> Iterator[tuple[str, str | int | 
 
 
 def log_fields(lifecycle: RequestLifecycle) -> dict[str, object]:
-    """Fields of the line."""
+    """Return the fields of a request's log line. Times are in seconds; unknown values are None."""
     timeline, report, handoff = lifecycle.timeline, lifecycle.timeline.report, lifecycle.timeline.handoff
     return {
         "request_id": lifecycle.request.request_id,
@@ -87,9 +88,12 @@ def log_fields(lifecycle: RequestLifecycle) -> dict[str, object]:
 
 
 _MAX_RECENT_REQUESTS = 50
+"""Number of ended requests that the router's status page can show."""
 
 
 class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An ended request, as the router's status page shows it."""
+
     prompt_tokens: int
     generated_tokens: int
     finish_reasons: list[str]
@@ -97,15 +101,17 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentRequests:
+    """Keeps the requests that ended last. It keeps no `RequestLifecycle`, whose tokens would stay in memory."""
+
     def __init__(self) -> None:
         self._requests: deque[tuple[str, int, int, Timeline]] = deque(maxlen=_MAX_RECENT_REQUESTS)
 
     def add(self, request_id: str, prompt_tokens: int, generated_tokens: int, timeline: Timeline) -> None:
-        """`timeline` has ended; it is explained when somebody asks."""
+        """Add a request that has ended. The explanation is built from `timeline` only when the list is read."""
         self._requests.appendleft((request_id, prompt_tokens, generated_tokens, timeline))
 
     def all(self) -> Sequence[tuple[float, RecentRequest]]:
-        """Each with the moment of its end."""
+        """Return the requests with the moments of their end, newest first."""
         return [
             (
                 timeline.ended_at or timeline.arrived_at,
@@ -123,36 +129,42 @@ class RecentRequests:
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH_REQUESTS = 16
-"""More would hold up the streams that run for more than half a millisecond."""
+"""Requests in one batch. A larger one would delay the tokens of running requests by more than half a millisecond."""
 _MAX_DELAY_S = 0.05
+"""Longest time until an ended request is recorded."""
 
 
 class RequestLog:
+    """Records the ended requests of one dispatcher in batches. Event loop only."""
+
     def __init__(self, metrics: RouterMetrics, *, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
         self._unlogged: list[RequestLifecycle] = []
         self._next: asyncio.Handle | None = None
         self._is_soon = False
+        """`_next` runs in the next turn of the event loop, not after `_MAX_DELAY_S`."""
         self._recent = RecentRequests()
 
     def add(self, lifecycle: RequestLifecycle) -> None:
+        """Add a request that has ended; it is recorded within `_MAX_DELAY_S`, or earlier if the batch is full."""
         self._unlogged.append(lifecycle)
         if self._next is None or (len(self._unlogged) >= _MAX_BATCH_REQUESTS and not self._is_soon):
             self._schedule()
 
     def recent(self) -> Sequence[tuple[float, RecentRequest]]:
-        """The last ones, newest first, each with the moment of its end."""
+        """Return the last requests with the moments of their end, newest first."""
         self.flush()
         return self._recent.all()
 
     def flush(self) -> None:
-        """Of all that have ended until now."""
+        """Record all requests that have ended until now."""
         lifecycles, self._unlogged = self._unlogged, []
         self._schedule()
         self._log(lifecycles)
 
     def _schedule(self) -> None:
+        """Schedule the next batch: in the next turn of the event loop if it is full, later if it is not."""
         if self._next is not None:
             self._next.cancel()
         loop, num_unlogged = asyncio.get_running_loop(), len(self._unlogged)
@@ -163,14 +175,16 @@ class RequestLog:
             self._next = loop.call_later(_MAX_DELAY_S, self._flush_some) if num_unlogged else None
 
     def _flush_some(self) -> None:
-        """The rest in other turns of the loop: hundreds may end at once."""
+        """Record one batch, and schedule the rest: hundreds of requests may end at once."""
         lifecycles, self._unlogged = self._unlogged[:_MAX_BATCH_REQUESTS], self._unlogged[_MAX_BATCH_REQUESTS:]
         self._schedule()
         self._log(lifecycles)
 
     def _log(self, lifecycles: Sequence[RequestLifecycle]) -> None:
-        call_each("a request's record", [partial(self._record, lifecycle) for lifecycle in lifecycles])
+        """Record the metrics of requests and write their log lines."""
+        call_each("recording an ended request", [partial(self._record, lifecycle) for lifecycle in lifecycles])
         if logger.isEnabledFor(logging.INFO):
+            # A line carries the moment of the request's end, not the later one at which it is written.
             now = self._clock()
             since_1970 = time.time() - now
             for lifecycle in lifecycles:

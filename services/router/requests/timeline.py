@@ -1,4 +1,7 @@
-"""Where a flight's time went, and why it flew where it did. Filled by the flight; read by logs, metrics and answers."""
+"""The timeline of a request: its moments, its placement and the reports of its workers.
+
+The lifecycle fills it. The metrics, the request log and the `x-baton-explain` answer field read it.
+"""
 
 import msgspec
 
@@ -10,30 +13,39 @@ from baton_serve.services.router.protocol.openai_responses import Explanation
 
 
 class Timeline(msgspec.Struct):
-    """Moments of the router's monotonic clock. Kept: the last placement, the first prefill report, the last handoff."""
+    """Records the course of one request. Moments are those of the router's monotonic clock.
+
+    After replays it has the last placement, the first prefill report and the last handoff report.
+    """
 
     arrived_at: float
     tokenize_s: float = 0.0
     decision: Decision = "decode_only"
     prefill: InstanceId | None = None
     decode: InstanceId | None = None
+    """Instances of the last placement."""
     predicted_ttft_s: float = 0.0
+    """Predicted time from arrival to first token, of the placement that led to the first token."""
     other_ttft_s: float = 0.0
+    """The same prediction for the placement that was not chosen (`Placement.other_ttft_s`); 0 if there was none."""
     predicted_itl_s: float = 0.0
     placed_at: float | None = None
+    """Moment of the last placement before the first token."""
     first_token_at: float | None = None
     last_token_at: float | None = None
     held_s: float = 0.0
-    """A first token was held back in the router; the longest, of several sequences."""
+    """Longest time that the router held back the first token of a sequence."""
     ended_at: float | None = None
     report: PrefillReport | None = None
     handoff: HandoffReport | None = None
     replays: int = 0
+    """Number of replays, including uncounted ones."""
     num_later_tokens: int = 0
-    """Of the longest sequence, after its first."""
+    """Tokens of the longest sequence after its first one."""
     finish_reasons: list[FinishReason | str] = []
 
     def record_placement(self, placement: Placement, now: float) -> None:
+        """Record a placement, and its predictions if the first token has not been sent yet."""
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
@@ -46,16 +58,17 @@ class Timeline(msgspec.Struct):
 
     @property
     def ttft_s(self) -> float | None:
+        """Time from arrival to first token."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @property
     def admission_s(self) -> float | None:
-        """From arrival until instances were chosen: reading, tokenising, waiting in the router."""
+        """Time from arrival to placement: tokenization, and waiting in the router."""
         return None if self.placed_at is None else self.placed_at - self.arrived_at
 
     @property
     def itl_s(self) -> float | None:
-        """Mean time between tokens."""
+        """Mean time between the tokens of the longest sequence."""
         decode_s = self.decode_s
         if decode_s is None or self.num_later_tokens <= 0:
             return None
@@ -63,27 +76,33 @@ class Timeline(msgspec.Struct):
 
     @property
     def decode_s(self) -> float | None:
+        """Time from the first to the last token."""
         if self.first_token_at is None or self.last_token_at is None:
             return None
         return self.last_token_at - self.first_token_at
 
     @property
     def e2e_s(self) -> float | None:
+        """Time from arrival to the end of the request."""
         return None if self.ended_at is None else self.ended_at - self.arrived_at
 
     @property
     def queue_s(self) -> float | None:
+        """Time that the prompt waited at its worker."""
         return None if self.report is None else self.report.queue_s
 
     @property
     def prefill_s(self) -> float | None:
+        """Time in which the prompt was computed."""
         return None if self.report is None else self.report.prefill_s
 
     @property
     def cached_tokens(self) -> dict[Tier, int]:
+        """Prompt tokens that were found in the worker's cache, by tier."""
         return {} if self.report is None else self.report.cached_tokens
 
     def explain(self, request_id: str, now: float) -> Explanation:
+        """Return the explanation of a request for its client. Before its end, times run until `now`."""
         report, handoff = self.report, self.handoff
         explanation = Explanation(
             request_id=request_id,

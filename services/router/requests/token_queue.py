@@ -1,4 +1,4 @@
-"""What the instances produced for one API call and its task has not yet taken. One reader."""
+"""The queue of new tokens between the connections to instances and the task that answers one API call."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,11 +6,15 @@ from collections.abc import Callable
 from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 TokenCallback = Callable[[int, TokenUpdate, float], bool]
-"""Takes new tokens of a choice in the call that brings them, with the moment when they came; False: not these."""
+"""Takes new tokens of a choice at once, without a turn of the event loop.
+
+The arguments are the index of the choice, the tokens, and the moment of their arrival. It returns False if it cannot
+take these tokens; then they go into the queue.
+"""
 
 
 class QueuedTokens:
-    """New tokens of one choice of the answer."""
+    """New tokens of one choice of the answer, which arrived at `at` (the router's monotonic clock)."""
 
     __slots__ = ("at", "choice", "tokens")
 
@@ -21,6 +25,8 @@ class QueuedTokens:
 
 
 class TokenQueue:
+    """Carries the tokens of all prompts of an API call to its task. Event loop only; one task may take at a time."""
+
     __slots__ = ("_callback", "_error", "_items", "_waiter")
 
     def __init__(self) -> None:
@@ -30,12 +36,17 @@ class TokenQueue:
         self._error: Exception | None = None
 
     def put(self, choice: int, tokens: TokenUpdate, at: float) -> None:
-        """`at`: when they came. Never raises: what goes wrong with these tokens is their reader's to hear."""
+        """Add new tokens of a choice, received at `at`, or pass them to the callback of a waiting `take`.
+
+        Never raises: an exception of the callback is stored and raised by `take`, so that it fails this API call only
+        and not the requests whose tokens came in the same message.
+        """
+        # Tokens that are queued must go first: the callback may take new ones only when the queue is empty.
         if self._callback is not None and not self._items:
             try:
                 if self._callback(choice, tokens, at):
                     return
-            except Exception as exc:  # noqa: BLE001 - one request's, in the middle of many requests' tokens
+            except Exception as exc:  # noqa: BLE001 - the caller has tokens of other requests to deliver
                 self.fail(exc)
                 return
         self._items.append(QueuedTokens(choice, tokens, at))
@@ -43,14 +54,17 @@ class TokenQueue:
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """What was put before is still taken first. The first error counts."""
+        """Make `take` raise `error` once the tokens that were put before are taken. Later errors are ignored."""
         if self._error is None:
             self._error = error
             self._wake()
 
     async def take(self, callback: TokenCallback | None = None) -> list[QueuedTokens]:
-        """Everything there is, at least one item; what `callback` took while this waited is not among it. Raises what
-        `fail` was given, or `callback` raised."""
+        """Wait for tokens, and return all that are queued, at least one item.
+
+        While it waits, `callback` gets new tokens first; the tokens that it takes are not returned. Raises the error
+        that was passed to `fail` or raised by `callback`.
+        """
         while not self._items:
             if self._error is not None:
                 raise self._error

@@ -16,7 +16,7 @@ from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts,
 from baton_serve.services.router.api.pooling.score_endpoints import paired
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.quota.api_keys import ApiKeys
-from baton_serve.services.router.requests.pooling_dispatcher import Vector, cosine, split, written
+from baton_serve.services.router.requests.pooling_dispatcher import Vector, cosine, encode_vectors, split
 from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import pooled, record
@@ -338,7 +338,7 @@ def test_other_work_has_turns_while_long_vectors_are_written() -> None:
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        texts = await written([Vector([4096], struct.pack("<f", 0.5) * 4096)] * 100, "float")
+        texts = await encode_vectors([Vector([4096], struct.pack("<f", 0.5) * 4096)] * 100, "float")
         counting.cancel()
         assert [bytes(text) for text in texts] == [b"[" + b",".join([b"0.5"] * 4096) + b"]"] * 100
         return num_turns

@@ -111,7 +111,7 @@ def counters(router: Router) -> dict[str, Any]:
     turns, workers = router.pooling._pooling_admission, router.cluster.workers()
     return {
         "waiting": (router.dispatcher.num_waiting, turns.num_waiting),
-        "going": turns.going_tokens,
+        "going": turns.dispatched_tokens,
         "inputs": router.pooling._num_inputs,
         "listeners": len(router.cluster._listeners),
         "tries": [worker.circuit_breaker._is_probing for worker in workers],

@@ -21,7 +21,7 @@ from baton_serve.services.router.api.pooling.responses import (
 from baton_serve.services.router.api.pooling.schema import RerankRequest, ScoreRequest
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, TokenizeRequest
-from baton_serve.services.router.requests.pooling_dispatcher import cosine, in_turns
+from baton_serve.services.router.requests.pooling_dispatcher import cosine, yielding_iter
 
 
 async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
@@ -100,7 +100,7 @@ async def _cosines(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: s
     vectors = await call.compute(await call.texts(texts, param=param), PoolingParams(task="embed"))
     of_text = {text: vector.values() for text, vector in zip(texts, vectors, strict=True)}
     size = len(vectors[0].data) if vectors else 0
-    return [cosine(of_text[first], of_text[second]) async for first, second in in_turns(pairs, lambda _: size)]
+    return [cosine(of_text[first], of_text[second]) async for first, second in yielding_iter(pairs, lambda _: size)]
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

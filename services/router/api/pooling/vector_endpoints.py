@@ -12,7 +12,7 @@ from baton_serve.services.router.api.pooling.responses import (
 )
 from baton_serve.services.router.api.pooling.schema import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.requests.pooling_dispatcher import Vector, written
+from baton_serve.services.router.requests.pooling_dispatcher import Vector, encode_vectors
 
 
 async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.Struct:
@@ -21,7 +21,7 @@ async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.St
     inputs = await call.inputs(request)
     params = PoolingParams(task="embed", dimensions=request.dimensions, normalize=request.normalize)
     vectors = await call.compute(inputs, params)
-    texts = await written(vectors, request.encoding_format or "float")
+    texts = await encode_vectors(vectors, request.encoding_format or "float")
     data = [EmbeddingItem(index=i, embedding=text) for i, text in enumerate(texts)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
@@ -35,7 +35,7 @@ async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
         task=task, dimensions=request.dimensions, normalize=request.normalize, activation=request.activation
     )
     vectors = await call.compute(inputs, params)
-    texts = await written(vectors, request.encoding_format or "float")
+    texts = await encode_vectors(vectors, request.encoding_format or "float")
     data = [PoolingItem(index=i, data=text) for i, text in enumerate(texts)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
