@@ -8,7 +8,6 @@ FIGURES = figures()
 BUDGETS = {
     "files under 60 lines that are no plug-in": 61,
     "classes of 250 lines of code and more": 11,
-    "words of docs/ without docs/log/": 33_000,
     "prose that must be read twice": 1_254,
 }
 """What is still above its target. A budget only shrinks: lower it with every change that allows it."""
