@@ -239,6 +239,7 @@ class Dispatcher:
         """Start the lifecycle of one prompt and register it. After any exception it is neither running nor waiting."""
         span = self._tracing.span("llm_request", timing.trace_headers, at=timing.at)
         span.child("tokenize", at=timing.tokenizing_at).end(at=timing.tokenized_at)
+        # The headers are empty without tracing; then the request needs no copy.
         lifecycle = RequestLifecycle(
             msgspec.structs.replace(request, trace_headers=span.headers) if span.headers else request,
             cluster=self._cluster,
@@ -251,7 +252,7 @@ class Dispatcher:
         try:
             lifecycle.start()
             self._lifecycles[lifecycle] = span
-            self._deadlines.watch(lifecycle)
+            self._deadlines.watch(lifecycle)  # only now: it looks at the registered lifecycles
             self._metrics.started(lifecycle)
         except BaseException as exc:
             # `start` may have queued it before it failed, and a failure after `start` leaves it registered.

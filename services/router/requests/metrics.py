@@ -38,6 +38,7 @@ class MetricFamilies:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.histograms = HistogramFamilies(registry)
         self.counters = CounterFamilies(registry)
+        # Gauges are set rarely, unlike counters and histograms, so that the library's own are fast enough.
         self._registry = registry
         self._gauges: dict[str, Gauge] = {}
 
@@ -218,6 +219,7 @@ class RouterMetrics:
             self._exposed.observe(timeline.handoff.exposed_s)
         if ttft_s is not None:
             self._first_token(timeline, ttft_s)
+        # A prediction of 0 means that there was none: no step of the decode instance had been measured yet.
         if itl_s is not None and timeline.predicted_itl_s:
             self._itl_error.observe(abs(itl_s - timeline.predicted_itl_s))
         if admission_s is not None:

@@ -60,6 +60,7 @@ class Vector:
     def values(self) -> "array[float]":
         """Return the numbers row after row, in an eighth of the memory of `numbers`."""
         values = array("f", self.data)
+        # An array has the byte order of this machine, the wire format is little-endian.
         if sys.byteorder == "big":
             values.byteswap()
         return values
@@ -175,11 +176,13 @@ class PoolingDispatcher:
         Raises `ApiError` if the request is rejected or fails. Cancelling this call ends the request.
         """
         self._check_limits(prompts)
+        # No await in between: two requests must not both see the last free place.
         self._num_inputs += len(prompts.inputs)
         try:
             found = await self._in_task(prompts, arrived_at)
         finally:
             self._num_inputs -= len(prompts.inputs)
+            # Its instances have less work now, so that waiting requests may go.
             self._pooling_admission.dispatch_waiting()
         lengths = [len(item.token_ids) for item in prompts.inputs]
         self._metrics.pooled(lengths, self._clock() - arrived_at)
@@ -335,6 +338,7 @@ class _PoolingCall:
         """Send a group to instances until all its vectors have arrived, or no retry is left. Raises `ApiError`."""
         for attempt in range(self._rules.max_replays + 1):
             worker = await self._worker(group)
+            # Vectors that an instance has sent before it failed are kept; only the other inputs are computed again.
             call = _InstanceCall(self._positions_left(group), self._vectors)
             self._num_calls += 1
             await self._send(worker, call, RequestId(f"{self._prompts.request_id}~{self._num_calls}"), left_s)
@@ -342,6 +346,7 @@ class _PoolingCall:
             if error is None:
                 worker.circuit_breaker.succeeded()
                 return
+            # The input itself is at fault, so that every instance would reject it.
             if isinstance(error, BadRequestError):
                 raise error
             instance = worker.record.instance
@@ -385,6 +390,7 @@ class _PoolingCall:
                 send()
                 await call.end
             finally:
+                # The request was cancelled or has timed out, and the instance would go on computing.
                 if not call.is_finished:
                     worker.send(Cancel(request_id))
 
@@ -489,6 +495,7 @@ def split(inputs: Sequence[PoolingInput], num_instances: int) -> list[_Group]:
     wanted = min(MAX_GROUP_TOKENS, max(MIN_GROUP_TOKENS, -(-total // num_instances)))
     groups: list[_Group] = []
     for position, item in enumerate(inputs):
+        # A group is closed when it has reached its size; it may exceed it by a part of its last input.
         if not groups or groups[-1].num_tokens >= wanted:
             groups.append(_Group([]))
         groups[-1].positions.append(position)

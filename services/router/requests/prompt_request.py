@@ -111,6 +111,7 @@ class PromptBlockHashes(msgspec.Struct):
 
     def hashes(self, layout: KVLayout) -> list[BlockHash]:
         """Return the hashes of all full blocks in a layout. A last block that is partly filled has none."""
+        # Placement asks for each layout of the cluster at every attempt, and hashing a long prompt is expensive.
         known = self._hashes.get(layout)
         if known is None:
             full = len(self.token_ids) // layout.block_tokens * layout.block_tokens

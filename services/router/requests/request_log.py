@@ -47,7 +47,7 @@ def _attributes(lifecycle: RequestLifecycle) -> Iterator[tuple[str, str | int | 
     yield "baton.decode", timeline.decode
     yield "baton.cached_tokens", sum(timeline.cached_tokens.values())
     yield "baton.predicted_ttft_s", timeline.predicted_ttft_s
-    yield "baton.held_s", timeline.held_s or None
+    yield "baton.held_s", timeline.held_s or None  # 0 means that nothing was held back: leave it out
     yield "baton.replays", timeline.replays
     if timeline.handoff is not None:
         yield "baton.handoff_exposed_s", timeline.handoff.exposed_s
@@ -149,6 +149,7 @@ class RequestLog:
     def add(self, lifecycle: RequestLifecycle) -> None:
         """Add a request that has ended; it is recorded within `_MAX_DELAY_S`, or earlier if the batch is full."""
         self._unlogged.append(lifecycle)
+        # A full batch is not recorded at once: the caller is in the middle of delivering an answer.
         if self._next is None or (len(self._unlogged) >= _MAX_BATCH_REQUESTS and not self._is_soon):
             self._schedule()
 
@@ -160,7 +161,7 @@ class RequestLog:
     def flush(self) -> None:
         """Record all requests that have ended until now."""
         lifecycles, self._unlogged = self._unlogged, []
-        self._schedule()
+        self._schedule()  # with an empty list it only cancels the scheduled batch
         self._log(lifecycles)
 
     def _schedule(self) -> None:

@@ -49,6 +49,7 @@ class Timeline(msgspec.Struct):
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
+        # After the first token the predictions stay as they are: metrics compare them with what was measured.
         if self.first_token_at is None:
             before_s = now - self.arrived_at
             self.predicted_ttft_s = before_s + placement.predicted_ttft_s
@@ -69,6 +70,7 @@ class Timeline(msgspec.Struct):
     @property
     def itl_s(self) -> float | None:
         """Mean time between the tokens of the longest sequence."""
+        # The sequences of a request are decoded at the same time, so only the tokens of the longest one count.
         decode_s = self.decode_s
         if decode_s is None or self.num_later_tokens <= 0:
             return None
