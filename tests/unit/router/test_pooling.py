@@ -158,7 +158,7 @@ def test_pairs_go_through_a_template_that_the_server_was_given(serve: Serve, mod
     ("path", "body", "why"),
     [
         ("/v1/embeddings", {"input": "x" * 300}, "number 0 has 300 tokens, but the model takes 256"),
-        ("/v1/embeddings", {"input": [[1], [99999]]}, "token ids must lie in"),
+        ("/v1/embeddings", {"input": [[1], [99999]]}, "token ids must be from"),
         ("/v1/embeddings", {"input": ""}, "has no tokens"),
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {}, "either input or messages"),
@@ -169,8 +169,8 @@ def test_pairs_go_through_a_template_that_the_server_was_given(serve: Serve, mod
         ("/pooling", {"input": "a", "task": "classify"}, "does not serve classify"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "1 and N"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "writes no text"),
-        ("/v1/completions", {"prompt": "a"}, "writes no text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "generates no text"),
+        ("/v1/completions", {"prompt": "a"}, "generates no text"),
     ],
 )
 def test_bad_requests_say_why(serve: Serve, path: str, body: dict[str, Any], why: str) -> None:
@@ -186,7 +186,7 @@ def test_a_model_that_writes_text_says_so(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         for path, body in (("/v1/embeddings", {"input": "a"}), ("/rerank", {"query": "a", "documents": ["b"]})):
             answer = await router.http.post(path, json=body)
-            assert answer.status_code == 400 and "writes text" in answer.text
+            assert answer.status_code == 400 and "generates text" in answer.text
 
     serve(scenario)
 

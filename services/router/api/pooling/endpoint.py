@@ -1,4 +1,4 @@
-"""What all endpoints of models that answer with vectors share: the model's profile, inputs, the way to instances."""
+"""The part that all endpoints of pooling models share: checks, inputs, and the way to the instances."""
 
 import asyncio
 import secrets
@@ -29,6 +29,7 @@ from baton_serve.services.router.requests.pooling_dispatcher import PoolingPromp
 
 R = TypeVar("R", bound=PoolingCommon)
 
+# For errors: the endpoints that a model with this task serves.
 _SERVED_BY = {
     "embed": "/v1/embeddings, /score and /rerank",
     "token_embed": "/pooling",
@@ -37,7 +38,7 @@ _SERVED_BY = {
 
 
 class PoolingEndpoint(Generic[R]):
-    """A plain ASGI application around a function from a request to its answer."""
+    """A plain ASGI application around a function that computes the answer to a parsed request."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class PoolingEndpoint(Generic[R]):
         *,
         prefix: str,
     ) -> None:
+        """Create it. `service` is that of the default model; `prefix` starts the ids of answers."""
         self._service = service
         self._schema = schema
         self._respond = respond
@@ -58,19 +60,22 @@ class PoolingEndpoint(Generic[R]):
         request = await parsed(body, self._schema)
         service = await self._service.serving(request.model)
         call = PoolingCall(service, request, context, prefix=self._prefix, is_long=is_long(body))
-        answering = asyncio.ensure_future(self._respond(call, request))
+        # A task of its own, so that it can be cancelled wherever it waits once the client has disconnected.
+        response_task = asyncio.ensure_future(self._respond(call, request))
         is_gone = False
 
         def abandon() -> None:
             nonlocal is_gone
             is_gone = True
-            answering.cancel()
+            response_task.cancel()
 
         try:
             with DisconnectWatch(receive, abandon, context.exchange):
-                answer = await answering
+                answer = await response_task
         except asyncio.CancelledError:
-            answering.cancel()
+            # Either the client has disconnected, or the server cancels this request. In the second case the
+            # cancellation must go on.
+            response_task.cancel()
             if is_gone:
                 raise ClientGoneError("the client disconnected") from None
             raise
@@ -78,12 +83,18 @@ class PoolingEndpoint(Generic[R]):
 
 
 class PoolingCall:
-    """One request on its way: what it asks of which model, and how many tokens it has read."""
+    """One request to a pooling model: converts its inputs, computes their vectors, and counts its tokens.
+
+    The endpoint creates it for each request; the functions that compute answers use it.
+    """
 
     def __init__(
         self, service: ModelService, request: PoolingCommon, context: RequestContext, *, prefix: str, is_long: bool
     ) -> None:
-        """`is_long`: the request had a long body. Raises `ApiError`."""
+        """Check that `service` serves a pooling model under the requested name; raises `ApiError` otherwise.
+
+        `is_long` says that the body was large, so that its chat is rendered in a thread.
+        """
         self.service = service
         self.model = service.model_name(request.model)
         self.profile: PoolingProfile = service.pooling_profile()
@@ -98,7 +109,7 @@ class PoolingCall:
         self._is_long = is_long
 
     def require(self, *tasks: PoolingTask) -> None:
-        """Raises `BadRequestError` unless the model serves one of `tasks`."""
+        """Check that the model serves one of `tasks`. Raises `BadRequestError` that names its endpoints otherwise."""
         if not set(tasks) & set(self.profile.tasks):
             served = dict.fromkeys(_SERVED_BY[task] for task in self.profile.tasks)
             raise BadRequestError(
@@ -107,10 +118,11 @@ class PoolingCall:
             )
 
     def rules(self, *, add_special_tokens: bool = True) -> InputRules:
-        longest = self.service.max_model_len()
-        assert longest is not None, "an instance is known, or there would be no profile"
+        """Return the rules for tokenizing the inputs of this request."""
+        max_tokens = self.service.max_model_len()
+        assert max_tokens is not None, "the profile came from an instance, so one is known"
         return InputRules(
-            max_tokens=longest,
+            max_tokens=max_tokens,
             vocab_size=self.service.model.vocab_size,
             truncate=self._request.truncate_prompt_tokens,
             add_special_tokens=add_special_tokens,
@@ -120,11 +132,15 @@ class PoolingCall:
     async def texts(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], *, param: str, rules: InputRules | None = None
     ) -> list[PoolingInput]:
-        """Raises `BadRequestError`."""
+        """Tokenize texts or pairs of texts; `param` names the request's field for errors. Raises `BadRequestError`."""
         return await of_texts(self.service.model.tokenizer, texts, rules or self.rules(), param=param)
 
     async def inputs(self, request: InputRequest) -> list[PoolingInput]:
-        """Of `input` or `messages`. Raises `BadRequestError`."""
+        """Return the inputs of a request: its texts, its token ids, or its chat as one text.
+
+        Raises `BadRequestError` unless the request has exactly one of `input` and `messages`, and for inputs that do
+        not fit the model.
+        """
         if (request.input is None) == (request.messages is None):
             raise BadRequestError("give either input or messages", param="input")
         if request.input is None:
@@ -135,6 +151,7 @@ class PoolingCall:
                 chat_template=request.chat_template,
                 chat_template_kwargs=request.chat_template_kwargs,
             )
+            # The template of a chat writes the special tokens itself, so none are added unless the client wants it.
             text = await self.service.model.render_chat(chat, is_long=self._is_long)
             rules = self.rules(add_special_tokens=bool(request.add_special_tokens))
             return await self.texts([text], param="messages", rules=rules)
@@ -143,14 +160,15 @@ class PoolingCall:
         texts = [item for item in given if isinstance(item, str)]
         if texts:
             return await self.texts(texts, param="input", rules=rules)
+        # A flat list of numbers is one prompt; the schema allows no mixture.
         single = [item for item in given if isinstance(item, int)]
         prompts = [single] if single else [item for item in given if isinstance(item, list)]
         return of_token_ids(prompts, rules, param="input")
 
     async def compute(self, inputs: Sequence[PoolingInput], params: PoolingParams) -> list[Vector]:
-        """One vector for each input. Raises `ApiError`."""
+        """Compute one vector for each input on the instances, in the same order. Raises `ApiError`."""
         prompts = PoolingPrompts(
-            # Clients choose ids, and may choose one twice.
+            # Instances need unique ids, but clients may choose ids (x-request-id) and use one twice.
             request_id=f"{self.id}-{secrets.token_hex(4)}",
             inputs=inputs,
             params=params,
@@ -164,4 +182,5 @@ class PoolingCall:
         return await self.service.pooling.vectors(prompts, arrived_at=self._arrived_at)
 
     def usage(self) -> Usage:
+        """Return the number of tokens of all inputs that were computed so far."""
         return Usage(prompt_tokens=self._num_tokens, total_tokens=self._num_tokens, completion_tokens=0)

@@ -1,7 +1,7 @@
-"""Texts, pairs of texts, token ids and chats to what a model that answers with vectors reads: token ids that fit.
+"""Convert texts, pairs of texts and token ids to the inputs of a pooling model: token ids that fit its context.
 
-A pair goes through the tokenizer as a pair, as cross-encoders were trained; truncation keeps the first tokens and the
-special tokens that frame them.
+The tokenizer encodes a pair as a pair, as cross-encoders were trained. Truncation keeps the first tokens of each text,
+and the special tokens around them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,27 +19,35 @@ from baton_serve.services.router.text.tokenization import PIECE_CHARS, TextToken
 _Text: TypeAlias = str | tuple[str, str]
 
 _GROUP_TEXTS = 256
+"""Largest number of texts that are tokenized together without a pause for other requests."""
 _CHARS_PER_TEXT = 20
-"""A text takes as long to begin with as so many characters."""
+"""Fixed cost of tokenizing one text, as the number of characters that take the same time. It decides whether a group is
+tokenized in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRules:
-    """`truncate` None refuses what is longer than `max_tokens`; -1 cuts to `max_tokens`."""
+    """Rules for the inputs of one request."""
 
     max_tokens: int
+    """Largest number of tokens of an input: the context of the model."""
     vocab_size: int
     truncate: int | None = None
+    """`truncate_prompt_tokens`: number of tokens to keep; -1 for `max_tokens`, None to reject longer inputs."""
     add_special_tokens: bool = True
     lowercase: bool = False
 
     def limit(self) -> int | None:
-        """Raises `BadRequestError`."""
+        """Return the number of tokens to which inputs are cut, or None if they are not cut.
+
+        Raises `BadRequestError` if the model cannot take that number.
+        """
         if self.truncate is None:
             return None
         if self.truncate == 0 or self.truncate > self.max_tokens:
             raise BadRequestError(
-                f"truncate_prompt_tokens is {self.truncate}; the model takes 1..{self.max_tokens} tokens, -1 for all",
+                f"truncate_prompt_tokens is {self.truncate}; it must be from 1 to {self.max_tokens}, the model's"
+                " context, or -1 for all of it",
                 param="truncate_prompt_tokens",
             )
         return self.max_tokens if self.truncate == -1 else self.truncate
@@ -48,11 +56,14 @@ class InputRules:
 async def of_texts(
     tokenizer: TextTokenizer, texts: Sequence[_Text], rules: InputRules, *, param: str
 ) -> list[PoolingInput]:
-    """Group by group, so that who gives up ends it, and too much ends it before all is done. Raises
-    `BadRequestError`."""
+    """Tokenize texts or pairs of texts. Raises `BadRequestError` for inputs that are too long, alone or together.
+
+    `param` names the request's field for errors.
+    """
     limit = rules.limit()
     inputs: list[PoolingInput] = []
     num_tokens = 0
+    # In groups: a client that disconnects, or too many tokens, ends the work after the present group.
     for group in groups(texts):
         encode = partial(_encode, tokenizer, group, rules, limit)
         found = await beside_loop(sum(map(_size, group)) + _CHARS_PER_TEXT * len(group), encode)
@@ -64,7 +75,7 @@ async def of_texts(
 
 
 def groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """Of at most `PIECE_CHARS` characters each, unless one text has more."""
+    """Split texts into groups of at most `PIECE_CHARS` characters and `_GROUP_TEXTS` texts; one text stays whole."""
     group: list[_Text] = []
     size = 0
     for text in texts:
@@ -82,14 +93,18 @@ def _size(text: _Text) -> int:
 
 
 def of_token_ids(prompts: Sequence[list[int]], rules: InputRules, *, param: str) -> list[PoolingInput]:
-    """Raises `BadRequestError`."""
+    """Return inputs for prompts that are given as token ids, truncated if the rules say so.
+
+    Raises `BadRequestError` for ids outside of the vocabulary and for inputs that are too long, alone or together.
+    """
     limit = rules.limit()
     num_tokens = 0
     for token_ids in prompts:
         num_tokens += len(token_ids)
         check_num_tokens(num_tokens, param=param)
+        # The model has no embedding for such an id: reject it here, not in the engine in the middle of a batch.
         if max(token_ids) >= rules.vocab_size:
-            raise BadRequestError(f"{param}: token ids must lie in 0..{rules.vocab_size - 1}", param=param)
+            raise BadRequestError(f"{param}: token ids must be from 0 to {rules.vocab_size - 1}", param=param)
     inputs = [PoolingInput(token_ids[:limit]) for token_ids in prompts]
     _check(inputs, rules, param)
     return inputs
@@ -101,6 +116,7 @@ def _encode(
     if limit is not None:
         return [_input(_cut(tokenizer, text, rules, limit)) for text in texts]
     lowered = [_lowered(text, rules) for text in texts]
+    # Only a group with one large text can be that long. Check it piece by piece before encoding all of it.
     if max(map(_size, lowered)) > PIECE_CHARS:
         for text in lowered:
             _check_size(tokenizer, text, rules)
@@ -109,41 +125,50 @@ def _encode(
 
 
 def _check_size(tokenizer: TextTokenizer, text: _Text, rules: InputRules) -> None:
-    """Raises `BadRequestError` for a text that is far too long, without encoding all of it."""
+    """Check that a large text can fit the model, without encoding all of it. Raises `BadRequestError` otherwise."""
     for part in (text,) if isinstance(text, str) else text:
         if not tokenizer.has_at_most(part, rules.max_tokens):
             raise BadRequestError(
-                f"a text of {len(part)} characters has more than {rules.max_tokens} tokens, which is what the model"
-                " takes; shorten it, or give truncate_prompt_tokens (-1 cuts to what fits)",
+                f"a text of {len(part)} characters has more than {rules.max_tokens} tokens, the model's context;"
+                " shorten it, or set truncate_prompt_tokens (-1 cuts it to the context)",
                 code="context_length_exceeded",
             )
 
 
 def _cut(tokenizer: TextTokenizer, text: _Text, rules: InputRules, limit: int) -> Encoding:
-    """The longer text of a pair is cut first, as transformers' `longest_first` does."""
+    """Encode a text or a pair and cut it to `limit` tokens, special tokens included.
+
+    The longer text of a pair is cut first, as with `longest_first` of transformers. Raises `BadRequestError` if the
+    special tokens alone exceed `limit`.
+    """
     text = _lowered(text, rules)
     texts = [text] if isinstance(text, str) else list(text)
+    # Only the beginning of each text is encoded: the rest would be cut off anyway.
     parts = [tokenizer.beginning(part, limit) for part in texts]
     backend = tokenizer.backend
     is_pair = len(parts) == 2
-    room = limit - (backend.num_special_tokens_to_add(is_pair) if rules.add_special_tokens else 0)
-    if room < 0:
+    available = limit - (backend.num_special_tokens_to_add(is_pair) if rules.add_special_tokens else 0)
+    if available < 0:
         raise BadRequestError(
-            f"truncate_prompt_tokens is {limit}, fewer than the special tokens around a text",
+            f"truncate_prompt_tokens is {limit}, less than the number of special tokens around a text",
             param="truncate_prompt_tokens",
         )
-    for part, keep in zip(parts, truncated_lengths([len(part.ids) for part in parts], room), strict=True):
+    for part, keep in zip(parts, truncated_lengths([len(part.ids) for part in parts], available), strict=True):
         part.truncate(keep)
     pair = parts[1] if is_pair else None
     return backend.post_process(parts[0], pair, add_special_tokens=rules.add_special_tokens)
 
 
 def truncated_lengths(lengths: Sequence[int], room: int) -> list[int]:
-    """How many tokens of each text fit, taking from the longest; of equal ones, from the last."""
+    """Return how many tokens of one or two texts to keep so that at most `room` remain.
+
+    Tokens are taken from the longer text; if both have become equally long, from the second one first.
+    """
     if sum(lengths) <= room:
         return list(lengths)
     if len(lengths) == 1:
         return [room]
+    # The shorter text stays whole if it needs at most half of the room.
     short = min(lengths)
     if 2 * short <= room:
         kept = room - short
@@ -158,18 +183,22 @@ def _lowered(text: _Text, rules: InputRules) -> _Text:
 
 
 def _input(encoding: Encoding) -> PoolingInput:
+    # Most models have one type for all tokens. Leaving the types out then makes the message smaller.
     types = encoding.type_ids
     return PoolingInput(encoding.ids, types if any(types) else None)
 
 
 def _check(inputs: Sequence[PoolingInput], rules: InputRules, param: str, *, first: int = 0) -> None:
-    """`first` is the number of the first one among all inputs of the request."""
+    """Check that each input fits the model and has a token. Raises `BadRequestError` otherwise.
+
+    `first` is the number of the first of `inputs` among all inputs of the request, for the error.
+    """
     for number, given in enumerate(inputs, first):
         length = len(given.token_ids)
         if length > rules.max_tokens:
             raise BadRequestError(
                 f"{param}: number {number} has {length} tokens, but the model takes {rules.max_tokens}; shorten it, or"
-                " give truncate_prompt_tokens (-1 cuts to what fits)",
+                " set truncate_prompt_tokens (-1 cuts it to what fits)",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -1,4 +1,7 @@
-"""What clients of models that answer with vectors get, as msgspec structs. Nothing here decides anything."""
+"""The answers of the endpoints of pooling models, as msgspec structs. Nothing here decides anything.
+
+Their field names are those of OpenAI's, Jina's and vLLM's APIs.
+"""
 
 from typing import Literal
 
@@ -7,7 +10,7 @@ import msgspec
 from baton_serve.services.router.protocol.openai_responses import Usage
 
 Numbers = msgspec.Raw
-"""JSON of a vector, a matrix, or either as base64 of little-endian float32."""
+"""A vector or a matrix as JSON: nested lists of numbers, or a string with base64 of little-endian float32."""
 
 
 class EmbeddingItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +39,7 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A list of the items of one endpoint."""
+    """The answer of all endpoints but /rerank: one item for each input."""
 
     id: str
     object: Literal["list"] = "list"
@@ -62,7 +65,7 @@ class RerankUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`results` best first."""
+    """The answer of /rerank. `results` are sorted by relevance, the best first."""
 
     id: str
     model: str

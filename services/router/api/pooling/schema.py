@@ -1,4 +1,4 @@
-"""What clients may send to models that answer with vectors: OpenAI's, Jina's and Cohere's requests, as in vLLM."""
+"""The requests to pooling models, as pydantic models: those of OpenAI, Jina and Cohere, with vLLM's additions."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,8 +14,9 @@ Input = Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_l
 
 
 class PoolingCommon(BaseModel):
-    """What all of them have in common. Numbers are numbers and strings are strings: nothing is converted."""
+    """The fields that all requests have in common."""
 
+    # Strict: a number in a string is an error. Converting it could hide a mistake of the client.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: Name | None = None
@@ -26,7 +27,7 @@ class PoolingCommon(BaseModel):
 
 
 class InputRequest(PoolingCommon):
-    """Whatever is read as texts, token ids, or a chat."""
+    """A request whose input is texts, token ids, or a chat (`messages`)."""
 
     input: Input | None = None
     messages: Messages | None = None
@@ -38,7 +39,7 @@ class InputRequest(PoolingCommon):
 
 
 class EmbeddingRequest(InputRequest):
-    """`POST /v1/embeddings`: of texts, token ids, or a chat."""
+    """The body of `POST /v1/embeddings`."""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
@@ -46,20 +47,20 @@ class EmbeddingRequest(InputRequest):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """`POST /pooling`. Without `task`: what the model is for."""
+    """The body of `POST /pooling`. Without `task` the first task of the model is used."""
 
     task: Literal["embed", "token_embed", "classify"] | None = None
     activation: bool | None = None
 
 
 class ClassificationRequest(InputRequest):
-    """`POST /classify`."""
+    """The body of `POST /classify`."""
 
     activation: bool | None = None
 
 
 class ScoreRequest(PoolingCommon):
-    """`POST /score`: one to one, one to many, or in pairs."""
+    """The body of `POST /score`: one text against one, one against many, or as many pairs."""
 
     text_1: Texts
     text_2: Texts
@@ -67,13 +68,15 @@ class ScoreRequest(PoolingCommon):
 
 
 class Document(BaseModel):
+    """A document of /rerank as an object. Cohere's clients send further fields with it, which are ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore")
 
     text: str
 
 
 class RerankRequest(PoolingCommon):
-    """`POST /rerank`. `top_n` 0 means all."""
+    """The body of `POST /rerank`. A `top_n` of 0 returns all documents."""
 
     query: str
     documents: Annotated[list[str | Document], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]

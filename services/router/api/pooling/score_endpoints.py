@@ -1,6 +1,7 @@
-"""`POST /score` and `/rerank`: how well two texts match.
+"""Serve `POST /score` and `/rerank`: compute how well two texts match.
 
-A classifier with a single class reads both at once; of an embedding model it is the cosine of the two embeddings.
+A classifier with a single class (a cross-encoder) computes both texts together, and its output is the score. With an
+embedding model the score is the cosine of the two embeddings.
 """
 
 import asyncio
@@ -25,20 +26,27 @@ from baton_serve.services.router.requests.pooling_dispatcher import cosine, yiel
 
 
 async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
+    """Answer /score. Raises `ApiError`."""
     pairs = paired(_as_list(request.text_1), _as_list(request.text_2))
-    found = await _scores(call, pairs, activation=request.activation, param="text_2")
-    data = [ScoreItem(index=i, score=score) for i, score in enumerate(found)]
+    values = await _scores(call, pairs, activation=request.activation, param="text_2")
+    data = [ScoreItem(index=i, score=score) for i, score in enumerate(values)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
 
 async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct:
+    """Answer /rerank. Raises `ApiError`."""
     texts = [document if isinstance(document, str) else document.text for document in request.documents]
     pairs = [(request.query, text) for text in texts]
-    found = await _scores(call, pairs, activation=request.activation, param="documents")
-    order = sorted(range(len(texts)), key=lambda i: (-found[i], i))
-    shows = request.return_documents is not False
+    values = await _scores(call, pairs, activation=request.activation, param="documents")
+    # Documents with equal scores stay in the order of the request.
+    order = sorted(range(len(texts)), key=lambda i: (-values[i], i))
+    returns_text = request.return_documents is not False
     results = [
-        RankedItem(index=i, document=RankedDocument(texts[i]) if shows else msgspec.UNSET, relevance_score=found[i])
+        RankedItem(
+            index=i,
+            document=RankedDocument(texts[i]) if returns_text else msgspec.UNSET,
+            relevance_score=values[i],
+        )
         for i in order[: request.top_n or None]
     ]
     usage = call.usage()
@@ -51,7 +59,10 @@ async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct:
 
 
 def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
-    """One to one, one to many, or in pairs. Raises `BadRequestError`."""
+    """Return the pairs of texts to score: one text with each of the second list, or the lists element by element.
+
+    Raises `BadRequestError` if the lists have different lengths and the first has more than one text.
+    """
     if len(first) == 1:
         return [(first[0], text) for text in second]
     if len(first) == len(second):
@@ -65,12 +76,13 @@ def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]
 async def _scores(
     call: PoolingCall, pairs: Sequence[tuple[str, str]], *, activation: bool | None, param: str
 ) -> list[float]:
+    """Return the score of each pair. Raises `BadRequestError` if the model cannot score."""
     call.require("classify", "embed")
     if "embed" in call.profile.tasks:
         return await _cosines(call, pairs, param)
     if len(call.profile.labels) != 1:
         raise BadRequestError(
-            f"this model tells {len(call.profile.labels)} classes apart; scores need a model with a single one: ask"
+            f"this model has {len(call.profile.labels)} classes, but scores need a model with a single one: use"
             " /classify",
             code="unsupported_endpoint",
         )
@@ -80,7 +92,7 @@ async def _scores(
 
 
 async def _pair_inputs(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[PoolingInput]:
-    """Through the template that the server was given, else as the tokenizer frames a pair."""
+    """Return the input for each pair: rendered by `--chat-template` if it is given, else as a pair of the tokenizer."""
     if call.service.settings.chat_template is None:
         return await call.texts(pairs, param=param)
     rendered = []
@@ -90,17 +102,19 @@ async def _pair_inputs(call: PoolingCall, pairs: Sequence[tuple[str, str]], para
             add_generation_prompt=False,
         )
         rendered.append(await call.service.model.render_chat(chat))
-        await asyncio.sleep(0)  # rendering waits for nothing, and there may be thousands
+        # Rendering itself never suspends this task. Without this, thousands of pairs would block the event loop.
+        await asyncio.sleep(0)
     return await call.texts(rendered, param=param, rules=call.rules(add_special_tokens=False))
 
 
 async def _cosines(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[float]:
-    """Each distinct text is embedded once."""
+    """Return the cosine of the embeddings of each pair."""
+    # Each distinct text is embedded once: /rerank has the query in every pair.
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     vectors = await call.compute(await call.texts(texts, param=param), PoolingParams(task="embed"))
-    of_text = {text: vector.values() for text, vector in zip(texts, vectors, strict=True)}
+    by_text = {text: vector.values() for text, vector in zip(texts, vectors, strict=True)}
     size = len(vectors[0].data) if vectors else 0
-    return [cosine(of_text[first], of_text[second]) async for first, second in yielding_iter(pairs, lambda _: size)]
+    return [cosine(by_text[first], by_text[second]) async for first, second in yielding_iter(pairs, lambda _: size)]
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/pooling` and `/classify`: a vector for each input."""
+"""Serve `POST /v1/embeddings`, `/pooling` and `/classify`: compute a vector for each input."""
 
 import msgspec
 
@@ -16,6 +16,7 @@ from baton_serve.services.router.requests.pooling_dispatcher import Vector, enco
 
 
 async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.Struct:
+    """Answer /v1/embeddings. Raises `ApiError`."""
     call.require("embed")
     check_dimensions(request.dimensions, call.profile)
     inputs = await call.inputs(request)
@@ -27,6 +28,7 @@ async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.St
 
 
 async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
+    """Answer /pooling. Raises `ApiError`."""
     task = request.task or call.profile.tasks[0]
     call.require(task)
     check_dimensions(request.dimensions, call.profile)
@@ -41,6 +43,7 @@ async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
 
 
 async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.Struct:
+    """Answer /classify. Raises `ApiError`."""
     call.require("classify")
     inputs = await call.inputs(request)
     vectors = await call.compute(inputs, PoolingParams(task="classify", activation=request.activation))
@@ -49,10 +52,14 @@ async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.
 
 
 def check_dimensions(wanted: int | None, profile: PoolingProfile) -> None:
-    """Raises `BadRequestError`."""
+    """Check that a model can shorten its embeddings to `wanted` dimensions. Raises `BadRequestError` otherwise.
+
+    None stands for the full length and is always allowed.
+    """
     if wanted is None:
         return
     sizes = profile.matryoshka_dimensions
+    # A prefix of an embedding is meaningful only if the model was trained for it.
     if not profile.is_matryoshka:
         raise BadRequestError(
             "dimensions: this model was not trained for shorter embeddings (Matryoshka); if it was, its config.json"
@@ -60,10 +67,12 @@ def check_dimensions(wanted: int | None, profile: PoolingProfile) -> None:
             param="dimensions",
         )
     if sizes and wanted not in sizes:
-        raise BadRequestError(f"dimensions: {wanted} is none of {', '.join(map(str, sizes))}", param="dimensions")
+        raise BadRequestError(
+            f"dimensions: {wanted} is not supported, use one of {', '.join(map(str, sizes))}", param="dimensions"
+        )
     if wanted > profile.dimensions:
         raise BadRequestError(
-            f"dimensions: {wanted} were asked for, the model has {profile.dimensions}", param="dimensions"
+            f"dimensions: {wanted} are too many, the model has {profile.dimensions}", param="dimensions"
         )
 
 
