@@ -1,4 +1,7 @@
-"""Sends a generation to its client, streamed or whole. The shape of the API is the format's concern."""
+"""Send a generation to its client, streamed or as a whole, for OpenAI's chat and completion endpoints.
+
+An `AnswerFormat` (in `chat` and `completions`) gives the answer the shape of its endpoint.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -26,33 +29,35 @@ _NUL = _encoder.encode("\0")
 
 
 class AnswerFormat(Protocol):
-    """One API's shape. `text_deltas` of a whole answer are merged: one a choice."""
+    """Converts text deltas of one answer to the structs of one endpoint."""
 
     object_name: str
     has_only_text: bool
-    """A delta before a choice's last one says nothing but its text."""
-    tells_tokens: bool
-    """Deltas without text say something if tokens came."""
+    """True if all deltas of a choice but its last contain only text, so that they can be encoded without structs."""
+    sends_tokens: bool
+    """True if the client wants token ids: a delta with tokens but without text is then sent too."""
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        """Choices to send before a choice's first piece."""
+        """Return the choices to send before the first delta of a choice, such as the role or the echoed prompt."""
         ...
 
     def beside_opening(self) -> msgspec.Struct | None:
-        """Fields of the chunks that bring an `opening`."""
+        """Return further top-level fields of the chunks that carry an `opening`, or None if there are none."""
         ...
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:
-        """None when there is nothing to send yet."""
+        """Return the choice to send for a delta, or None if there is nothing to send yet."""
         ...
 
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
-    ) -> msgspec.Struct: ...
+    ) -> msgspec.Struct:
+        """Return the answer that is not streamed. `text_deltas` holds one complete delta for each choice."""
+        ...
 
 
 class ResponseHeader(msgspec.Struct, frozen=True):
-    """What every chunk of a stream begins with."""
+    """Holds the fields with which every chunk of a stream begins."""
 
     id: str
     object: str
@@ -61,16 +66,23 @@ class ResponseHeader(msgspec.Struct, frozen=True):
 
 
 class SseEncoder:
-    """Encodes chunks. The head is encoded once; each chunk adds its choice, and usage where it was asked for."""
+    """Encodes the chunks of one stream as server-sent events.
+
+    The fields that all chunks share are encoded once; each chunk then adds its choice, and usage if it is wanted.
+    """
 
     def __init__(self, head: ResponseHeader) -> None:
+        # Cut off the closing brace of the JSON object: every chunk continues it and closes it itself.
         self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
 
     def choice(self, choice: msgspec.Struct, usage: bytes, beside: msgspec.Struct | None = None) -> bytes:
+        """Return the event of one choice. `usage` is an encoded field with a leading comma, or empty; `beside` holds
+        further top-level fields."""
         extra = b"," + _encoder.encode(beside)[1:-1] if beside is not None else b""
         return b"".join((self._start, _encoder.encode(choice), b"]", extra, usage, b"}\n\n"))
 
     def last(self, usage: Usage, baton: Explanation | list[Explanation] | None) -> bytes:
+        """Return the event after the last choice: it has no choices, only the usage and the explanation."""
         extra = b',"baton":' + _encoder.encode(baton) if baton is not None else b""
         return b"".join((self._start, b'],"usage":', _encoder.encode(usage), extra, b"}\n\n"))
 
@@ -85,8 +97,11 @@ async def answer(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation; the caller ends it in
-    any case (`generation.ended`)."""
+    """Send the answer of a generation and return once it is sent, or once the client has disconnected.
+
+    Raises `ApiError` as long as nothing has been sent; later errors are sent as an event of the stream. A disconnected
+    client cancels the generation. The caller must cancel it in any case (`generation.ended`).
+    """
     try:
         with DisconnectWatch(receive, generation.abandon, context.exchange):
             if request.stream:
@@ -99,12 +114,12 @@ async def answer(
 
 
 async def _send_whole(generation: TextGeneration, form: AnswerFormat, send: Send, *, explain: bool) -> None:
-    gathered = [TextAccumulator() for _ in range(generation.num_choices)]
+    accumulators = [TextAccumulator() for _ in range(generation.num_choices)]
     while not generation.is_done:
         for choice, text_delta in await generation.take():
-            gathered[choice].add(text_delta)
+            accumulators[choice].add(text_delta)
     baton = generation.explain() if explain else msgspec.UNSET
-    await send_json(send, form.whole([one.whole() for one in gathered], generation.usage(), baton))
+    await send_json(send, form.whole([choice.whole() for choice in accumulators], generation.usage(), baton))
 
 
 async def _stream(
@@ -122,6 +137,8 @@ async def _stream(
         if encoder.wants_usage or explain:
             last += chunks.last(generation.usage(), generation.explain() if explain else None)
     except ApiError as exc:
+        # Before the first event the gateway can still answer with the error's status. After it the status is 200, and
+        # the error is the last event before `[DONE]`, as in vLLM.
         if not events.is_started:
             raise
         last = b"data: " + _encoder.encode(exc.body()) + b"\n\n"
@@ -129,7 +146,7 @@ async def _stream(
 
 
 class _DeltaEncoder:
-    """Pieces to chunks."""
+    """Converts the deltas of one generation to encoded chunks. It is called for every token, so it avoids work."""
 
     __slots__ = ("_around", "_chunks", "_form", "_generation", "_is_continuous", "_opened", "wants_usage")
 
@@ -144,18 +161,22 @@ class _DeltaEncoder:
         self._chunks = chunks
         self._opened = [False] * generation.num_choices
         self._around: list[tuple[bytes, bytes]] = []
-        """What stands before and after the text of each choice's deltas, where that is all that differs."""
+        """Bytes before and after the text in the chunks of each choice, if these chunks differ in nothing else."""
+        # With continuous usage the numbers change with every chunk, so they cannot be encoded in advance.
         if form.has_only_text and not self._is_continuous:
             self._around = [self._around_text(choice) for choice in range(generation.num_choices)]
 
     def encode(self, choice: int, text_delta: TextDelta) -> bytes:
+        """Return the chunks for the next delta of a choice, or empty bytes if there is nothing to send."""
+        # The fast path of most tokens: only the text itself is encoded.
         if self._around and text_delta.finish_reason is None and self._opened[choice]:
             before, after = self._around[choice]
             return b"%b%b%b" % (before, _encoder.encode(text_delta.text), after) if text_delta.text else b""
         usage = self._usage() if self.wants_usage else b""
         opening = b"" if self._opened[choice] else self._opening(choice, usage)
-        has_news = text_delta.text or text_delta.logprobs or (text_delta.token_ids and self._form.tells_tokens)
-        if not has_news and text_delta.finish_reason is None:
+        # The text of a token may still be incomplete: a character of several tokens, or the start of a stop string.
+        has_content = text_delta.text or text_delta.logprobs or (text_delta.token_ids and self._form.sends_tokens)
+        if not has_content and text_delta.finish_reason is None:
             return opening
         delta = self._form.delta(choice, text_delta)
         return opening if delta is None else opening + self._chunks.choice(delta, usage)
@@ -166,10 +187,14 @@ class _DeltaEncoder:
         return b"".join([self._chunks.choice(first, usage, beside) for first in self._form.opening(choice)])
 
     def _around_text(self, choice: int) -> tuple[bytes, bytes]:
+        """Encode a chunk of a choice with a placeholder and return the bytes before and after the placeholder."""
+        # NUL can stand nowhere else in the chunk: ids and names of models contain no control characters. The search is
+        # from the right, because the text comes after them.
         delta = self._form.delta(choice, TextDelta("\0", []))
         assert delta is not None
         before, _, after = self._chunks.choice(delta, self._usage() if self.wants_usage else b"").rpartition(_NUL)
         return before, after
 
     def _usage(self) -> bytes:
+        # If the client wants usage, chunks before the last have `"usage": null`, as in OpenAI's API.
         return b',"usage":' + (_encoder.encode(self._generation.usage()) if self._is_continuous else b"null")

@@ -1,4 +1,8 @@
-"""Streams an answer's blocks to a client in the words of its API, or sends them whole: both from the same blocks."""
+"""Send a chat generation as content blocks, streamed or as a whole, for the Messages and Responses APIs.
+
+A `Dialect` (in `messages.endpoint` and `responses.endpoint`) converts blocks and their changes to the events and
+answers of its API.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,35 +33,56 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How an answer ended. `stop` is the stop string that did it."""
+    """Describes how an answer ended."""
 
     usage: Usage
     has_calls: bool
+    """True if the model called tools."""
     is_cut: bool
-    """It may be longer: the limit of tokens was reached."""
+    """True if the answer reached the limit of tokens."""
     stop: str | None
+    """The stop string that ended the answer, or None."""
 
 
 class SseEvent(msgspec.Struct, frozen=True):
+    """A server-sent event with a name, which these APIs have and OpenAI's chat API has not."""
+
     name: str
     data: msgspec.Struct
 
 
 class Dialect(Protocol):
-    """One answer in the words of one API."""
+    """Converts one answer to the events and structs of one API."""
 
-    def begin(self, usage: Usage) -> Sequence[SseEvent]: ...
-    def change(self, change: Change) -> Sequence[SseEvent]: ...
-    def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]: ...
-    def failure(self, error: ApiError) -> Sequence[SseEvent]: ...
-    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct: ...
+    def begin(self, usage: Usage) -> Sequence[SseEvent]:
+        """Return the events before the first block."""
+        ...
+
+    def change(self, change: Change) -> Sequence[SseEvent]:
+        """Return the events for a block that was opened, grew or was closed."""
+        ...
+
+    def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
+        """Return the events after the last block."""
+        ...
+
+    def failure(self, error: ApiError) -> Sequence[SseEvent]:
+        """Return the last events of a stream that failed."""
+        ...
+
+    def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
+        """Return the answer that is not streamed."""
+        ...
 
 
 async def serve(
     begun: BegunChat, dialect: Dialect, *, stream: bool, context: RequestContext, receive: Receive, send: Send
 ) -> None:
-    """Raises `ApiError` as long as nothing was sent. A client that goes away ends the generation; the caller ends it in
-    any case (`generation.ended`)."""
+    """Send the answer of a chat and return once it is sent, or once the client has disconnected.
+
+    Raises `ApiError` as long as nothing has been sent; later errors are sent as events of the stream. A disconnected
+    client cancels the generation. The caller must cancel it in any case (`generation.ended`).
+    """
     generation = begun.generation
     answer = _Answer(begun)
     try:
@@ -78,6 +103,7 @@ async def _stream(generation: TextGeneration, answer: "_Answer", dialect: Dialec
 
     def encode(_: int, text_delta: TextDelta) -> bytes:
         nonlocal has_begun
+        # The first events are sent with the first delta and not before: until then an error gets its own HTTP status.
         out = [] if has_begun else list(dialect.begin(generation.usage()))
         has_begun = True
         for change in answer.changes([text_delta]):
@@ -95,15 +121,17 @@ async def _stream(generation: TextGeneration, answer: "_Answer", dialect: Dialec
 
 
 class _Answer:
-    """The blocks of the one sequence of a chat, and how it ended."""
+    """Builds the blocks of an answer from its text deltas. These APIs have one choice, so there is one sequence."""
 
     def __init__(self, begun: BegunChat) -> None:
         self.blocks = ContentBlockBuilder()
         self._generation = begun.generation
+        # Without tool calls and reasoning nothing in the text needs to be parsed.
         self._reader: MessageReader | None = None if begun.message_format.is_plain else begun.message_format.reader()
         self._last: TextDelta | None = None
 
     def changes(self, text_deltas: Sequence[TextDelta]) -> list[Change]:
+        """Add the deltas to the blocks and return what has changed, in order."""
         changes: list[Change] = []
         for text_delta in text_deltas:
             changes += self.blocks.push(self._parts(text_delta))
@@ -113,7 +141,9 @@ class _Answer:
         return changes
 
     def end(self) -> AnswerEnd:
-        assert self._last is not None, "the generation is done"
+        """Describe how the answer ended. Call it only after its last delta."""
+        assert self._last is not None, "the answer has not ended"
+        # `stop_reason` may also be the id of a stop token, which these APIs cannot express.
         stop = self._last.stop_reason
         return AnswerEnd(
             usage=self._generation.usage(),

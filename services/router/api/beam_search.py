@@ -1,7 +1,7 @@
-"""Answers found by beam search: every step asks the instances for one token after each beam.
+"""Run a beam search over the instances: each step requests one more token after every beam.
 
-The prefix cache makes that cheap: what the beams share is computed once. Nothing can be sent before the search is over.
-The search itself is `contracts.beam_search`.
+The prefix cache makes this cheap, because tokens that beams share are computed once. Nothing can be sent before the
+search is over. The search itself is in `contracts.beam_search`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,8 @@ from baton_serve.services.router.text.token_sequence import NewTokens
 
 
 class SubmitRequests(Protocol):
+    """`Dispatcher.submit`: sends requests to instances. Their tokens arrive in `token_queue`."""
+
     def __call__(
         self, requests: Sequence[PromptRequest], token_queue: TokenQueue, *, timing: RequestTiming
     ) -> list[RequestLifecycle]: ...
@@ -30,33 +32,38 @@ class SubmitRequests(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamPlan:
-    """`requests` and `searches`: one a prompt, of which `count` answers are wanted. `logprobs` is what the client
-    wants."""
+    """Describes the beam searches of one API call: one request and one search for each prompt."""
 
     requests: Sequence[PromptRequest]
+    """The requests as they were without beam search. Their tokens and sampling are replaced for each step."""
     searches: Sequence[BeamSearch]
     count: int
+    """Number of answers to return for each prompt."""
     num_alternatives: int
+    """Number of most likely tokens that each step asks an instance for, per beam."""
     logprobs: int | None
+    """Number of logprobs per token that the client wants, or None."""
     write: Callable[[], SequenceWriter]
+    """Creates the converter of one beam's tokens to text."""
     timeout_s: float
+    """Longest duration of all steps together (`--request-timeout-s`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """What comes after this beam of this prompt?"""
+class _BeamQuery:
+    """Asks an instance for the most likely tokens after one beam of prompt number `prompt`."""
 
     prompt: int
     beam: Beam
 
 
 class BeamGeneration:
-    """`services.router.api.generation.Answering`."""
+    """The `TextGeneration` of a request with beam search."""
 
     def __init__(
         self, plan: BeamPlan, submit: SubmitRequests, *, timing: RequestTiming, clock: Callable[[], float]
     ) -> None:
-        """Asks for the first tokens. Raises `ApiError`."""
+        """Submit the first step. `timing` is that of the API call. Raises `ApiError` if it is not admitted."""
         self.num_choices = plan.count * len(plan.requests)
         self.is_done = False
         self._plan = plan
@@ -67,29 +74,34 @@ class BeamGeneration:
         self._token_queue = TokenQueue()
         self._num_steps = 0
         self._num_generated = 0
-        self._asked: Sequence[RequestLifecycle] = ()
-        self._questions = self._submit_step()
-        self.lifecycles = self._asked
+        self._step_lifecycles: Sequence[RequestLifecycle] = ()
+        self._queries = self._submit_step()
+        # The requests of the first step stand for the whole API call in usage and explanations: there is one for each
+        # prompt, with exactly its tokens.
+        self.lifecycles = self._step_lifecycles
 
     def lifecycle(self, choice: int) -> RequestLifecycle:
         return self.lifecycles[choice // self._plan.count]
 
     async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
-        """All choices, complete: nothing to follow. Raises `ApiError` or `ClientGoneError`."""
-        while self._questions:
+        """Run the search to its end and return one complete delta for each choice; `consumer` is not used.
+
+        Raises `ApiError` or `ClientGoneError`.
+        """
+        while self._queries:
             await self._apply_answers()
-            self._questions = self._submit_step()
+            self._queries = self._submit_step()
         self.is_done = True
         best = [beam for search in self._plan.searches for beam in search.best(self._plan.count)]
-        return [(choice, self._piece(beam)) for choice, beam in enumerate(best)]
+        return [(choice, self._delta(beam)) for choice, beam in enumerate(best)]
 
     def abandon(self) -> None:
-        """The client has gone."""
+        """Cancel the search because the client has disconnected, and make `take` raise `ClientGoneError`."""
         self._token_queue.fail(ClientGoneError("the client disconnected"))
         self.cancel("the client disconnected")
 
     def cancel(self, reason: str) -> None:
-        for lifecycle in self._asked:
+        for lifecycle in self._step_lifecycles:
             lifecycle.cancel(reason)
 
     def usage(self) -> Usage:
@@ -98,39 +110,46 @@ class BeamGeneration:
     def explain(self) -> Explanation | list[Explanation]:
         return explained(self.lifecycles, self._clock())
 
-    def _submit_step(self) -> list[_Question]:
+    def _submit_step(self) -> list[_BeamQuery]:
+        """Submit one request for each running beam of all prompts; return an empty list if all searches are over."""
         searches = self._plan.searches
-        questions = [_Question(i, beam) for i, search in enumerate(searches) for beam in search.running]
-        if questions:
-            requests = [self._prompt_request(number, question) for number, question in enumerate(questions)]
-            self._asked = self._submit(requests, self._token_queue, timing=self._arrival_of_step())
+        queries = [_BeamQuery(i, beam) for i, search in enumerate(searches) for beam in search.running]
+        if queries:
+            requests = [self._prompt_request(number, query) for number, query in enumerate(queries)]
+            self._step_lifecycles = self._submit(requests, self._token_queue, timing=self._timing_of_step())
             self._num_steps += 1
-        return questions
+        return queries
 
-    def _arrival_of_step(self) -> RequestTiming:
-        """Raises `DeadlineError`."""
+    def _timing_of_step(self) -> RequestTiming:
+        """Return the timing of the next step's requests. Raises `DeadlineError` if the search takes too long."""
         if self._num_steps == 0:
             return self._arrival
+        # `continues` exempts later steps from admission and from the limits of the API key: the first step has passed
+        # them for the whole search.
         now = self._clock()
         if now > self._deadline:
-            raise DeadlineError(f"the beams were not done within {self._plan.timeout_s:g} s")
+            raise DeadlineError(f"the beam search did not end within {self._plan.timeout_s:g} s (--request-timeout-s)")
         return msgspec.structs.replace(self._arrival, at=now, tokenizing_at=now, tokenized_at=now, continues=True)
 
     async def _apply_answers(self) -> None:
-        """The searches go on with what the instances say."""
+        """Wait for the answers to all queries of the step and advance the searches with them."""
         answers: dict[int, TokenLogprobs] = {}
-        while len(answers) < len(self._questions):
+        while len(answers) < len(self._queries):
+            # Answers come in any order. Updates without logprobs only report the end of a request.
             for output in await self._token_queue.take():
                 if output.tokens.logprobs:
                     answers[output.choice] = output.tokens.logprobs[0]
         for prompt, search in enumerate(self._plan.searches):
-            mine = [answers[number] for number, question in enumerate(self._questions) if question.prompt == prompt]
-            if mine:
-                search.advance(mine)
+            own = [answers[number] for number, query in enumerate(self._queries) if query.prompt == prompt]
+            if own:
+                search.advance(own)
 
-    def _prompt_request(self, number: int, question: _Question) -> PromptRequest:
-        request, token_ids = self._plan.requests[question.prompt], question.beam.token_ids
+    def _prompt_request(self, number: int, query: _BeamQuery) -> PromptRequest:
+        """Return the request for one token after a beam; `number` is the query's index in this step."""
+        request, token_ids = self._plan.requests[query.prompt], query.beam.token_ids
         is_first = self._num_steps == 0
+        # Greedy and without stop tokens: only the logprobs count, and the search itself decides when a beam ends. The
+        # logprobs of the prompt are the same in every step, so only the first one computes them.
         sampling = msgspec.structs.replace(
             request.sampling,
             max_tokens=1,
@@ -150,11 +169,13 @@ class BeamGeneration:
             first_choice=number,
         )
 
-    def _piece(self, beam: Beam) -> TextDelta:
-        writer, wanted = self._plan.write(), self._plan.logprobs
+    def _delta(self, beam: Beam) -> TextDelta:
+        """Convert a finished beam to text, and count its tokens for the usage."""
+        writer, num_logprobs = self._plan.write(), self._plan.logprobs
         logprobs = None
-        if wanted is not None:
-            logprobs = [TokenLogprobs(step.chosen, step.top[:wanted]) for step in beam.steps]
+        if num_logprobs is not None:
+            # The search asked for more alternatives than the client.
+            logprobs = [TokenLogprobs(step.chosen, step.top[:num_logprobs]) for step in beam.steps]
         stop_token_id = beam.token_ids[-1] if beam.finish_reason == "stop" else None
         text_delta = writer.push(NewTokens(beam.token_ids, logprobs, beam.finish_reason, stop_token_id))
         self._num_generated += writer.num_tokens

@@ -1,6 +1,7 @@
-"""`best_of`: more sequences are written than are wanted, and those that the model finds most likely are the answer.
+"""Implement `best_of`: generate more sequences than the client wants, and answer with the most likely ones.
 
-As vLLM ranks them: by the sum of the log-probabilities of their tokens. Nothing can be sent before all have ended.
+As in vLLM, sequences are ranked by the sum of their tokens' log-probabilities. Nothing can be sent before all sequences
+have ended.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,13 @@ from baton_serve.services.router.text.text_output import TextAccumulator, TextDe
 
 
 class BestOfGeneration:
-    """`api.generation.Answering`. The sequences of `inner` bring logprobs, whether the client wants them
-    or not."""
+    """A `TextGeneration` that returns the best `count` sequences of each prompt of another one."""
 
     def __init__(self, inner: SampledGeneration, *, count: int, keeps_logprobs: bool) -> None:
+        """Create it. All sequences of `inner` must carry logprobs, which rank them.
+
+        `keeps_logprobs` says whether the client wants them too.
+        """
         self.lifecycles: Sequence[RequestLifecycle] = inner.lifecycles
         self.num_choices = count * len(inner.lifecycles)
         self.is_done = False
@@ -27,13 +31,17 @@ class BestOfGeneration:
         return self.lifecycles[choice // self._count]
 
     async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
-        """All choices, complete: nothing to follow. Raises `ApiError` or `ClientGoneError`."""
+        """Wait for the end of all sequences and return one complete delta for each choice; `consumer` is not used.
+
+        Raises `ApiError` or `ClientGoneError`.
+        """
         gathered = [TextAccumulator() for _ in range(self._inner.num_choices)]
         while not self._inner.is_done:
             for number, text_delta in await self._inner.take():
                 gathered[number].add(text_delta)
         self.is_done = True
         text_deltas = [one.whole() for one in gathered]
+        # Choices of one prompt stand together, and only these compete.
         width = len(text_deltas) // len(self.lifecycles)
         best = [
             text_delta
@@ -52,6 +60,7 @@ class BestOfGeneration:
         self._inner.cancel(reason)
 
     def usage(self) -> Usage:
+        """Return the usage of all sequences. The ones that lost were computed too, so they count."""
         return self._inner.usage()
 
     def explain(self) -> Explanation | list[Explanation]:
@@ -59,7 +68,7 @@ class BestOfGeneration:
 
 
 def best_of(text_deltas: Sequence[TextDelta], count: int) -> list[TextDelta]:
-    """The most likely first; among equals the first written."""
+    """Return the `count` most likely texts, the best first. Equal ones stay in their order (the sort is stable)."""
     return sorted(text_deltas, key=_cumulative, reverse=True)[:count]
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""Serve `POST /v1/chat/completions`, with vLLM's additions to OpenAI's API."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ from baton_serve.services.router.text.text_output import TextDelta
 
 
 class ChatEndpoint:
-    """A plain ASGI application."""
+    """A plain ASGI application that answers chat requests, streamed or as a whole."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -37,6 +37,7 @@ class ChatEndpoint:
         service, context = self._service, RequestContext.of(scope)
         body = await read_body(scope, receive)
         request = await parsed(body, ChatCompletionRequest)
+        # From here on `service` is that of the model that the request names, which may be another one.
         service = await service.serving(request.model)
         api_id = f"chatcmpl-{request.request_id or context.request_id}"
         begun = await begin_chat(service, request, context, api_id, is_long=is_long(body))
@@ -49,20 +50,25 @@ class ChatEndpoint:
 
 
 class ChatShape:
-    """What a request says about the form of its answers."""
+    """Holds what a request asks of the form of its answer: role, echo, logprobs, token ids and message format."""
 
     def __init__(self, request: ChatCompletionRequest, message_format: MessageFormat, *, role: str) -> None:
+        """Read it from the request. `role` is that of `--response-role`."""
         last = request.messages[-1]
+        # If the model continues the last message instead of starting a new one, the answer has that message's role.
         continues = bool(request.continue_final_message) or request.add_generation_prompt is False
         self.message_format = message_format
         self.role = last.role if continues else role
         self.wants_logprobs = bool(request.logprobs)
         self.wants_token_ids = bool(request.return_token_ids)
+        # As in vLLM: `echo` repeats the last message only if the answer continues its role.
         is_same_role = last.role == self.role and isinstance(last.content, str)
         self.echo = last.content if request.echo and is_same_role and isinstance(last.content, str) else ""
 
 
 class ChatFormat:
+    """The `AnswerFormat` of OpenAI's chat API."""
+
     object_name = "chat.completion"
 
     def __init__(
@@ -72,25 +78,32 @@ class ChatFormat:
         self._generation = generation
         self._logprobs = logprobs
         self._shape = shape
-        self.tells_tokens = shape.wants_token_ids
-        self.has_only_text = shape.message_format.is_plain and not (shape.wants_logprobs or self.tells_tokens)
+        self.sends_tokens = shape.wants_token_ids
+        self.has_only_text = shape.message_format.is_plain and not (shape.wants_logprobs or self.sends_tokens)
+        # One `MessageReader` per choice, because it keeps the state of a partly parsed text. None: nothing to parse.
         self._readers: list[MessageReader] | None = None
         if not shape.message_format.is_plain:
             self._readers = [shape.message_format.reader() for _ in range(generation.num_choices)]
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
+        """Return the chunk that OpenAI's API sends first: the role, and here the echoed message."""
         return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._shape.role, content=self._shape.echo)),)
 
     def beside_opening(self) -> msgspec.Struct | None:
-        return PromptTokenIds(self._generation.lifecycles[0].request.token_ids) if self.tells_tokens else None
+        """Return the prompt's token ids if the client wants token ids."""
+        return PromptTokenIds(self._generation.lifecycles[0].request.token_ids) if self.sends_tokens else None
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:
+        """Return the choice to send for a delta.
+
+        Return None while text is held back, because it may become a tool call or reasoning.
+        """
         is_last = text_delta.finish_reason is not None
         delta: ChatDelta | None = ChatDelta(content=text_delta.text)
         if self._readers is not None:
             delta = self._readers[choice].delta(text_delta.text, is_last=is_last)
         logprobs = self._chat_logprobs(text_delta)
-        if delta is None and logprobs is None and not is_last and not self.tells_tokens:
+        if delta is None and logprobs is None and not is_last and not self.sends_tokens:
             return None
         return ChatDeltaChoice(
             index=choice,
@@ -98,12 +111,13 @@ class ChatFormat:
             logprobs=logprobs,
             finish_reason=self._finish_reason(choice, text_delta),
             stop_reason=text_delta.stop_reason if text_delta.finish_reason is not None else msgspec.UNSET,
-            token_ids=text_delta.token_ids if self.tells_tokens else msgspec.UNSET,
+            token_ids=text_delta.token_ids if self.sends_tokens else msgspec.UNSET,
         )
 
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
+        """Return the answer that is not streamed."""
         choices = [
             ChatChoice(
                 index=i,
@@ -111,7 +125,7 @@ class ChatFormat:
                 logprobs=self._chat_logprobs(text_delta),
                 finish_reason=self._finish_reason(i, text_delta),
                 stop_reason=text_delta.stop_reason,
-                token_ids=text_delta.token_ids if self.tells_tokens else msgspec.UNSET,
+                token_ids=text_delta.token_ids if self.sends_tokens else msgspec.UNSET,
             )
             for i, text_delta in enumerate(text_deltas)
         ]
@@ -124,7 +138,7 @@ class ChatFormat:
             choices=choices,
             usage=usage,
             prompt_logprobs=None if prompt_logprobs is None else self._logprobs.prompt(prompt_logprobs),
-            prompt_token_ids=lifecycle.request.token_ids if self.tells_tokens else msgspec.UNSET,
+            prompt_token_ids=lifecycle.request.token_ids if self.sends_tokens else msgspec.UNSET,
             baton=baton,
         )
 
@@ -136,12 +150,14 @@ class ChatFormat:
         return ChatMessageAnswer(
             role=role,
             content=echo + (message.content or "") if echo else message.content,
+            # Two names for one text: vLLM renamed the field, and clients of both versions exist.
             reasoning_content=message.reasoning,
             reasoning=message.reasoning,
             tool_calls=message.tool_calls,
         )
 
     def _finish_reason(self, choice: int, text_delta: TextDelta) -> str | None:
+        # A named function that the client forced ends with "stop", as in OpenAI's API (`ends_with_calls`).
         has_calls = self._readers is not None and self._readers[choice].has_calls
         ends_with_calls = has_calls and self._shape.message_format.ends_with_calls
         return "tool_calls" if ends_with_calls and text_delta.finish_reason == "stop" else text_delta.finish_reason

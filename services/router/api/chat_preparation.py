@@ -1,4 +1,7 @@
-"""A chat on its way: rendered, tokenised, checked and sent to the instances. The answer's form is for the endpoints."""
+"""Prepare a chat and start its generation: render the template, tokenize, expand images, check, and submit.
+
+All chat endpoints (OpenAI's chat, Responses, Messages) use it and then send the generation in their own format.
+"""
 
 import msgspec
 
@@ -25,9 +28,10 @@ from baton_serve.services.router.text.sampling_params import (
 
 
 class BegunChat(msgspec.Struct, frozen=True):
-    """`model` is the name that the answer carries."""
+    """A chat whose generation has started; the endpoint owns it and must end the generation."""
 
     model: str
+    """The model's name that the answer carries."""
     message_format: MessageFormat
     rules: TextRules
     generation: TextGeneration
@@ -36,7 +40,11 @@ class BegunChat(msgspec.Struct, frozen=True):
 async def begin_chat(
     service: ModelService, request: ChatCompletionRequest, context: RequestContext, api_id: str, *, is_long: bool
 ) -> BegunChat:
-    """`is_long`: the request had a long body. Raises `ApiError`."""
+    """Prepare a chat request and submit it to the instances.
+
+    `api_id` is the id of the answer. With `is_long` (a large body) the template is rendered in a thread, so that it
+    does not block the event loop. Raises `ApiError` if the request is not valid or not admitted.
+    """
     model = service.model_name(request.model)
     limits = service.limits()
     logprobs = chat_logprobs(request)
@@ -50,9 +58,11 @@ async def begin_chat(
     prompt = TokenizedPrompt(truncated(token_ids, request.truncate_prompt_tokens, limits))
     if urls:
         prompt = await _expand_images(service, request, urls, token_ids, limits)
+    # Taken here, because the prompt has just become tokens; what follows is not tokenization.
     timing = service.timing(context, tokenizing_at=tokenizing_at)
     check_prompt(prompt.token_ids, limits, param="messages")
     rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids)
+    # Some formats of tool calls and reasoning are marked by special tokens, which the text must then contain.
     if message_format.needs_special_tokens:
         rules = msgspec.structs.replace(rules, skip_special_tokens=False)
     rules = await service.with_grammar(rules, request, message_format.grammar_spec, context.exchange)
@@ -61,10 +71,14 @@ async def begin_chat(
 
 
 async def count_tokens(service: ModelService, request: ChatCompletionRequest, *, is_long: bool) -> int:
-    """Of the prompt that the request would be. Raises `ApiError`."""
+    """Return the number of prompt tokens that a chat request has, images included. Nothing is sent to an instance.
+
+    Raises `ApiError` if the model does not exist or the request cannot be rendered.
+    """
     service = service.of(request.model)
     service.model_name(request.model)
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
+    # Chat templates write the special tokens themselves.
     token_ids = await service.model.tokenize(text, add_special_tokens=False, max_tokens=service.max_tokenised())
     return len(
         await expand_placeholders(token_ids, image_urls(request.messages), service.model.vision, service.image_limits)
@@ -74,11 +88,15 @@ async def count_tokens(service: ModelService, request: ChatCompletionRequest, *,
 async def _expand_images(
     service: ModelService, request: ChatCompletionRequest, urls: list[str], token_ids: list[int], limits: ModelLimits
 ) -> TokenizedPrompt:
+    """Replace the placeholder of each image by the number of tokens that the image takes, and load the images.
+
+    Raises `BadRequestError` if an image cannot be loaded, or if the prompt is to be truncated.
+    """
     if request.truncate_prompt_tokens is not None:
         raise BadRequestError(
-            "truncate_prompt_tokens could cut an image in two: leave it out where there are images",
+            "truncate_prompt_tokens could cut an image in two: leave it out in requests with images",
             param="truncate_prompt_tokens",
         )
     profile = service.model.vision
-    assert profile is not None, "rendering has refused images"
+    assert profile is not None, "render_chat rejects images if the model has no vision tower"
     return await expand_image_tokens(token_ids, urls, profile, service.image_limits, limits)

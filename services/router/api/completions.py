@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: prompts as text or token ids, one or several."""
+"""Serve `POST /v1/completions`: complete one or several prompts, given as texts or as token ids."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,7 +38,7 @@ from baton_serve.services.router.text.tokenization import beside_loop
 
 
 class CompletionEndpoint:
-    """A plain ASGI application."""
+    """A plain ASGI application that completes prompts, streamed or as a whole."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -50,7 +50,8 @@ class CompletionEndpoint:
         model = service.model_name(request.model)
         limits = service.limits()
         given = _prompts(request)
-        sequence_counts(request, len(given), limits)  # before there is work
+        # Called for its errors: check the number of sequences before any prompt is tokenized.
+        sequence_counts(request, len(given), limits)
         tokenizing_at = service.clock()
         prompts = await _all_token_ids(service, request, given, limits)
         timing = service.timing(context, tokenizing_at=tokenizing_at)
@@ -72,6 +73,11 @@ class CompletionEndpoint:
 
 
 class CompletionFormat:
+    """The `AnswerFormat` of OpenAI's completions API.
+
+    `echoed` holds the text of each prompt if the answers begin with it (`echo`), otherwise it is None.
+    """
+
     object_name = "text_completion"
 
     def __init__(
@@ -86,15 +92,19 @@ class CompletionFormat:
         self._generation = generation
         self._logprobs = logprobs
         self._echoed = echoed
+        # `echo` with `max_tokens: 0` asks for the prompt's logprobs. Instances compute at least one token, which is
+        # then left out of the answer.
         self._is_echo_only = request.echo is True and request.max_tokens == 0
         self._wants_logprobs = request.logprobs is not None
-        self.tells_tokens = bool(request.return_token_ids)
-        self.has_only_text = not (self._wants_logprobs or self._is_echo_only or self.tells_tokens)
+        self.sends_tokens = bool(request.return_token_ids)
+        self.has_only_text = not (self._wants_logprobs or self._is_echo_only or self.sends_tokens)
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        # `text_offset` of the next token of each choice, in characters: it counts from the start of the answer.
         self._offsets = [0] * generation.num_choices
         self._has_begun = [False] * generation.num_choices
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
+        """Return the echoed prompt of a choice with its logprobs, or nothing without `echo`."""
         if self._echoed is None:
             return ()
         lifecycle = self._generation.lifecycle(choice)
@@ -111,9 +121,11 @@ class CompletionFormat:
         )
 
     def beside_opening(self) -> None:
+        """Return None: this API carries prompt token ids in the choices."""
         return None
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct:
+        """Return the choice to send for a delta."""
         if self._is_echo_only:
             return CompletionChoice(
                 index=choice, text="", finish_reason=text_delta.finish_reason, token_ids=self._token_ids([])
@@ -131,6 +143,7 @@ class CompletionFormat:
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
+        """Return the answer that is not streamed."""
         return CompletionAnswer(
             id=self._head.id,
             created=self._head.created,
@@ -161,17 +174,18 @@ class CompletionFormat:
             token_ids=self._token_ids([] if self._is_echo_only else text_delta.token_ids),
         )
 
-    def _token_ids(self, written: list[int]) -> list[int] | msgspec.UnsetType:
-        return written if self.tells_tokens else msgspec.UNSET
+    def _token_ids(self, token_ids: list[int]) -> list[int] | msgspec.UnsetType:
+        return token_ids if self.sends_tokens else msgspec.UNSET
 
     def _prompt_token_ids(self, choice: int) -> list[int] | msgspec.UnsetType | None:
-        """With the first that is told of a choice."""
-        if not self.tells_tokens:
+        """Return the prompt's token ids at the first call for a choice, and None later: they are sent once."""
+        if not self.sends_tokens:
             return msgspec.UNSET
         is_first, self._has_begun[choice] = not self._has_begun[choice], True
         return self._generation.lifecycle(choice).request.token_ids if is_first else None
 
     def _echo_of(self, choice: int) -> str:
+        # All choices of one prompt stand together, and each prompt has the same number of them.
         assert self._echoed is not None
         return self._echoed[choice * len(self._echoed) // len(self._offsets)]
 
@@ -180,9 +194,9 @@ class CompletionFormat:
     ) -> CompletionLogprobs | None:
         if not self._wants_logprobs:
             return None
-        written = self._logprobs.completion(token_ids, logprobs, offset=self._offsets[choice])
-        self._offsets[choice] += sum(len(token) for token in written.tokens)
-        return written
+        formatted = self._logprobs.completion(token_ids, logprobs, offset=self._offsets[choice])
+        self._offsets[choice] += sum(len(token) for token in formatted.tokens)
+        return formatted
 
     def _prompt_logprobs(self, logprobs: list[TokenLogprobs | None] | None) -> PromptLogprobs | None:
         if not self._wants_prompt_logprobs or logprobs is None:
@@ -191,12 +205,16 @@ class CompletionFormat:
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:
-    """`prompt` is a text, a list of texts, token ids, or a list of lists of token ids."""
+    """Return the prompts of a request as a list.
+
+    The field `prompt` may be a text, a list of texts, token ids, or a list of lists of token ids. Raises
+    `BadRequestError` if it is an empty list.
+    """
     given = request.prompt
     if isinstance(given, str):
         return [given]
     if not given:
-        raise BadRequestError("prompt: the list is empty", param="prompt")
+        raise BadRequestError("prompt: the list is empty, give at least one prompt", param="prompt")
     if isinstance(given[0], int):
         return [given]
     return [prompt for prompt in given if not isinstance(prompt, int)]
@@ -205,28 +223,30 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 async def _all_token_ids(
     service: ModelService, request: CompletionRequest, prompts: Sequence[str | list[int]], limits: ModelLimits
 ) -> list[list[int]]:
-    """Raises `BadRequestError`."""
-    found: list[list[int]] = []
+    """Return the token ids of each prompt. Raises `BadRequestError` if one, or all together, are too long."""
+    result: list[list[int]] = []
     num_tokens = 0
     for prompt in prompts:
         token_ids = await _token_ids(service, request, prompt, limits)
         check_prompt(token_ids, limits, param="prompt")
+        # Checked after each prompt, so that tokenizing stops at the limit.
         num_tokens += len(token_ids)
         check_num_tokens(num_tokens, param="prompt")
-        found.append(token_ids)
-    return found
+        result.append(token_ids)
+    return result
 
 
 async def _token_ids(
     service: ModelService, request: CompletionRequest, prompt: str | list[int], limits: ModelLimits
 ) -> list[int]:
-    wanted = request.truncate_prompt_tokens
+    truncate = request.truncate_prompt_tokens
     if isinstance(prompt, str):
-        is_framed = request.add_special_tokens is not False
-        tokens = await service.tokenize(prompt, limits, add_special_tokens=is_framed, truncate=wanted)
-        return truncated(tokens, wanted, limits)
-    tokens = truncated(prompt, wanted, limits)
-    check_prompt(tokens, limits, param="prompt")  # shorter before each is looked at
+        add_special_tokens = request.add_special_tokens is not False
+        tokens = await service.tokenize(prompt, limits, add_special_tokens=add_special_tokens, truncate=truncate)
+        return truncated(tokens, truncate, limits)
+    tokens = truncated(prompt, truncate, limits)
+    # The length first: the second check looks at every id, which takes long for a list that is too long anyway.
+    check_prompt(tokens, limits, param="prompt")
     check_token_ids(tokens, limits, param="prompt")
     return tokens
 
@@ -237,10 +257,11 @@ async def _echoed(
     prompts: Sequence[str | list[int]],
     token_ids: Sequence[list[int]],
 ) -> list[str] | None:
-    """What answers begin with; None: nothing."""
+    """Return the text of each prompt with which its answers begin (`echo`), or None without `echo`."""
     if not request.echo:
         return None
-    if request.return_token_ids:  # as in vLLM: the prompt is there as tokens
+    # As in vLLM: the client gets the prompt as token ids, so its text is left out.
+    if request.return_token_ids:
         return [""] * len(prompts)
     text = service.model.detokenizer.text
     return [

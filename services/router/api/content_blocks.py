@@ -1,6 +1,7 @@
-"""An answer as a row of blocks, each of text, reasoning, or one call of a tool, as both APIs see it.
+"""Build an answer as a list of content blocks: text, reasoning, or one tool call each.
 
-A block ends where another kind of part begins. Knows no API.
+The Messages and the Responses API both see an answer like this; this module knows neither of them. A block ends where a
+part of another kind, or another tool call, begins.
 """
 
 from collections.abc import Sequence
@@ -14,32 +15,42 @@ BlockKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """`name` is that of a called function, whose arguments are the text."""
+    """One block of an answer. Blocks are compared and hashed by identity, so that they can be keys of a dict."""
 
     index: int
+    """Position in the answer, from 0."""
     kind: BlockKind
     name: str = ""
+    """Name of the called function; empty for other kinds."""
     call: int = 0
+    """Number of the tool call in the answer; 0 for other kinds."""
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
+        """The text so far. For a tool call these are the arguments as JSON."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOpened:
+    """A new block began; it has no text yet."""
+
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrown:
+    """A block got more `text`."""
+
     block: Block
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BlockClosed:
+    """A block is complete."""
+
     block: Block
 
 
@@ -47,11 +58,14 @@ Change: TypeAlias = BlockOpened | BlockGrown | BlockClosed
 
 
 class ContentBlockBuilder:
+    """Collects the parts of one answer into blocks. At most one block is open at a time."""
+
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
     def push(self, parts: Sequence[Part]) -> list[Change]:
+        """Add parts, in their order, and return what they have changed."""
         changes: list[Change] = []
         for part in parts:
             block = self._block_of(part, changes)
@@ -62,13 +76,14 @@ class ContentBlockBuilder:
         return changes
 
     def finish(self) -> list[Change]:
-        """An answer has one block at least."""
+        """Close the last block. Call it after the last part; an answer without any part gets one empty text block."""
         changes: list[Change] = [] if self.blocks else self.push([Content("")])
         self._close(changes)
         return changes
 
     def _block_of(self, part: Part, changes: list[Change]) -> Block:
         block, kind = self._open, _kind(part)
+        # Only the first part of a tool call carries its name, so a name always starts a new block.
         name, call = (part.name, part.index) if isinstance(part, Call) else (None, 0)
         if block is not None and (block.kind, block.call) == (kind, call) and name is None:
             return block

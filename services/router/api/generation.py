@@ -1,4 +1,8 @@
-"""The pieces of all choices of one API call, as they come. Ends flights whose text has ended."""
+"""Turn the tokens of one API call into text deltas of its choices, as the instances produce them.
+
+`answer` and `api_format` take the deltas from a `TextGeneration` and send them to the client. Sequences whose text has
+ended, for example at a stop string, are stopped on their instances from here.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,32 +19,69 @@ from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 
 class DeltaConsumer(Protocol):
-    """Gets pieces in the call that brings their tokens, as long as it can."""
+    """Receives text deltas directly from the call that brings their tokens, without waking the request's task.
 
-    def can_write(self) -> bool: ...
-    def write_delta(self, choice: int, text_delta: TextDelta) -> None: ...
+    `sse.SseDeltaWriter` implements it. Its methods must not block.
+    """
+
+    def can_write(self) -> bool:
+        """Return whether the client keeps up, so that the next delta may be written at once."""
+        ...
+
+    def write_delta(self, choice: int, text_delta: TextDelta) -> None:
+        """Write a delta of a choice that does not end with it."""
+        ...
 
 
 class TextGeneration(Protocol):
-    """What an endpoint sends its client, wherever it comes from. `lifecycles`: one a prompt, in order."""
+    """The source of the deltas of one API call: sampled text, the best of several texts, or a beam search.
+
+    Created by `ModelService.generate`; the endpoint owns it and ends it with `ended`.
+    """
 
     @property
-    def lifecycles(self) -> Sequence[RequestLifecycle]: ...
+    def lifecycles(self) -> Sequence[RequestLifecycle]:
+        """The requests to the instances: one for each prompt of the API call, in order."""
+        ...
+
     @property
-    def num_choices(self) -> int: ...
+    def num_choices(self) -> int:
+        """Number of choices of the answer, over all prompts."""
+        ...
+
     @property
-    def is_done(self) -> bool: ...
-    def lifecycle(self, choice: int) -> RequestLifecycle: ...
-    async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]: ...
-    def abandon(self) -> None: ...
-    def cancel(self, reason: str) -> None: ...
-    def usage(self) -> Usage: ...
-    def explain(self) -> Explanation | list[Explanation]: ...
+    def is_done(self) -> bool:
+        """True once all choices have ended and `take` has returned all deltas."""
+        ...
+
+    def lifecycle(self, choice: int) -> RequestLifecycle:
+        """Return the request that computes a choice."""
+        ...
+
+    async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
+        """Wait for the next deltas and return them with the index of their choice; see `SampledGeneration.take`."""
+        ...
+
+    def abandon(self) -> None:
+        """Cancel the generation because the client has disconnected; `take` raises `ClientGoneError` then."""
+        ...
+
+    def cancel(self, reason: str) -> None:
+        """Stop all work of the instances for this generation. `reason` is for logs."""
+        ...
+
+    def usage(self) -> Usage:
+        """Return the numbers of prompt, cached and generated tokens so far."""
+        ...
+
+    def explain(self) -> Explanation | list[Explanation]:
+        """Return how the requests were placed and timed (x-baton-explain); a list if there are several prompts."""
+        ...
 
 
 @contextmanager
 def ended(generation: TextGeneration) -> Iterator[None]:
-    """Whatever happens in the `with` block, no instance works for the generation after it."""
+    """Cancel the generation at the end of the `with` block, however it ends: no instance keeps working on it."""
     try:
         yield
     finally:
@@ -48,7 +89,11 @@ def ended(generation: TextGeneration) -> Iterator[None]:
 
 
 class SampledGeneration:
-    """Choice `i` is sequence `i % n` of flight `i // n`."""
+    """The `TextGeneration` of ordinary requests: n sampled sequences for each prompt.
+
+    Choice `i` is sequence `i % n` of the request for prompt `i // n`, in OpenAI's order. `writers` has one entry for
+    each choice.
+    """
 
     __slots__ = (
         "_clock",
@@ -56,7 +101,7 @@ class SampledGeneration:
         "_metrics",
         "_n",
         "_num_running",
-        "_outbox",
+        "_token_queue",
         "lifecycles",
         "num_choices",
         "writers",
@@ -74,7 +119,7 @@ class SampledGeneration:
         self.lifecycles = lifecycles
         self.writers = writers
         self.num_choices = len(writers)
-        self._outbox = token_queue
+        self._token_queue = token_queue
         self._n = len(writers) // len(lifecycles)
         self._metrics = metrics
         self._clock = clock
@@ -89,15 +134,21 @@ class SampledGeneration:
         return self.lifecycles[choice // self._n]
 
     async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
-        """The next pieces, in order for each choice; `consumer` gets those that it can, before them: never one with
-        which a choice ends. Raises `ApiError` or `ClientGoneError`."""
+        """Wait until there are new deltas and return them with the index of their choice, in order for each choice.
+
+        While this waits, `consumer` gets deltas directly, as long as it can write; they are not returned here. The
+        delta that ends a choice is always returned. Raises the `ApiError` that ended a request, or `ClientGoneError`.
+        """
         text_deltas: list[tuple[int, TextDelta]] = []
         callback = None
+        # A writer with stop strings may end a choice at any token. Then the sequence must be stopped on its instance,
+        # which is left to the request's task: the consumer runs in the middle of a message with many requests' tokens.
         if consumer is not None and not any([writer.may_end_early for writer in self.writers]):
             callback = partial(self._pass_on, consumer)
         while not text_deltas:
-            for output in await self._outbox.take(callback):
+            for output in await self._token_queue.take(callback):
                 writer = self.writers[output.choice]
+                # The instance had computed these tokens before it received the request to stop this sequence.
                 if writer.is_finished:
                     continue
                 text_delta = writer.push(output.tokens)
@@ -110,6 +161,7 @@ class SampledGeneration:
         return text_deltas
 
     def _pass_on(self, consumer: DeltaConsumer, choice: int, tokens: TokenUpdate, at: float) -> bool:
+        """Pass new tokens of a choice to the consumer. Return False if `take` must return them instead."""
         if tokens.finish_reason is not None or not consumer.can_write():
             return False
         text_delta = self.writers[choice].push(tokens)
@@ -118,8 +170,8 @@ class SampledGeneration:
         return True
 
     def abandon(self) -> None:
-        """The client has gone."""
-        self._outbox.fail(ClientGoneError("the client disconnected"))
+        """Cancel the generation because the client has disconnected, and make `take` raise `ClientGoneError`."""
+        self._token_queue.fail(ClientGoneError("the client disconnected"))
         self.cancel("the client disconnected")
 
     def cancel(self, reason: str) -> None:
@@ -133,12 +185,14 @@ class SampledGeneration:
         return explained(self.lifecycles, self._clock())
 
     def _observe(self, choice: int, num_tokens: int, at: float) -> None:
+        # Tokens may arrive several at once (a replay, a late message): the gap is then shared among them.
         last = self._last_at[choice]
         self._last_at[choice] = at
         self._metrics.generated(num_tokens, None if last is None else (at - last) / num_tokens)
 
 
 def usage_of(lifecycles: Sequence[RequestLifecycle], generated: int) -> Usage:
+    """Return the usage of an API call: prompt and cached tokens of all requests, and `generated` tokens."""
     prompt = sum([len(lifecycle.request.token_ids) for lifecycle in lifecycles])
     cached = sum([sum(lifecycle.timeline.cached_tokens.values()) for lifecycle in lifecycles])
     return Usage(
@@ -150,6 +204,6 @@ def usage_of(lifecycles: Sequence[RequestLifecycle], generated: int) -> Usage:
 
 
 def explained(lifecycles: Sequence[RequestLifecycle], now: float) -> Explanation | list[Explanation]:
-    """A list only when there are several prompts."""
+    """Return the explanation of a single request, or the list of all explanations if there are several prompts."""
     found = [lifecycle.timeline.explain(lifecycle.request.request_id, now) for lifecycle in lifecycles]
     return found[0] if len(found) == 1 else found

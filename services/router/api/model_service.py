@@ -1,4 +1,6 @@
-"""What all endpoints share: the served model, its limits in this cluster, and the way to the instances."""
+"""The service of one model, which all endpoints share: its names and limits in this cluster, and the way to its
+instances.
+"""
 
 import logging
 import random
@@ -51,15 +53,23 @@ from baton_serve.services.router.text.text_output import SequenceWriter
 logger = logging.getLogger(__name__)
 
 _random = random.Random()
+"""Generates the unique parts of request ids. They need not be secret, and `secrets` would cost a system call."""
 
 
 @coroutine
 def _yield_to_loop() -> Generator[None, None, None]:
-    """`asyncio.sleep(0)` without its questions."""
+    """Suspend the task until the next turn of the event loop, like `asyncio.sleep(0)` but without its checks."""
     yield
 
 
 class ModelService:
+    """Serves one model of the router: checks requests against the model's limits and starts their generations.
+
+    `Models` owns one service per model from start to stop; endpoints get the default model's and switch to another one
+    with `of` or `serving`. All methods run on the event loop. Values that depend on the instances are computed again
+    only if `cluster.version` has changed.
+    """
+
     def __init__(
         self,
         settings: RouterSettings,
@@ -82,81 +92,98 @@ class ModelService:
         self.image_limits = settings.image_limits
         self.started_at = self.now()
         self._names = ModelNames(settings)
-        self._block_hashes_of = -1
+        # Each cached value has the version of the cluster for which it was computed; -1: never.
+        self._names_version = -1
         self._known_names: list[str] = []
-        self._adapters_of = -1
+        self._adapters_version = -1
         self._known_adapters: dict[str, AdapterRecord] = {}
-        self._is_known_of = -1
+        self._is_known_version = -1
         self._is_known = False
+        # Requests that wait for the first instance are not counted by the dispatcher yet, so they have their own bound.
         self._num_early = 0
         self._max_early = settings.max_concurrent_requests
-        self._limits_of = -1
+        self._limits_version = -1
         self._known_limits: ModelLimits | None = None
         self.own_names = self._names.own()
         self.siblings: list[ModelService] = [self]
-        """All models of this router, this one included."""
+        """The services of all models of this router, this one included; `Models` sets it."""
 
     @staticmethod
     def now() -> int:
-        """Seconds since 1970, for answers."""
+        """Return the time in seconds since 1970, for the `created` field of answers."""
         return int(time.time())
 
-    def of(self, asked: str | None) -> "ModelService":
-        """The one that serves the model of this name; this one for no name. Raises `ModelNotFoundError`."""
-        if asked is None or len(self.siblings) == 1:
+    def of(self, requested: str | None) -> "ModelService":
+        """Return the service of the model or adapter of this name, or this service if `requested` is None.
+
+        Raises `ModelNotFoundError` if no model of the router has the name.
+        """
+        # With a single model the name is checked later (`model_name`), as its names may depend on instances.
+        if requested is None or len(self.siblings) == 1:
             return self
         for sibling in self.siblings:
-            if asked in sibling.names() or asked in sibling.adapters():
+            if requested in sibling.names() or requested in sibling.adapters():
                 return sibling
         served = [name for sibling in self.siblings for name in (*sibling.names(), *sibling.adapters())]
-        raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(served)}", param="model")
+        raise ModelNotFoundError(f"the model {requested!r} does not exist; served: {', '.join(served)}", param="model")
 
-    async def serving(self, asked: str | None) -> "ModelService":
-        """`of`, once an instance of the model is known: a router that has just started waits as for one lost."""
+    async def serving(self, requested: str | None) -> "ModelService":
+        """Return `of(requested)`, after waiting until an instance of that model is known, at most `--instance-wait-s`.
+
+        A router that has just started waits like this for its first instances. Raises `ModelNotFoundError`.
+        """
         if not all([sibling.is_known() for sibling in self.siblings]) and self._num_early < self._max_early:
             self._num_early += 1
             try:
                 await self.cluster.wait_until(
-                    lambda: self._has_instances(asked), within_s=self.settings.instance_wait_s
+                    lambda: self._has_instances(requested), within_s=self.settings.instance_wait_s
                 )
             finally:
                 self._num_early -= 1
-        return self.of(asked)
+        return self.of(requested)
 
     def is_known(self) -> bool:
-        """Whether the router knows an instance of this model."""
-        if self._is_known_of != self.cluster.version:
-            self._is_known_of = self.cluster.version
+        """Return whether the router knows an instance of this model."""
+        if self._is_known_version != self.cluster.version:
+            self._is_known_version = self.cluster.version
             self._is_known = bool(self.workers())
         return self._is_known
 
-    def _has_instances(self, asked: str | None) -> bool:
-        """Of the model of this name; of every model while the name is unknown: an instance may bring it."""
-        named = [sibling for sibling in self.siblings if asked in sibling.names() or asked in sibling.adapters()]
-        meant = [self] if asked is None or len(self.siblings) == 1 else named or self.siblings
-        return all(sibling.is_known() for sibling in meant)
+    def _has_instances(self, requested: str | None) -> bool:
+        """Return whether an instance of the requested model is known.
+
+        If no model has the name, return whether instances of all models are known: one may still bring the name.
+        """
+        named = [
+            sibling for sibling in self.siblings if requested in sibling.names() or requested in sibling.adapters()
+        ]
+        candidates = [self] if requested is None or len(self.siblings) == 1 else named or self.siblings
+        return all(sibling.is_known() for sibling in candidates)
 
     def workers(self) -> list[WorkerState]:
-        """Instances of this model: all of them, where the router serves no other."""
+        """Return the instances of this model."""
         workers = self.cluster.workers()
+        # With a single model, instances need not carry the name that the router knows: the folder's path may differ
+        # from host to host.
         if len(self.siblings) == 1:
             return workers
         return [worker for worker in workers if serves_model(worker.record, self.own_names)]
 
     def only_names(self) -> frozenset[str] | None:
-        """Those of this model, where the router serves others too."""
+        """Return the names to which requests must be restricted, or None if the router serves only this model."""
         return self.own_names if len(self.siblings) > 1 else None
 
     def names(self) -> list[str]:
-        if self._block_hashes_of != self.cluster.version:
-            self._block_hashes_of = self.cluster.version
+        """Return the names under which clients may request the model; answers carry the first one."""
+        if self._names_version != self.cluster.version:
+            self._names_version = self.cluster.version
             self._known_names = self._find_names()
         return self._known_names
 
     def adapters(self) -> dict[str, AdapterRecord]:
-        """By name. Where instances disagree about one, that which most of them have."""
-        if self._adapters_of != self.cluster.version:
-            self._adapters_of = self.cluster.version
+        """Return the LoRA adapters of the model's instances by name, in the version that most instances have."""
+        if self._adapters_version != self.cluster.version:
+            self._adapters_version = self.cluster.version
             self._known_adapters = most_common_adapters([worker.record.adapters for worker in self.workers()])
         return self._known_adapters
 
@@ -166,43 +193,57 @@ class ModelService:
             advertised += [worker.record.model, *worker.record.model_aliases]
         return self._names.all(advertised)
 
-    def model_name(self, asked: str | None) -> str:
-        """The name that the answer carries: an adapter's own. Raises `ModelNotFoundError`."""
+    def model_name(self, requested: str | None) -> str:
+        """Return the name that the answer carries: the model's first one, or the name of the requested adapter.
+
+        Raises `ModelNotFoundError` if neither the model nor an adapter has the requested name.
+        """
         names = self.names()
-        if asked is not None and asked not in names:
-            if asked in (adapters := self.adapters()):
-                return asked
+        if requested is not None and requested not in names:
+            if requested in (adapters := self.adapters()):
+                return requested
             names = [*names, *adapters]
-            raise ModelNotFoundError(f"the model {asked!r} does not exist; served: {', '.join(names)}", param="model")
+            raise ModelNotFoundError(
+                f"the model {requested!r} does not exist; served: {', '.join(names)}", param="model"
+            )
         return names[0]
 
     def max_model_len(self) -> int | None:
-        """Of the instances that are known; None when there is none and no setting says it."""
+        """Return the largest number of tokens of prompt and answer that all known instances accept.
+
+        `--max-model-len` may lower it. Return None if no instance is known and the setting is not given.
+        """
         lengths = [worker.record.max_model_len for worker in self.workers()]
         stated = self.settings.max_model_len
         return min([*lengths, *([stated] if stated is not None else [])], default=None)
 
     def pooling_profile(self) -> PoolingProfile:
-        """Of a model that answers with vectors. Raises `BadRequestError` for one that writes text, and
-        `UnavailableError` when no instance is known."""
+        """Return what a pooling model computes: its tasks, dimensions and labels.
+
+        Raises `BadRequestError` for a model that generates text, and `UnavailableError` if no instance is known.
+        """
         profiles = [worker.record.pooling for worker in self.workers()]
         found = next((profile for profile in profiles if profile is not None), None)
         if found is not None:
             return found
         if profiles:
             raise BadRequestError(
-                "this model writes text and answers with no vectors: serve an embedding, scoring or classifying model,"
-                " or start the instances with --task embed, score or classify",
+                "this model generates text and computes no vectors: serve an embedding, scoring or classification"
+                " model, or start the instances with --task embed, score or classify",
                 code="unsupported_endpoint",
             )
-        raise UnavailableError("no instance is ready that computes vectors", retry_after_s=1.0)
+        raise UnavailableError("no instance that computes vectors is ready: retry later", retry_after_s=1.0)
 
     def limits(self) -> ModelLimits:
-        """Raises `UnavailableError` when nothing is known of the context's length, and `BadRequestError` for a model
-        that writes no text."""
-        if self._known_limits is None or self._limits_of != self.cluster.version:
+        """Return the limits that requests for generated text must keep.
+
+        Raises `UnavailableError` if the length of the context is not known, because no instance is, and
+        `BadRequestError` for a model that computes vectors.
+        """
+        if self._known_limits is None or self._limits_version != self.cluster.version:
+            # The version is stored afterwards: if this raises, the next call must try again.
             self._known_limits = self._find_limits()
-            self._limits_of = self.cluster.version
+            self._limits_version = self.cluster.version
         return self._known_limits
 
     def _find_limits(self) -> ModelLimits:
@@ -210,13 +251,13 @@ class ModelService:
         workers = self.workers()
         if workers and all(worker.record.pooling is not None for worker in workers):
             raise BadRequestError(
-                "this model answers with vectors and writes no text: ask /v1/embeddings, /pooling, /score, /rerank or"
+                "this model computes vectors and generates no text: use /v1/embeddings, /pooling, /score, /rerank or"
                 " /classify",
                 code="unsupported_endpoint",
             )
         if max_model_len is None:
             raise UnavailableError(
-                "no instance is ready: the prefill, decode and unified pools are empty", retry_after_s=1.0
+                "no instance is ready, the prefill, decode and unified pools are empty: retry later", retry_after_s=1.0
             )
         return ModelLimits(
             vocab_size=self.model.vocab_size,
@@ -228,7 +269,7 @@ class ModelService:
         )
 
     def timing(self, context: RequestContext, *, tokenizing_at: float) -> RequestTiming:
-        """Of a request whose prompts have just become tokens."""
+        """Return the times of a request whose tokenization started at `tokenizing_at` and ended just now."""
         return RequestTiming(
             at=context.arrived_at,
             tokenizing_at=tokenizing_at,
@@ -241,33 +282,38 @@ class ModelService:
     async def tokenize(
         self, text: str, limits: ModelLimits, *, add_special_tokens: bool, truncate: int | None
     ) -> list[int]:
-        """Raises `BadRequestError` for a text that is far too long, unless it is to be truncated.
+        """Return the token ids of a prompt. With `truncate`, only about that number from its end are computed.
 
-        Returns in the next turn of the loop, so that requests that came together go through each half of their way
-        together: what is done for several in a row takes a tenth less (docs/log/router.md).
+        Raises `BadRequestError` for a text that is far too long, unless it is to be truncated.
         """
         keep = kept(truncate, limits)
+        # A text that is much too long is rejected or cut before all of it is tokenized, which could take seconds.
         if keep is None:
             token_ids = await self.model.tokenize(
                 text, add_special_tokens=add_special_tokens, max_tokens=limits.max_model_len
             )
         else:
             token_ids = await self.model.tokenize_end(text, add_special_tokens=add_special_tokens, num_tokens=keep)
+        # Requests that arrived together are all tokenized before the first of them is placed. Doing one kind of work
+        # several times in a row takes a tenth less time than alternating (docs/log/router.md).
         await _yield_to_loop()
         return token_ids
 
     def max_tokenised(self) -> int:
-        """The most tokens that are answered with, or counted."""
+        """Return the largest number of tokens that /tokenize and the endpoints that count tokens handle."""
         return max(MAX_TOKENISED, self.max_model_len() or 0)
 
     async def with_grammar(
-        self, rules: TextRules, request: GenerationRequest, asked: GrammarSpec | None, exchange: Exchange | None
+        self, rules: TextRules, request: GenerationRequest, spec: GrammarSpec | None, exchange: Exchange | None
     ) -> TextRules:
-        """`rules` with the form that the answer must have; compiling it ends when the client of `exchange` leaves.
-        Raises `BadRequestError` for one that cannot be, and what `ServedModel.grammar` raises."""
-        if asked is None and not request.bad_words:
+        """Return `rules` with the grammar of `spec` and the request's `bad_words`.
+
+        Compiling a grammar can take long; it is cancelled if the client of `exchange` disconnects. Raises
+        `BadRequestError` for a grammar that is not valid, and the other errors of `ServedModel.grammar`.
+        """
+        if spec is None and not request.bad_words:
             return rules
-        grammar = None if asked is None else await while_connected(self.model.grammar(asked), exchange)
+        grammar = None if spec is None else await while_connected(self.model.grammar(spec), exchange)
         bad_words = await self.model.bad_words(request.bad_words or ())
         return msgspec.structs.replace(rules, grammar=grammar, bad_words=bad_words)
 
@@ -281,7 +327,11 @@ class ModelService:
         *,
         timing: RequestTiming,
     ) -> TextGeneration:
-        """Sends the prompts on their way. Raises `ApiError`."""
+        """Submit the prompts of an API call to the instances and return the source of its text deltas.
+
+        `api_id` is the id of the answer. The caller must end the generation (`generation.ended`). Raises `ApiError` if
+        the parameters do not fit the limits or the request is not admitted.
+        """
         if (priority := allowed(request.priority, timing.caller)) != (request.priority or 0):
             request = request.model_copy(update={"priority": priority})
         size = sequence_counts(request, len(prompts), limits)
@@ -307,7 +357,7 @@ class ModelService:
         limits: ModelLimits,
         size: SequenceCounts,
     ) -> list[PromptRequest]:
-        # Clients choose ids, and may choose one twice.
+        # Instances need unique ids, but clients may choose ids (x-request-id) and use one twice.
         unique = f"{api_id}-{_random.getrandbits(32):08x}"
         tokens = token_rules(request, rules, limits, num_prompts=len(prompts))
         requests = [
@@ -332,18 +382,20 @@ class ModelService:
             self._log(requests)
         return requests
 
-    def _lora_of(self, asked: str | None) -> str:
-        """Fingerprint of the adapter that a request names, if it names one."""
-        if asked is None or asked in self.names():
+    def _lora_of(self, requested: str | None) -> str:
+        """Return the fingerprint of the adapter that a request names, or an empty string if it names none."""
+        if requested is None or requested in self.names():
             return ""
-        adapter = self.adapters().get(asked)
-        if adapter is None:  # it has left since
-            raise ModelNotFoundError(f"the model {asked!r} does not exist any more", param="model")
+        adapter = self.adapters().get(requested)
+        # The adapter was there when the request was checked (`model_name`), and was unloaded during tokenization.
+        if adapter is None:
+            raise ModelNotFoundError(f"the model {requested!r} does not exist any more", param="model")
         return adapter.fingerprint
 
     def _beam_plan(
         self, request: GenerationRequest, requests: Sequence[PromptRequest], rules: TextRules, size: SequenceCounts
     ) -> BeamPlan:
+        """Return the plan of a request with beam search: one search for each prompt."""
         eos = frozenset() if request.ignore_eos else self.model.eos_token_ids
         searches = [
             BeamSearch(
@@ -362,6 +414,7 @@ class ModelService:
             requests=requests,
             searches=searches,
             count=size.count,
+            # Twice the width, as in vLLM: even if the most likely token of every beam ends it, enough beams go on.
             num_alternatives=max(2 * size.width, rules.logprobs or 0),
             logprobs=rules.logprobs,
             write=lambda: SequenceWriter(self.model.detokenizer, rules),
@@ -369,7 +422,7 @@ class ModelService:
         )
 
     def slo(self, context: RequestContext) -> Slo:
-        """What the request says, else what the settings say for this model."""
+        """Return the SLO of a request: that of its headers, or else the model's default (`--default-ttft-ms`)."""
         ttft_ms, itl_ms = self.settings.default_ttft_ms, self.settings.default_itl_ms
         if ttft_ms is None and itl_ms is None:
             return context.slo
@@ -380,7 +433,7 @@ class ModelService:
         )
 
     def _log(self, requests: Sequence[PromptRequest]) -> None:
-        """Only where it was asked for: prompts are nobody else's business."""
+        """Log the prompts of requests. Call it only with `--enable-log-requests`, because prompts are confidential."""
         for prompt_request in requests:
             prompt = self.model.detokenizer.text(prompt_request.token_ids, skip_special_tokens=False)
             extra = {"request_id": prompt_request.request_id, "prompt": prompt[: self.settings.max_log_len]}

@@ -1,5 +1,7 @@
-"""A generation's pieces as events: written in the call that brought their tokens while the client keeps up, else by the
-request's task, which waits for the client.
+"""Write the deltas of a generation to the client as server-sent events.
+
+While the client keeps up, an event is written in the call that brings its tokens. Otherwise the request's task writes
+it and waits for the client. Waking a task for each token would be a large part of the router's CPU time (ADR 0011).
 """
 
 from collections.abc import Callable
@@ -10,20 +12,23 @@ from baton_serve.services.router.text.text_output import TextDelta
 
 
 class SseDeltaWriter:
-    """`services.router.api.generation.Follower`."""
+    """Copies one generation to one event stream. Implements `generation.DeltaConsumer`."""
 
     __slots__ = ("_encode", "_events", "_exchange")
 
     def __init__(self, events: EventStream, encode: Callable[[int, TextDelta], bytes]) -> None:
-        """`encode`: the events of a choice's next piece, often one, sometimes none."""
+        """Create it. `encode` returns the events for the next delta of a choice: one or more, or empty bytes."""
         self._events = events
         self._exchange = events.exchange
         self._encode = encode
 
     async def copy(self, generation: TextGeneration) -> bytes:
-        """Until the generation is done. Returns the last events, not yet written: the stream's end leaves with them.
-        Raises `ApiError` or `ClientGoneError`."""
+        """Copy events until the generation is done, and return the last ones without writing them.
+
+        The caller sends them together with the end of the stream. Raises `ApiError` or `ClientGoneError`.
+        """
         while True:
+            # Without an exchange (another server, or a middleware of the operator) every write must be awaited.
             text_deltas = await generation.take(None if self._exchange is None else self)
             data = b"".join([self._encode(choice, text_delta) for choice, text_delta in text_deltas])
             if generation.is_done:
@@ -32,10 +37,12 @@ class SseDeltaWriter:
                 await self._events.write(data)
 
     def can_write(self) -> bool:
-        assert self._exchange is not None, "it is a follower"
+        """Return whether the client has taken what was written so far."""
+        assert self._exchange is not None, "copy passes no consumer without an exchange"
         return self._exchange.is_writable
 
     def write_delta(self, choice: int, text_delta: TextDelta) -> None:
-        assert self._exchange is not None, "it keeps up"
+        """Write the events of a delta at once. Call it only if `can_write` returned True."""
+        assert self._exchange is not None, "copy passes no consumer without an exchange"
         if data := self._encode(choice, text_delta):
             self._exchange.write(data)

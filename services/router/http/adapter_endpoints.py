@@ -33,7 +33,7 @@ def adapter_endpoints(service: ModelService) -> dict[str, Asgi]:
         # Clients name models and adapters in the same field, so a name must be unique over all models of the router.
         if any(name in sibling.names() or name in sibling.adapters() for sibling in target.siblings):
             raise BadRequestError(
-                f"a model or an adapter is already named {name!r}: choose another lora_name or unload it first",
+                f"the name {name!r} is in use: choose another lora_name, or unload the adapter of that name first",
                 param="lora_name",
                 code="name_in_use",
             )

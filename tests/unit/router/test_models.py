@@ -114,12 +114,12 @@ def test_a_model_that_writes_and_one_that_embeds_share_a_router(model_folder: Pa
                 found = await http.post(path, json={"model": "embedder", "input": "ab"})
                 assert (found.json()["model"], found.json()["data"][0]["embedding"]) == ("embedder", [2.0, 195.0, 0.0])
                 wrong = await http.post(path, json={"model": "big", "input": "ab"})
-                assert wrong.status_code == 400 and "writes text" in wrong.text
+                assert wrong.status_code == 400 and "generates text" in wrong.text
             body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
             for path in ("/v1/chat/completions", "/invocations"):
                 assert (await http.post(path, json={"model": "big", **body})).json()["model"] == "big"
             refused = await http.post("/v1/chat/completions", json={"model": "embedder", **body})
-            assert refused.status_code == 400 and "writes no text" in refused.text
+            assert refused.status_code == 400 and "generates no text" in refused.text
 
     asyncio.run(scenario())
 

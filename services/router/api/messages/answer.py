@@ -1,4 +1,7 @@
-"""An answer in the words of Anthropic's Messages API: blocks, whole or as the events that build them up."""
+"""The structs of Anthropic's Messages API that the router sends: whole answers, and the events of a stream.
+
+Their field names are those of the API. Nothing here decides anything.
+"""
 
 from typing import Any, Literal
 
@@ -13,7 +16,7 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """There is no signature: reasoning is the model's own text."""
+    """Reasoning. `signature` stays empty: Anthropic uses it to verify reasoning that a client sends back."""
 
     type: Literal["thinking"] = "thinking"
     thinking: str
@@ -32,7 +35,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """`input_tokens` are those that were not cached."""
+    """Token counts of an answer. As in Anthropic's API, `input_tokens` excludes the cached ones."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -96,7 +99,7 @@ class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
-    """Nothing follows."""
+    """The last event of a stream."""
 
 
 class AnthropicError(msgspec.Struct, frozen=True):
@@ -109,7 +112,9 @@ class ErrorAnswer(msgspec.Struct, frozen=True, tag="error"):
 
 
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+"""Paths whose errors the gateway sends in Anthropic's shape."""
 
+# Anthropic's clients decide by the type of an error, not only by its status, whether they retry.
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -123,4 +128,5 @@ _ERROR_TYPES = {
 
 
 def error_answer(error: ApiError) -> ErrorAnswer:
+    """Convert an error to the shape of Anthropic's API."""
     return ErrorAnswer(AnthropicError(_ERROR_TYPES.get(error.status, "api_error"), error.message))

@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
+"""Serve `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
 
 import secrets
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from baton_serve.services.router.protocol.request_parsing import beside_loop, is
 
 
 class MessagesEndpoint:
-    """A plain ASGI application."""
+    """A plain ASGI application that answers conversations, streamed or as a whole."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -61,7 +61,7 @@ class MessagesEndpoint:
 
 
 class CountTokensEndpoint:
-    """A plain ASGI application."""
+    """A plain ASGI application that counts the prompt tokens of a conversation without sending it to an instance."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -73,20 +73,22 @@ class CountTokensEndpoint:
 
 
 def _request(body: bytes) -> tuple[MessagesRequest, ChatCompletionRequest]:
-    """Raises `BadRequestError`."""
+    """Parse a body and convert it to a chat request. Raises `BadRequestError`."""
     request = parse(body, MessagesRequest)
     return request, as_chat(request)
 
 
 class MessagesDialect:
-    """`services.router.api.api_format.Dialect`."""
+    """The `api_format.Dialect` of the Messages API, for one answer."""
 
     def __init__(self, api_id: str, model: str) -> None:
         self._id = api_id
         self._model = model
+        # The events of a block and the whole answer must carry the same id.
         self._call_ids: dict[Block, str] = {}
 
     def begin(self, usage: Usage) -> Sequence[SseEvent]:
+        """Return `message_start`, which contains the answer without content."""
         message = MessagesAnswer(
             id=self._id,
             model=self._model,
@@ -98,6 +100,7 @@ class MessagesDialect:
         return [SseEvent("message_start", MessageStart(message))]
 
     def change(self, change: Change) -> Sequence[SseEvent]:
+        """Return the event for a change of a block."""
         match change:
             case BlockOpened(block):
                 return [SseEvent("content_block_start", BlockStart(block.index, self._block(block, is_new=True)))]
@@ -107,13 +110,16 @@ class MessagesDialect:
                 return [SseEvent("content_block_stop", BlockStop(block.index))]
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
+        """Return the events with the stop reason and the usage, and `message_stop`."""
         delta = MessageDelta(StopDelta(_stop_reason(end), end.stop), _usage(end.usage))
         return [SseEvent("message_delta", delta), SseEvent("message_stop", MessageStop())]
 
     def failure(self, error: ApiError) -> Sequence[SseEvent]:
+        """Return the error event; no `message_stop` follows it, as in Anthropic's API."""
         return [SseEvent("error", error_answer(error))]
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
+        """Return the answer that is not streamed."""
         return MessagesAnswer(
             id=self._id,
             model=self._model,
@@ -124,6 +130,7 @@ class MessagesDialect:
         )
 
     def _block(self, block: Block, *, is_new: bool = False) -> AnswerBlock:
+        # `content_block_start` always has an empty block; its text follows in deltas.
         text = "" if is_new else block.text
         if block.kind == "text":
             return TextBlock(text=text)
@@ -144,7 +151,11 @@ def _delta(block: Block, text: str) -> TextBlockDelta | ThinkingDelta | InputDel
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The object that a model wrote. A text that is none is kept under the name `arguments`."""
+    """Return the arguments of a tool call as a JSON object.
+
+    If the model generated something else, return an object with that text under the name `arguments`.
+    """
+    # The API has no place for arguments that do not parse. An error here would lose the whole answer.
     try:
         found = parsed(text) if text.strip() else {}
     except ValueError:
@@ -153,6 +164,7 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def _stop_reason(end: AnswerEnd) -> StopReason:
+    # In this order: a tool call that was cut is not complete, so the client must not run it.
     if end.is_cut:
         return "max_tokens"
     if end.has_calls:

@@ -1,4 +1,4 @@
-"""A request to Anthropic's Messages API, said as a chat."""
+"""Convert a request of Anthropic's Messages API to a chat request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,11 @@ from baton_serve.services.router.text.multimodal.image_tokens import image_part
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Raises `BadRequestError`."""
+    """Return the chat request with the same prompt and, for a `MessagesRequest`, the same sampling parameters.
+
+    Raises `BadRequestError` if the request uses something that is not served.
+    """
+    # Parameters that are not known are ignored, as elsewhere; these would change the answer, so they are rejected.
     for name, value in (request.model_extra or {}).items():
         if name in UNSERVED and value is not None and value not in UNSERVED[name]:
             raise BadRequestError(f"parameter {name!r} is not supported", param=name, code="unsupported_parameter")
@@ -59,7 +63,10 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _messages(message: AnthropicMessage) -> list[ChatMessage]:
-    """Results of tools are messages of their own for templates, and come first."""
+    """Convert one message to chat messages: one for each tool result, and one for everything else.
+
+    Chat templates expect tool results as messages of their own, directly after the calls; so they come first.
+    """
     content = [ContentBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     results = [block for block in content if block.type == "tool_result"]
     calls = [block for block in content if block.type == "tool_use"]
@@ -81,7 +88,8 @@ def _messages(message: AnthropicMessage) -> list[ChatMessage]:
 
 
 def _content(blocks: Sequence[ContentBlock]) -> str | list[ContentPart]:
-    """A text, unless images are among the blocks."""
+    """Return the content as one text, or as a list of parts if it contains images."""
+    # Templates of models without images often accept only a text.
     if all(block.type != "image" for block in blocks):
         return _text(blocks, "messages")
     return [
@@ -93,11 +101,12 @@ def _content(blocks: Sequence[ContentBlock]) -> str | list[ContentPart]:
 
 
 def _url(source: Mapping[str, Any]) -> str:
+    """Return the URL of an image; base64 data becomes a `data:` URL. Raises `BadRequestError` for other sources."""
     if source.get("type") == "base64":
         return f"data:{source.get('media_type') or ''};base64,{source.get('data') or ''}"
     if source.get("type") == "url" and isinstance(url := source.get("url"), str):
         return url
-    raise BadRequestError("messages: the source of an image is of type base64 or url", param="messages")
+    raise BadRequestError("messages: the source of an image must be of type base64 or url", param="messages")
 
 
 def _call(block: ContentBlock) -> dict[str, Any]:
@@ -106,6 +115,7 @@ def _call(block: ContentBlock) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[ContentBlock], param: str) -> str:
+    """Return the text of text blocks. Raises `BadRequestError` for blocks of other types."""
     if isinstance(content, str):
         return content
     for block in content:
@@ -117,6 +127,7 @@ def _text(content: str | Sequence[ContentBlock], param: str) -> str:
 
 
 def _tool(tool: AnthropicTool) -> Tool:
+    # Tools of other types, such as web search, run at Anthropic and have no schema.
     if tool.type not in (None, "custom") or tool.input_schema is None:
         raise BadRequestError(
             f"tools: {tool.name!r} has no input_schema; only tools that the client runs are served", param="tools"

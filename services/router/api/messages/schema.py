@@ -1,4 +1,7 @@
-"""What clients of Anthropic's Messages API may send."""
+"""The requests of Anthropic's Messages API, as pydantic models.
+
+Fields that are not listed are accepted and ignored, except those in `UNSERVED`.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -14,7 +17,7 @@ class _Lenient(BaseModel):
 
 
 class ContentBlock(_Lenient):
-    """Of any type; which fields it has depends on that."""
+    """A content block of any type; its `type` decides which of the other fields are set."""
 
     type: Name
     text: str | None = None
@@ -49,14 +52,14 @@ class AnthropicToolChoice(_Lenient):
 
 
 class Thinking(_Lenient):
-    """`budget_tokens` has no effect: reasoning ends where the model ends it."""
+    """Asks for reasoning. `budget_tokens` has no effect: the model alone ends its reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
 
 
 class CountTokensRequest(_Lenient):
-    """`POST /v1/messages/count_tokens`."""
+    """The body of `POST /v1/messages/count_tokens`."""
 
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
@@ -67,7 +70,7 @@ class CountTokensRequest(_Lenient):
 
 
 class MessagesRequest(CountTokensRequest):
-    """`POST /v1/messages`."""
+    """The body of `POST /v1/messages`."""
 
     max_tokens: Positive
     stream: bool | None = None
@@ -87,4 +90,4 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "output_config": ({},),
     "output_format": (),
 }
-"""Parameters that nothing here does, with values that ask for nothing."""
+"""Parameters that are not served, each with the values that are accepted because they ask for nothing."""

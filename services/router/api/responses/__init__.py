@@ -1,1 +1,1 @@
-"""OpenAI's Responses API on the same generation as chats."""
+"""OpenAI's Responses API, served as a chat. Its modules are named as those of `api.messages`."""

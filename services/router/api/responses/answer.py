@@ -1,4 +1,7 @@
-"""An answer in the words of OpenAI's Responses API: items, whole or as the events that build them up."""
+"""The structs of OpenAI's Responses API that the router sends: whole answers, and the events of a stream.
+
+Their field names are those of the API. Nothing here decides anything.
+"""
 
 from typing import Any, Literal
 
@@ -58,7 +61,7 @@ class OutputDetails(msgspec.Struct, frozen=True):
 
 
 class ResponsesUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of reasoning are not counted apart."""
+    """Token counts of an answer. `reasoning_tokens` stays 0: reasoning is counted with the rest of the output."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -76,6 +79,8 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer. It repeats most parameters of its request, as OpenAI's does."""
+
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -104,12 +109,16 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event with the whole answer in its present state."""
+
     type: str
     sequence_number: int
     response: ResponseAnswer
 
 
 class ItemEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that starts or ends an item of the output."""
+
     type: str
     sequence_number: int
     output_index: int
@@ -117,6 +126,8 @@ class ItemEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that starts or ends a content part of an item."""
+
     type: str
     sequence_number: int
     item_id: str
@@ -126,7 +137,7 @@ class PartEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`content_index` and `logprobs` are not there for calls."""
+    """More text of an item, or the end of it. Events of tool calls have no `content_index` and no `logprobs`."""
 
     type: str
     sequence_number: int

@@ -1,5 +1,7 @@
-"""`POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API without a memory: nothing is stored,
-the input is the conversation."""
+"""Serve `POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API without stored answers.
+
+The router keeps no state of conversations, so the input must be the whole conversation.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -38,6 +40,7 @@ from baton_serve.services.router.protocol.openai_requests import ChatCompletionR
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parse
 
+# Prefixes of item ids, as OpenAI's.
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _DELTA = {
     "text": "response.output_text",
@@ -47,7 +50,7 @@ _DELTA = {
 
 
 class ResponsesEndpoint:
-    """A plain ASGI application."""
+    """A plain ASGI application that answers conversations, streamed or as a whole."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -65,7 +68,7 @@ class ResponsesEndpoint:
 
 
 class InputTokensEndpoint:
-    """A plain ASGI application."""
+    """A plain ASGI application that counts the prompt tokens of a conversation without sending it to an instance."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -77,23 +80,27 @@ class InputTokensEndpoint:
 
 
 def _request(body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
-    """Raises `BadRequestError`."""
+    """Parse a body and convert it to a chat request. Raises `BadRequestError`."""
     request = parse(body, ResponsesRequest)
     return request, as_chat(request)
 
 
 class ResponsesDialect:
-    """`services.router.api.api_format.Dialect`."""
+    """The `api_format.Dialect` of the Responses API, for one answer."""
 
     def __init__(self, empty: ResponseAnswer) -> None:
+        """Create it. `empty` is the answer before anything was generated."""
         self._empty = empty
         self._num_events = 0
+        # The events of a block and the whole answer must carry the same ids.
         self._ids: dict[Block, tuple[str, str]] = {}
 
     def begin(self, usage: Usage) -> Sequence[SseEvent]:
+        """Return the two events with which a stream starts; both carry the empty answer."""
         return [self._response("response.created", self._empty), self._response("response.in_progress", self._empty)]
 
     def change(self, change: Change) -> Sequence[SseEvent]:
+        """Return the events for a change of a block; a block is an item of the output."""
         match change:
             case BlockOpened(block):
                 return self._opened(block)
@@ -103,10 +110,12 @@ class ResponsesDialect:
                 return self._closed(block)
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
+        """Return the last event, which repeats the whole answer."""
         whole = self.whole(blocks, end)
         return [self._response(f"response.{whole.status}", whole)]
 
     def failure(self, error: ApiError) -> Sequence[SseEvent]:
+        """Return the error event and the failed answer."""
         detail = error.body().error
         number = self._next()
         event = ErrorEvent(sequence_number=number, code=detail.code, message=detail.message, param=detail.param)
@@ -114,6 +123,7 @@ class ResponsesDialect:
         return [SseEvent("error", event), self._response("response.failed", failed)]
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseAnswer:
+        """Return the complete answer."""
         usage = end.usage
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
         return msgspec.structs.replace(
@@ -133,6 +143,7 @@ class ResponsesDialect:
         item_id, _ = self._ids_of(block)
         item = self._item(block, "in_progress", is_new=True)
         events = [self._item_event("response.output_item.added", block, item)]
+        # The arguments of a tool call are not a content part, so calls have no part events.
         if block.kind != "call":
             events.append(self._part_event("added", block, item_id))
         return events
@@ -145,6 +156,7 @@ class ResponsesDialect:
         return [*events, self._item_event("response.output_item.done", block, self._item(block, "completed"))]
 
     def _item(self, block: Block, status: str, *, is_new: bool = False) -> OutputItem:
+        # An item is announced without content; its text follows in events.
         item_id, call_id = self._ids_of(block)
         text = "" if is_new else block.text
         if block.kind == "call":
@@ -165,6 +177,7 @@ class ResponsesDialect:
     def _delta(self, block: Block, what: str, text: str) -> SseEvent:
         item_id, _ = self._ids_of(block)
         name = f"{_DELTA[block.kind]}.{what}"
+        # In the API the field of the final text is named after its kind, that of a delta is not.
         field = "delta" if what == "delta" else "arguments" if block.kind == "call" else "text"
         extra: dict[str, Any] = {field: text}
         if block.kind == "text":
@@ -185,7 +198,7 @@ class ResponsesDialect:
         return SseEvent(name, ResponseEvent(type=name, sequence_number=self._next(), response=response))
 
     def _ids_of(self, block: Block) -> tuple[str, str]:
-        """Of the item, and of the call."""
+        """Return the id of a block's item and the id of its call; only tool calls use the second."""
         if block not in self._ids:
             self._ids[block] = (f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}", f"call_{secrets.token_hex(12)}")
         return self._ids[block]
@@ -196,11 +209,12 @@ class ResponsesDialect:
 
 
 def _status(block: Block, blocks: Sequence[Block], end: AnswerEnd) -> str:
+    # If the limit of tokens was reached, only the last item was cut.
     return "incomplete" if end.is_cut and block is blocks[-1] else "completed"
 
 
 def empty_answer(request: ResponsesRequest, api_id: str, model: str, *, created_at: int) -> ResponseAnswer:
-    """What is known before anything was written."""
+    """Return the answer of a request before anything was generated."""
     reasoning = request.reasoning
     return ResponseAnswer(
         id=api_id,

@@ -1,4 +1,4 @@
-"""A request to OpenAI's Responses API, said as a chat."""
+"""Convert a request of OpenAI's Responses API to a chat request."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from baton_serve.services.router.protocol.openai_requests import (
 from baton_serve.services.router.text.multimodal.image_tokens import image_part
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+# Fields with the same name and meaning in a chat request: those of the prompt, and those of the answer.
 _OF_INPUT = "model parallel_tool_calls chat_template_kwargs".split()
 _OF_ANSWER = (
     "stream temperature top_p user seed top_k min_p repetition_penalty stop ignore_eos min_tokens priority cache_salt"
@@ -31,10 +32,10 @@ _OF_ANSWER = (
 
 
 def check_unserved(request: InputTokensRequest) -> None:
-    """Raises `BadRequestError` for what cannot be served."""
+    """Check that a request uses no parameter that is not served. Raises `BadRequestError` that names it otherwise."""
     for name, value in (request.model_extra or {}).items():
         if name in UNSERVED and value is not None and value not in UNSERVED[name]:
-            why = "answers are not kept here: send the whole conversation as input" if _needs_memory(name) else ""
+            why = "answers are not stored: send the whole conversation as input" if _needs_memory(name) else ""
             message = f"parameter {name!r} is not supported" + (f"; {why}" if why else "")
             raise BadRequestError(message, param=name, code="unsupported_parameter")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
@@ -42,20 +43,21 @@ def check_unserved(request: InputTokensRequest) -> None:
 
 
 def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
-    """Raises `BadRequestError`."""
-    for wanted in request.include or []:
-        if wanted not in INCLUDED:
-            raise BadRequestError(f"include: {wanted!r} is not supported", param="include")
+    """Return the chat request with the same prompt and sampling parameters. Raises `BadRequestError`."""
+    for name in request.include or []:
+        if name not in INCLUDED:
+            raise BadRequestError(f"include: {name!r} is not supported", param="include")
     answered = {name: getattr(request, name) for name in _OF_ANSWER}
     return ChatCompletionRequest(max_completion_tokens=request.max_output_tokens, **answered, **_values(request))
 
 
 def input_as_chat(request: InputTokensRequest) -> ChatCompletionRequest:
-    """Of a request that wants no answer. Raises `BadRequestError`."""
+    """Return the chat request of a request that only counts tokens. Raises `BadRequestError`."""
     return ChatCompletionRequest(**_values(request))
 
 
 def _values(request: InputTokensRequest) -> dict[str, Any]:
+    """Return the fields of the chat request that decide its prompt."""
     check_unserved(request)
     messages = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
     messages += [ChatMessage(role="user", content=request.input)] if isinstance(request.input, str) else []
@@ -75,8 +77,10 @@ def _needs_memory(name: str) -> bool:
 
 
 def _message(item: InputItem) -> ChatMessage:
+    """Convert one item of the input to a message. Raises `BadRequestError` for a type that is not served."""
     match item.type or "message":
         case "message":
+            # OpenAI renamed the role for its own models; templates of open models know only "system".
             role = "system" if item.role == "developer" else item.role or "user"
             return ChatMessage(role=role, content=_content(item.content))
         case "function_call":
@@ -93,18 +97,25 @@ def _message(item: InputItem) -> ChatMessage:
 
 @dataclass(slots=True)
 class _Merging:
-    """What of one answer has come so far. Lists, since there may be thousands of items: sums of texts would take the
-    square of their length."""
+    """Collects the items of one earlier answer (reasoning, text, tool calls) into one assistant message.
+
+    Items are kept in lists: there may be thousands, and appending to strings would take quadratic time.
+    """
 
     content: str | Parts | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
 
     def continues(self, message: ChatMessage) -> bool:
-        """The one has no text where the other has some, and no call is followed by text."""
+        """Return whether a message belongs to the same answer as the items so far.
+
+        It does not if it has text although there is text or a tool call already: an answer has one text, before its
+        calls.
+        """
         return not message.content or not (self.content or self.calls)
 
     def add(self, message: ChatMessage) -> None:
+        """Add an assistant message that holds one item."""
         extra = message.model_extra or {}
         if message.content is not None and not self.content:
             self.content = message.content
@@ -113,6 +124,7 @@ class _Merging:
             self.reasoning.append(extra["reasoning_content"])
 
     def message(self) -> ChatMessage:
+        """Return all items as one assistant message."""
         extra: dict[str, Any] = {}
         if self.reasoning:
             extra["reasoning_content"] = "".join(self.reasoning)
@@ -122,7 +134,10 @@ class _Merging:
 
 
 def _merged(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Reasoning, text and calls of one answer come as items of their own, and are one message for templates."""
+    """Merge consecutive assistant messages that belong to one answer.
+
+    In this API reasoning, text and tool calls of an answer are separate items. Chat templates expect one message.
+    """
     merged: list[ChatMessage] = []
     merging: _Merging | None = None
     for message in messages:
@@ -138,7 +153,7 @@ def _merged(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
 
 
 def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[ContentPart]:
-    """A text, unless images are among its parts."""
+    """Return the content as one text, or as a list of parts if it contains images."""
     if content is None or isinstance(content, str) or all(part.get("type") != "input_image" for part in content):
         return _text(content)
     return [
@@ -148,12 +163,14 @@ def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[Conte
 
 
 def _url(part: dict[str, Any]) -> str:
+    """Return the URL of an image part. Raises `BadRequestError` if it refers to an uploaded file instead."""
     if isinstance(url := part.get("image_url"), str):
         return url
-    raise BadRequestError("input: an image is given by its image_url; files are not kept here", param="input")
+    raise BadRequestError("input: give an image by its image_url, uploaded files are not supported", param="input")
 
 
 def _text(content: str | Sequence[dict[str, Any]] | None) -> str:
+    """Return the text of text parts, one per line. Raises `BadRequestError` for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
@@ -168,8 +185,9 @@ def _text(content: str | Sequence[dict[str, Any]] | None) -> str:
 def _tool(tool: dict[str, Any]) -> Tool:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise BadRequestError(
-            f"tools: only functions with a name are served, not {str(tool.get('type'))[:50]!r}", param="tools"
+            f"tools: only functions with a name are supported, not {str(tool.get('type'))[:50]!r}", param="tools"
         )
+    # This API has the fields of a function in the tool itself, a chat request has them in an object `function`.
     function = {key: value for key, value in tool.items() if key != "type" and value is not None}
     return Tool(type="function", function=function)
 
@@ -179,11 +197,14 @@ def _tool_choice(choice: Any) -> Any:
         return choice
     if choice.get("type") == "function" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
-    raise BadRequestError('tool_choice: a named function is {"type": "function", "name": "…"}', param="tool_choice")
+    raise BadRequestError(
+        'tool_choice must be "none", "auto", "required" or {"type": "function", "name": "…"}', param="tool_choice"
+    )
 
 
 def _response_format(request: InputTokensRequest) -> dict[str, Any] | None:
-    asked = request.text.format if request.text is not None else None
-    if asked is None or asked.get("type") != "json_schema":
-        return asked
-    return {"type": "json_schema", "json_schema": {key: value for key, value in asked.items() if key != "type"}}
+    # As for tools: a chat request nests what this API has on the first level.
+    given = request.text.format if request.text is not None else None
+    if given is None or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}

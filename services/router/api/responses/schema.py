@@ -1,4 +1,7 @@
-"""What clients of OpenAI's Responses API may send, as far as it needs no memory of earlier answers."""
+"""The requests of OpenAI's Responses API, as pydantic models.
+
+Fields that are not listed are accepted and ignored, except those in `UNSERVED`, most of which need stored answers.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -26,7 +29,7 @@ class _Lenient(BaseModel):
 
 
 class ReasoningOptions(_Lenient):
-    """`summary` has no effect: reasoning is shown as it is."""
+    """Options of reasoning. `summary` has no effect: the reasoning itself is returned."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -38,7 +41,7 @@ class TextOptions(_Lenient):
 
 
 class InputItem(_Lenient):
-    """A message, a call of a tool, its result, or reasoning of an earlier answer."""
+    """An item of the input: a message, a tool call, its result, or the reasoning of an earlier answer."""
 
     type: Name | None = None
     role: Name | None = None
@@ -50,7 +53,7 @@ class InputItem(_Lenient):
 
 
 class InputTokensRequest(_Lenient):
-    """`POST /v1/responses/input_tokens`: what the model would read."""
+    """The body of `POST /v1/responses/input_tokens`: the fields that decide the prompt."""
 
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
@@ -64,7 +67,7 @@ class InputTokensRequest(_Lenient):
 
 
 class ResponsesRequest(InputTokensRequest):
-    """`POST /v1/responses`."""
+    """The body of `POST /v1/responses`."""
 
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -104,7 +107,7 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Parameters that need a memory of answers, or that nothing here does, with values that ask for nothing."""
+"""Parameters that are not served, each with the values that are accepted because they ask for nothing."""
 
 INCLUDED = frozenset({"reasoning.encrypted_content"})
-"""What a client may want included and gets as far as it exists: reasoning is shown in the clear."""
+"""Values of `include` that are accepted. OpenAI's SDKs send this one; reasoning is returned unencrypted anyway."""
