@@ -1,9 +1,10 @@
-"""Beam search over one prompt, as vLLM defines it. Pure: next tokens' log-probabilities in, tokens to ask about out.
+"""Beam search over one prompt, as vLLM defines it. Pure: the caller computes the next tokens' logprobs.
 
-Each running beam is asked for the most likely next tokens, twice as many as beams: so even if every beam ends, enough
-go on. The score of a beam is its sum of log-probabilities over its length, prompt included and an end of sequence not,
-to the power of `length_penalty`. `early_stopping` is that of transformers: True ends with enough finished beams, False
-when the best running beam could not beat them at its present length, "never" when it could not at any length.
+For each running beam the caller provides the most likely next tokens, twice as many as the beam width: even if every
+beam ends, enough of them continue. The score of a beam is its sum of logprobs divided by its length to the power of
+`length_penalty`; the length includes the prompt, but not an end-of-sequence token. `early_stopping` is defined as in
+transformers: True stops when enough beams have finished; False stops when the best running beam cannot beat them at its
+current length, "never" when it cannot at any length.
 """
 
 from collections.abc import Sequence
@@ -18,17 +19,19 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamRules:
+    """Parameters of one beam search, in vLLM's terms."""
+
     width: int
     max_tokens: int
     ends: frozenset[int]
-    """Tokens that end a beam."""
+    """Token ids that end a beam."""
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """`steps` tell of each token and of the most likely ones at its place."""
+    """A candidate sequence. `steps` has for each token its logprob and the most likely alternatives at its position."""
 
     token_ids: list[int]
     steps: list[TokenLogprobs]
@@ -38,6 +41,8 @@ class Beam:
 
 
 class BeamSearch:
+    """The state of one beam search. Call `advance` until `is_over`, then `best`."""
+
     def __init__(self, rules: BeamRules, *, num_prompt_tokens: int) -> None:
         self.running = [Beam([], [], 0.0, 0.0)]
         self._rules = rules
@@ -46,47 +51,56 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
+        """Return whether no beam continues."""
         return not self.running
 
     def advance(self, answers: Sequence[TokenLogprobs]) -> None:
-        """One for each running beam, in their order: the most likely tokens after it."""
-        going: list[Beam] = []
+        """Extend the running beams by one token. `answers` has one entry per beam of `running`, in their order: the
+        most likely next tokens."""
+        continuing: list[Beam] = []
         for beam, answer in zip(self.running, answers, strict=True):
             for candidate in self._extended(beam, answer):
-                (self._finished if candidate.finish_reason is not None else going).append(candidate)
-        going = _best(going, self._rules.width)
-        if not going or len(going[0].token_ids) >= self._rules.max_tokens:
-            self._finished += [Beam(b.token_ids, b.steps, b.cumulative, b.score, "length") for b in going]
-            going = []
-        elif self._is_settled(going[0]):
-            going = []
-        self.running = going
+                # Finished and running extensions are kept apart: the number of finished beams decides when the search
+                # stops.
+                (self._finished if candidate.finish_reason is not None else continuing).append(candidate)
+        continuing = _best(continuing, self._rules.width)
+        # All running beams have the same length.
+        if not continuing or len(continuing[0].token_ids) >= self._rules.max_tokens:
+            self._finished += [Beam(b.token_ids, b.steps, b.cumulative, b.score, "length") for b in continuing]
+            continuing = []
+        elif self._is_settled(continuing[0]):
+            continuing = []
+        self.running = continuing
 
     def best(self, count: int) -> list[Beam]:
-        """Of those that have ended, the best first."""
+        """Return the `count` finished beams with the highest scores, the best first."""
         return _best(self._finished, count)
 
     def _extended(self, beam: Beam, answer: TokenLogprobs) -> list[Beam]:
+        """Return the extensions of a beam by each of its most likely next tokens."""
         candidates: list[Beam] = []
         for one in answer.top[: 2 * self._rules.width]:
             is_end = one.token_id in self._rules.ends
             cumulative = beam.cumulative + one.logprob
             token_ids = [*beam.token_ids, one.token_id]
+            # The end-of-sequence token does not count as length, as in vLLM.
             score = self._score(cumulative, len(token_ids) - is_end)
             steps = [*beam.steps, TokenLogprobs(one, answer.top)]
             candidates.append(Beam(token_ids, steps, cumulative, score, "stop" if is_end else None))
         return candidates
 
     def _score(self, cumulative: float, num_generated: int) -> float:
+        """Return the length-normalized score of a beam."""
         return float(cumulative / (self._num_prompt + num_generated) ** self._rules.length_penalty)
 
     def _is_settled(self, best: Beam) -> bool:
-        """No running beam is worth going on with."""
+        """Return whether no running beam can still get among the best finished ones, so that the search may stop."""
         rules = self._rules
         if rules.early_stopping is True:
             return len(self._finished) >= rules.width
         if len(self._finished) < rules.width:
             return False
+        # With a positive penalty a longer beam may score higher: assume the best case, the maximum length.
         longest = rules.early_stopping == "never" and rules.length_penalty > 0.0
         length = rules.max_tokens if longest else len(best.token_ids)
         return self.best(rules.width)[-1].score >= self._score(best.cumulative, length)

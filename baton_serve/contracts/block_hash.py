@@ -1,11 +1,12 @@
-"""Names of blocks: chained 16-byte hashes, equal on every machine and in every process.
+"""Block hashes: chained 16-byte hashes of the content of KV blocks, equal on every machine and in every process.
 
-name(block) = sha256(name(previous block) + its token ids as little-endian uint32)[:16]. The first
-block's parent is the root, which mixes everything that makes KV incompatible. Equal names mean
-interchangeable bytes. A last block that is not full is named by the tokens it has; since the number
-of hashed bytes differs, it can never equal a full block's name. Where tokens of a block stand for
-an image, the images' hashes and places are mixed into the name that its own is made from: blocks
-before an image have their names from the text alone, those from it on differ with the image.
+  hash(block) = sha256(hash(previous block) + token ids as little-endian uint32)[:16]
+
+The parent of the first block is the root hash, which covers everything that makes KV incompatible. Blocks with equal
+hashes have interchangeable bytes. The hash of a partly filled last block covers the tokens that it has; it never equals
+the hash of a full block, because the number of hashed bytes differs. If tokens of a block stand for an image, the
+image's hash and position are mixed into the parent's hash first: blocks before an image depend on the text only, later
+ones also on the image.
 """
 
 import sys
@@ -17,6 +18,7 @@ from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import MediaSpan, within
 
 BLOCK_HASH_BYTES = 16
+"""Length of a block hash. 16 bytes make accidental collisions practically impossible."""
 
 
 def root_hash(
@@ -27,9 +29,10 @@ def root_hash(
     lora: str = "",
     cache_salt: str = "",
 ) -> BlockHash:
-    """The parent of a sequence's first block.
+    """Return the hash that is the parent of a sequence's first block.
 
-    `fingerprint` identifies the weights. Every part is length-prefixed, so no two different inputs hash the same bytes.
+    `fingerprint` identifies the model weights. Every part is length-prefixed, so that no two different inputs hash the
+    same bytes.
     """
     parts = [fingerprint.encode(), kv_dtype.encode(), str(block_tokens).encode(), lora.encode()]
     parts.append(cache_salt.encode())
@@ -49,30 +52,33 @@ def hash_blocks(
     media: Sequence[MediaSpan] = (),
     start: int = 0,
 ) -> list[BlockHash]:
-    """Names of all blocks of `token_ids`, the last one included even when it is not full.
+    """Return the hashes of all blocks of `token_ids`, including a partly filled last block.
 
-    With `parent`, `token_ids` continue after the block of that name instead of after the root: they begin at the
-    prompt's token `start`, from which on `media` counts.
+    With `parent`, `token_ids` continue after the block with that hash instead of after the root: they begin at token
+    `start` of the prompt. `media` has positions within the whole prompt.
     """
+    # An array converts all ids at once: hashing a long prompt is on the way to its first token.
     words = array("I", token_ids)
     if words.itemsize != 4:
         raise RuntimeError("this platform's unsigned int is not 4 bytes")
+    # Hashes must be equal on every machine.
     if sys.byteorder == "big":
         words.byteswap()
     data = words.tobytes()
-    name: bytes = root if parent is None else parent
-    names: list[BlockHash] = []
+    block_hash: bytes = root if parent is None else parent
+    hashes: list[BlockHash] = []
     step = block_tokens * 4
     for at in range(0, len(data), step):
         if media:
-            name = _with_media(name, media, start + at // 4, block_tokens)
-        name = sha256(name + data[at : at + step]).digest()[:BLOCK_HASH_BYTES]
-        names.append(BlockHash(name))
-    return names
+            block_hash = _with_media(block_hash, media, start + at // 4, block_tokens)
+        block_hash = sha256(block_hash + data[at : at + step]).digest()[:BLOCK_HASH_BYTES]
+        hashes.append(BlockHash(block_hash))
+    return hashes
 
 
 def _with_media(parent: bytes, media: Sequence[MediaSpan], start: int, block_tokens: int) -> bytes:
-    """What stands for `parent` where the block of tokens from `start` on shows images."""
+    """Return the parent hash to use for the block that begins at token `start`: mixed with the images that the block
+    contains, or unchanged without any."""
     shown = within(media, start, start + block_tokens)
     if not shown:
         return parent

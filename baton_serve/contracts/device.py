@@ -1,4 +1,4 @@
-"""Names of devices and data types, as flags and settings spell them."""
+"""The names of devices and data types, as flags and settings spell them."""
 
 from typing import Literal
 

@@ -1,6 +1,6 @@
-"""Which blocks an instance caches, published over ZeroMQ PUB and numbered without gaps.
+"""Events that report which blocks an instance caches. Published over ZeroMQ PUB and numbered without gaps.
 
-A router that joins, or sees a gap, asks the instance for a `messages.Snapshot`.
+A router that joins or detects a gap asks the instance for a `messages.Snapshot`.
 """
 
 from typing import Literal
@@ -13,11 +13,15 @@ Tier = Literal["device", "host"]
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
+    """These block hashes are cached in `tier` from now on."""
+
     names: list[BlockHash]
     tier: Tier = "device"
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    """These block hashes have been evicted from `tier`."""
+
     names: list[BlockHash]
     tier: Tier = "device"
 
@@ -26,7 +30,7 @@ BlockEvent = BlocksStored | BlocksRemoved
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """`sequence` is 1 for an instance's first batch and grows by one."""
+    """The events of one engine step. `sequence` is 1 for an instance's first batch and grows by one per batch."""
 
     instance: InstanceId
     generation: Generation

@@ -1,11 +1,12 @@
-"""Bounds of a grammar that are checked before anything compiles it, by the router and again by the workers.
+"""Bounds of a grammar that router and workers check before anything compiles it.
 
 llguidance compiles schemas and rules by native recursion: a chain of 2,500 `$ref`s or of 300 rules with nested groups
-needs 8 MiB of stack, and a process that has less dies. The bounds here limit how far that recursion can go, and those
-parts of a grammar whose compile time grows with the square of their number. Nothing here recurses, and every walk ends
-at the first bound that is exceeded, so that a check takes time in proportion to what is allowed, not to what was sent.
+needs 8 MiB of stack, and a process with less crashes. The bounds limit the depth of that recursion, and the parts of a
+grammar whose compile time grows with the square of their number. The checks do not recurse and stop at the first
+exceeded bound, so that their duration depends on the bounds and not on the size of the input.
 
-What passes needs at most `STACK_BYTES`: tests compile the grammars that need most (docs/adr/0015).
+A grammar within the bounds needs at most `STACK_BYTES`; tests compile the grammars that need most
+(docs/adr/0015-grammar-compilation.md).
 """
 
 import json
@@ -16,33 +17,39 @@ from itertools import count
 from typing import Any, TypedDict
 
 MAX_CHARS = 512 * 1024
-"""Of a grammar's text, and of all texts in a schema together."""
+"""Maximum characters of a grammar's text, and of all texts in a schema together."""
 MAX_NODES = 50_000
-"""JSON values in one schema."""
+"""Maximum number of JSON values in one schema."""
 MAX_NESTING = 120
-"""Objects and lists within each other; the compiler's parser of JSON stops at 127."""
+"""Maximum nesting of objects and lists in a schema; the compiler's JSON parser fails at 127."""
 MAX_OBJECT_PROPERTIES = 2_000
-"""Of one object: compile time grows with their square, 0.25 s for so many."""
+"""Maximum properties of one object. Compile time grows with their square: 0.25 s for this number."""
 MAX_PROPERTIES = 5_000
+"""Maximum properties of all objects of a schema together."""
 MAX_PATTERN_PROPERTIES = 100
-"""Of one object: each is compared with each other one, 0.04 s for so many."""
+"""Maximum `patternProperties` of one object. Each pair of them is compared: 0.04 s for this number."""
 MAX_ENUM_VALUES = 10_000
+"""Maximum number of `enum` values in a schema."""
 MAX_REFERENCES = 1_000
-"""Distinct targets of `$ref`."""
+"""Maximum number of distinct `$ref` targets in a schema."""
 MAX_DESCENT = 4_000
-"""Sum of the nesting of all targets of `$ref` and of the schema itself. No path through a schema is longer, whatever
-refers to what, since the compiler visits a target once."""
+"""Maximum of the nesting of all distinct `$ref` targets and of the schema itself, added up. The compiler visits a
+target once, so no recursion is deeper than this sum, however the targets refer to each other."""
 MAX_RULES = 1_000
+"""Maximum number of rules in a grammar."""
 MAX_GROUPS = 4_000
-"""Opening brackets in the rules of one grammar: optional groups within each other make a mask slow, 0.3 s for these."""
+"""Maximum number of opening brackets in the rules of a grammar. Nested optional groups make masks slow: 0.3 s for this
+number."""
 
 STACK_BYTES = 64 * 1024 * 1024
-"""Enough native stack to compile whatever passes. The router compiles with just this, workers with more."""
+"""Native stack that suffices to compile any grammar within the bounds. The router's compilers have exactly this much.
+"""
 WORKER_STACK_BYTES = 4 * STACK_BYTES
+"""Stack of a worker's compiler thread. Workers have more, so that they can compile whatever a router has accepted."""
 
 
 class ParserLimits(TypedDict):
-    """Those of llguidance's `LLParserLimits` that are set."""
+    """The fields of llguidance's `LLParserLimits` that Baton sets."""
 
     max_items_in_row: int
     initial_lexer_fuel: int
@@ -62,13 +69,15 @@ PARSER_LIMITS: ParserLimits = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-"""`LLParserLimits` of router and workers: what passes in one must pass in the other. Fuel and items bound the time of
-one mask (about 20 ms in most grammars), states bound the memory of one matcher (2 kB each)."""
+"""`LLParserLimits` of routers and workers. They must be equal, or a worker could refuse what the router has accepted.
+Fuel and items bound the time of one mask (about 20 ms in most grammars), states the memory of one matcher (2 kB each).
+"""
 
 _Json = Any
 _DECODER = json.JSONDecoder()
 _PARTS = re.compile(
     r"""
+      # Comments, strings and regular expressions come first, so that brackets and colons in them are not counted.
       (?P<skip> // [^\n]* | "(?:[^"\\\n]|\\.)*"? | /(?:[^/\\\n]|\\.)+/? )
     | (?P<json> %json \s* (?=[{[]) )
     | (?P<rule> : )
@@ -79,12 +88,15 @@ _PARTS = re.compile(
 
 
 class GrammarBoundsError(ValueError):
-    """A grammar exceeds a bound; one line that names it."""
+    """A grammar exceeds a bound. The message is one line that names the bound."""
 
 
 def check_grammar(grammar: str) -> None:
-    """Check a grammar as it travels to workers: one in Lark, or llguidance's JSON list of grammars, each in Lark or a
-    schema. Raises `GrammarBoundsError`."""
+    """Check a grammar in the form that workers receive: Lark text, or llguidance's JSON list of Lark grammars and
+    schemas.
+
+    Raises `GrammarBoundsError` if a bound is exceeded or the grammar has neither form.
+    """
     _at_most(len(grammar), MAX_CHARS, "the grammar has {} characters")
     if not grammar.startswith("{"):
         check_lark(grammar)
@@ -101,11 +113,11 @@ def check_grammar(grammar: str) -> None:
 
 
 def check_lark(text: str) -> None:
-    """Check rules in Lark, with the schemas in them. Raises `GrammarBoundsError`.
+    """Check rules in Lark and the schemas embedded in them. Raises `GrammarBoundsError` if a bound is exceeded.
 
-    Counts colons and opening brackets outside strings, regular expressions, comments and schemas: there are at least
-    as many of them as rules and groups. A string that does not end is taken to end with its line, so that the time of a
-    check grows with the text and not with its square.
+    Counts colons and opening brackets outside of strings, regular expressions, comments and schemas: these are at least
+    as many as rules and groups. An unterminated string is assumed to end with its line, so that the duration of the
+    check grows linearly with the text.
     """
     _at_most(len(text), MAX_CHARS, "the grammar has {} characters")
     num_rules = num_groups = position = 0
@@ -123,14 +135,16 @@ def check_lark(text: str) -> None:
 
 
 def check_gbnf(text: str) -> None:
-    """Check rules in GBNF before they are converted. Raises `GrammarBoundsError`."""
+    """Check rules in GBNF before they are converted to Lark. Raises `GrammarBoundsError` if a bound is exceeded."""
     _at_most(len(text), MAX_CHARS, "the grammar has {} characters")
     _at_most(text.count("::="), MAX_RULES, "the grammar has {} rules")
 
 
 def check_schema(schema: _Json) -> None:
-    """Check a JSON schema. Raises `GrammarBoundsError`."""
+    """Check a JSON schema. Raises `GrammarBoundsError` if a bound is exceeded."""
     size = _Size()
+    # Breadth first, one level per iteration, and without recursion: `values` lists every JSON value, and `owners` the
+    # index of the value that contains it.
     values: list[_Json] = [schema]
     owners = [0]
     level = [(0, "")]
@@ -145,9 +159,12 @@ def check_schema(schema: _Json) -> None:
                 values.append(inner)
                 owners.append(place)
         level = below
+    # Contained values come after their owners in the list: going backwards, each height is final before its owner needs
+    # it.
     heights = [1] * len(values)
     for place in range(len(values) - 1, 0, -1):
         heights[owners[place]] = max(heights[owners[place]], heights[place] + 1)
+    # By identity: a value may occur several times, and comparing large values would be slow.
     by_value = {id(value): height for value, height in zip(values, heights, strict=True)}
     descent = heights[0]
     for reference in size.references:
@@ -157,7 +174,7 @@ def check_schema(schema: _Json) -> None:
 
 @dataclass(slots=True)
 class _Size:
-    """What has been counted of a schema."""
+    """Counts the parts of a schema."""
 
     nodes: int = 0
     chars: int = 0
@@ -166,7 +183,10 @@ class _Size:
     references: set[str] = field(default_factory=set)
 
     def add(self, value: _Json, key: str) -> Iterable[tuple[_Json, str]]:
-        """Count one value, which stands under `key`; return what is right within it. Raises `GrammarBoundsError`."""
+        """Count one value, which is stored under `key`, and return the values directly within it.
+
+        Raises `GrammarBoundsError` if a bound is exceeded.
+        """
         self.nodes += 1
         _at_most(self.nodes, MAX_NODES, "the schema has {} values or more")
         if isinstance(value, str):
@@ -203,8 +223,10 @@ class _Size:
 
 
 def _target(schema: _Json, reference: str) -> _Json:
-    """The value that a reference within the document names. Of any other, all of the schema, which is the most that it
-    can be."""
+    """Return the value that a `$ref` within the document refers to.
+
+    Return the whole schema for any other reference, since its target cannot be nested deeper than that.
+    """
     if not reference.startswith("#/"):
         return schema
     value = schema
@@ -220,8 +242,11 @@ def _target(schema: _Json, reference: str) -> _Json:
 
 
 def _check_embedded(text: str, position: int) -> int:
-    """Check the schema that begins at `position`; return where it ends. One that cannot be read ends at once: what is
-    in it is then counted as rules, and the compiler says what is wrong."""
+    """Check the schema that begins at `position` and return the position after it.
+
+    A schema that is not valid JSON is treated as empty: its text is then counted as rules, and the compiler reports the
+    error.
+    """
     try:
         schema, end = _DECODER.raw_decode(text, position)
     except RecursionError:
@@ -233,5 +258,6 @@ def _check_embedded(text: str, position: int) -> int:
 
 
 def _at_most(number: int, limit: int, what: str) -> None:
+    """Raise `GrammarBoundsError` if `number` exceeds `limit`; `what` describes the number in the message."""
     if number > limit:
         raise GrammarBoundsError(f"{what.format(number)}; at most {limit} are allowed")

@@ -1,4 +1,4 @@
-"""Ids. Each is a distinct type, so that one cannot be passed where another is meant."""
+"""Ids. Each kind is a distinct type, so that type checking prevents mixing them up."""
 
 import secrets
 from typing import NewType
@@ -7,19 +7,22 @@ InstanceId = NewType("InstanceId", str)
 """Stable name of an instance, unique in a cluster (a pod name, `prefill-0`)."""
 
 Generation = NewType("Generation", int)
-"""Chosen at random by each process at start, so a restarted instance is never taken for the old one."""
+"""Random number that each process chooses at start, so that a restarted instance is not mistaken for the previous one.
+"""
 
 RequestId = NewType("RequestId", str)
 TicketId = NewType("TicketId", str)
 
 BlockHash = NewType("BlockHash", bytes)
-"""16 bytes that name a block's content (see `contracts.block_hash`)."""
+"""16 bytes that identify the content of a KV block (see `contracts.block_hash`)."""
 
 
 def new_generation() -> Generation:
-    """A random positive 53-bit integer: safe in JSON, Redis and JavaScript."""
+    """Return a random positive 53-bit integer: JSON, Redis and JavaScript represent it exactly."""
+    # The lowest bit is set so that it is never 0.
     return Generation(secrets.randbits(53) | 1)
 
 
 def new_ticket_id() -> TicketId:
+    """Return a new id for a transfer, random and therefore unique in the cluster."""
     return TicketId(secrets.token_hex(8))

@@ -1,4 +1,4 @@
-"""What an instance says about itself: to the registry, and to routers as its load changes."""
+"""The registry record of an instance, and its load, which the instance reports to the routers."""
 
 from typing import Annotated, Literal
 
@@ -12,77 +12,82 @@ Role = Literal["prefill", "decode", "unified"]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. Rates are measured by the instance itself; before any work they come from its warm-up."""
+    """A snapshot of the load. The instance measures its rates itself; before any work they are estimates of its
+    warm-up."""
 
     free_blocks: int
     total_blocks: int
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    """Prompt tokens admitted and not yet computed."""
+    """Prompt tokens of accepted requests that are not computed yet."""
     prefill_tokens_per_s: float = 0.0
     prefill_is_measured: bool = True
-    """False: that is of the warm-up, beside which others may have started; no prompt to speak of was computed since."""
+    """False while `prefill_tokens_per_s` is only the warm-up's estimate, which other processes may have slowed down:
+    (nearly) no prompt has been computed since."""
     decode_step_s: float = 0.0
     spare_tokens_per_s: float = 0.0
-    """Of prompts, computed beside those who write, within the time between tokens that each of them was promised; 0:
-    not at all, for one was promised nothing or there is no such time."""
+    """Prefill headroom: prompt tokens per second that can be computed beside the decoding sequences without violating
+    their ITL SLOs. 0 if a decoding sequence has no ITL SLO or if no time remains."""
     held_blocks: int = 0
-    """Blocks kept under a lease for a handoff."""
+    """KV blocks kept under a lease for a handoff."""
     host_used_blocks: int = 0
-    """In the host tier, as the next."""
+    """KV blocks stored in the host tier; `host_total_blocks` is its capacity."""
     host_total_blocks: int = 0
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One link to a peer instance as its consumer measured it."""
+    """The link from a peer instance to this one, as measured by this instance, which receives the blocks."""
 
     peer: InstanceId
     transport: str
     bytes_per_second: float
     probed_bytes_per_second: float = 0.0
-    """In the last probe; 0: there was none."""
+    """Speed in the last probe; 0 if the transport was not probed."""
     choice: str = ""
-    """How the transport was chosen: `rule`, `proved` by a probe, `forced`, or `fallback` for a better one."""
+    """How the transport was chosen: by `rule`, `proved` by a probe, `forced` by a setting, or as `fallback` after a
+    better one failed."""
     reason: str = ""
-    """Why this transport: what became of each that was tried, best first."""
+    """Results of all transports that were tried, the best transport first."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A low-rank adapter that an instance has loaded. `name` is what clients ask for; equal fingerprints, equal KV."""
+    """A LoRA adapter that an instance has loaded. Clients request it as model `name`; adapters with equal fingerprints
+    compute equal KV."""
 
     name: str
     fingerprint: str
     path: str
     at_run_time: bool = False
-    """Asked for over HTTP, not by the instance's settings: instances that join are told to load it too."""
+    """True if it was loaded over HTTP and not by `--lora-modules`: routers then load it on instances that join later.
+    """
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A registry record. It lives for a TTL and is renewed with fresh `load`."""
+    """The registry record of an instance. It expires after a TTL unless it is renewed with the current `load`."""
 
     instance: InstanceId
     generation: Generation
     role: Role
     model: str
-    """Name under which clients ask for the model."""
+    """Name of the model in requests and answers."""
     layout: KVLayout
     max_model_len: Annotated[int, msgspec.Meta(ge=1)]
     rpc_address: str
-    """ZeroMQ ROUTER that takes `contracts.messages`."""
+    """Address of the ZeroMQ ROUTER socket for `contracts.messages`."""
     transfer_address: str
-    """ZeroMQ ROUTER of this instance's block transfer."""
+    """Address of the ZeroMQ ROUTER socket for KV transfers; empty for pooling models."""
     events_address: str
-    """ZeroMQ PUB of `contracts.events`."""
+    """Address of the ZeroMQ PUB socket for `contracts.events`."""
     http_address: str
-    """`host:port` of /health and /metrics."""
+    """`HOST:PORT` of /health and /metrics."""
     host: str
-    """Equal for instances that can share memory."""
+    """Equal for instances that can share memory with each other."""
     load: Load
     draining: bool = False
     model_aliases: list[str] = []
     adapters: list[AdapterRecord] = []
     reads_images: bool = False
-    """Has a vision tower: prompts with images are read by such instances alone."""
+    """True if the instance has a vision tower. Only such instances compute prompts with images."""
     pooling: PoolingProfile | None = None
-    """Set where the model answers with vectors; such an instance writes no text and its blocks are empty."""
+    """Set if the model computes vectors. Such an instance generates no text, and its blocks are empty."""

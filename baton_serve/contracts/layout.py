@@ -1,4 +1,4 @@
-"""The shape of a block's memory. All who only move blocks see `block_bytes`."""
+"""The memory layout of a KV block. Code that only moves blocks needs `block_bytes` alone."""
 
 from typing import Annotated
 
@@ -6,18 +6,20 @@ import msgspec
 from msgspec import Meta
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
+"""Bytes per element of each data type of a KV cache."""
 SCALE_BYTES = 2
+"""Bytes of one scale (bfloat16) of the one-byte data types."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """A block is `[num_layers, num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`, contiguous.
+    """Describes a block: `[num_layers, num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`, contiguous.
 
-    The planes are K and V; latent attention (MLA) has one, from which both are computed.
+    The planes are K and V; latent attention (MLA) has one plane, from which both are computed.
 
-    Elements of one byte are multiples of a scale, one per token and head: `scale_rows` rows after a head's tokens hold
-    `block_tokens` of them, each in bfloat16. So whatever fills a block, in whichever order, its bytes are the same.
-    `fingerprint` identifies the weights that computed the KV. Blocks of equal layouts are interchangeable; others are
-    converted on their way where `obstacle` finds nothing in it.
+    One-byte elements are multiples of a scale, one bfloat16 per token and head. The scales are stored in `scale_rows`
+    rows after the tokens of each head. So the bytes of a block do not depend on which instance filled it, or in which
+    order. `fingerprint` identifies the weights that computed the KV. Blocks of equal layouts are interchangeable;
+    others are converted during the transfer, unless `obstacle` returns a reason why that is impossible.
     """
 
     fingerprint: str
@@ -30,34 +32,37 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def scale_rows(self) -> int:
+        """Return how many rows of `head_dim` elements hold the scales of one head; 0 without scales."""
         has_scales = DTYPE_BYTES[self.dtype] == 1 and self.head_dim
         return -(-SCALE_BYTES * self.block_tokens // self.head_dim) if has_scales else 0
 
     @property
     def block_bytes(self) -> int:
+        """Return the size of a block in bytes."""
         rows = self.num_layers * self.num_planes * self.num_kv_heads * (self.block_tokens + self.scale_rows)
         return rows * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:
+        """Return the size of a block in bytes per token, rounded down."""
         return self.block_bytes // self.block_tokens
 
 
 def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
-    """Why blocks of `source` cannot become blocks of `sink`; None: they can.
+    """Return why blocks of `source` cannot be converted to blocks of `sink`, or None if they can.
 
-    Block sizes may differ, and dtypes where at most one rounding is added: codes of one kind never become codes of
-    another.
+    Block sizes may differ. Data types may differ if the conversion rounds at most once: one-byte types are not
+    converted to other one-byte types.
     """
     if source == sink:
         return None
     if not {source.dtype, sink.dtype} <= DTYPE_BYTES.keys():
-        return "a dtype is not known here"
+        return "unknown data type of the KV cache"
     shapes = [(s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim) for s in (source, sink)]
     if source.fingerprint != sink.fingerprint:
-        return "other weights computed them"
+        return "the model weights differ (fingerprints)"
     if shapes[0] != shapes[1]:
-        return "a token's KV has another shape"
+        return "the shapes of a token's KV differ"
     if source.dtype != sink.dtype and DTYPE_BYTES[source.dtype] == DTYPE_BYTES[sink.dtype] == 1:
-        return f"{source.dtype} would be rounded again to {sink.dtype}"
+        return f"converting {source.dtype} to {sink.dtype} would round the values a second time"
     return None

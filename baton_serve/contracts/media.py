@@ -1,7 +1,7 @@
-"""Images of a prompt: where the tokens stand that take the place of each, and the bytes of each, named by their hash.
+"""Images of a prompt: the bytes of each file, its hash, and the positions of the tokens that stand for it.
 
-An image is the file that a client sent, not what was made of it: equal bytes, equal KV. Who only moves or writes after
-a prompt gets the places alone.
+An image is the file that the client sent, not its decoded pixels: equal bytes give equal KV. Instances that only move
+blocks or decode get the positions and hashes without the files.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,16 +12,20 @@ import msgspec
 from msgspec import Meta
 
 DIGEST_BYTES = 32
+"""Length of an image's SHA-256 digest."""
 MAX_IMAGE_BYTES = 32 * 1024 * 1024
+"""Maximum size of one image file."""
 MAX_IMAGES = 1024
+"""Maximum number of images in one prompt."""
 MAX_PROMPT_BYTES = 48 * 1024 * 1024
-"""Of all images of a prompt, which travel in one message."""
+"""Maximum size of all images of a prompt together; they are sent in one message."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""As Pillow calls them; of moving ones the first picture. No other decoder of Pillow's sees what a client sent."""
+"""Accepted image formats, as Pillow names them; of animations the first frame is used. Pillow's other decoders never
+see files from clients."""
 
 MAX_ASPECT = 100
-"""Processors enlarge the shorter side to the tower's size, and the longer one with it: a strip of a few pixels would
-become gigabytes."""
+"""Maximum ratio of the longer to the shorter side. Image processors scale the shorter side up to the tower's size and
+the longer one in proportion: an image of a few pixels by thousands would become gigabytes."""
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Image = Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
@@ -30,11 +34,12 @@ Images = Annotated[list[Image], Meta(max_length=MAX_IMAGES)]
 
 TURNED_FORMATS = ("JPEG", "WEBP")
 ORIENTATION_TAG = 0x0112
-"""Whether a picture is to be turned is read in these alone: others may say it behind the picture."""
+"""EXIF tag of the orientation. It is read in `TURNED_FORMATS` only: other formats may store it after the pixels, so
+that the whole file would have to be decoded."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`length` tokens of a prompt from `start` on stand for the image of this hash."""
+    """`length` tokens of a prompt, from token `start` on, stand for the image with this digest."""
 
     start: Annotated[int, Meta(ge=0)]
     length: Annotated[int, Meta(ge=1)]
@@ -42,6 +47,7 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
+        """Return the position after the last token of the span."""
         return self.start + self.length
 
 
@@ -49,19 +55,20 @@ Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]
 
 
 def is_strip(width: int, height: int) -> bool:
-    """One that nobody reads."""
+    """Return whether an image is too long and narrow to be processed (`MAX_ASPECT`)."""
     return max(width, height) > MAX_ASPECT * min(width, height)
 
 
 def digest_of(image: bytes) -> bytes:
+    """Return the SHA-256 digest of an image file."""
     return sha256(image).digest()
 
 
 def end_of(spans: Sequence[MediaSpan]) -> int:
-    """So many tokens of a prompt cannot be computed without its images."""
+    """Return how many leading tokens of a prompt cannot be computed without its images."""
     return spans[-1].end if spans else 0
 
 
 def within(spans: Iterable[MediaSpan], start: int, end: int) -> list[MediaSpan]:
-    """Those of which a token lies in [start, end)."""
+    """Return the spans that have at least one token in [start, end)."""
     return [span for span in spans if span.start < end and start < span.end]

@@ -1,7 +1,8 @@
-"""Messages between a router (ZeroMQ DEALER) and an instance (ZeroMQ ROUTER): one MessagePack frame each.
+"""Messages between a router (ZeroMQ DEALER) and an instance (ZeroMQ ROUTER); each is one MessagePack frame.
 
-A router sends one of `ToInstance`, an instance answers with `ToRouter`, many per request. Times are relative
-(`_s`), since clocks of two hosts differ. An instance forgets a router's requests when the router is gone.
+A router sends messages of `ToInstance`; an instance answers each request with any number of `ToRouter`. Times are
+durations in seconds (`_s`), since the clocks of two hosts differ. An instance drops the requests of a router that has
+disconnected.
 """
 
 from typing import Literal
@@ -19,11 +20,12 @@ from baton_serve.contracts.sampling import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 
 
+# Fields are encoded by name, so a new field with a default is compatible with older processes during an update.
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Names one handoff. The consumer refuses a producer of another generation, and the other way round.
+    """Identifies the KV transfer of one request. Each end refuses a peer whose generation differs from the ticket's.
 
-    Where the source's layout is not the sink's, `source_layout` and `source_root` say how the source names the blocks
-    of the same tokens.
+    If the source's KV layout differs from the sink's, `source_layout` and `source_root` define how the source hashes
+    the blocks of the same tokens.
     """
 
     ticket: TicketId
@@ -34,16 +36,16 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     sink_generation: Generation
     timeout_s: float
     request_id: RequestId = RequestId("")
-    """Whose prompt it is: for log lines alone."""
+    """Request whose prompt is transferred; used in log messages only."""
     source_layout: KVLayout | None = None
     source_root: BlockHash = BlockHash(b"")
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What to compute. The first `num_prompt_tokens` of `token_ids` are the prompt; the rest was generated before.
+    """Describes the computation of a request. The first `num_prompt_tokens` of `token_ids` are the prompt.
 
-    (A replay or a preempted sequence has such a rest.) `sequences` are the indexes of the sequences to write: `n=2`
-    is `[0, 1]`. More than one index requires that nothing was generated yet.
+    The remaining tokens were generated before a replay. `sequences` are the indexes of the sequences to generate, 0 and
+    1 for `n=2`. Several indexes are only allowed if nothing was generated yet.
     """
 
     request_id: RequestId
@@ -51,34 +53,38 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     sampling: SamplingParams
     root: BlockHash
-    """Parent of the first block's name."""
+    """Parent of the first block's hash."""
     sequences: list[int] = msgspec.field(default_factory=lambda: [0])
     priority: int = 0
-    """As in vLLM: smaller runs first."""
+    """Priority as in vLLM: requests with a smaller value run first."""
     lora: str = ""
-    """Fingerprint of the adapter that is added to the model; empty: none. `root` mixes it."""
+    """Fingerprint of the LoRA adapter to use; empty for none. `root` includes it."""
     media: Spans = []
-    """Images of the prompt, in order: names of blocks mix them. Their bytes go to who reads the prompt alone."""
+    """Positions and digests of the prompt's images, in order. Block hashes include them. The files are sent only to the
+    instance that computes the prompt."""
     timeout_s: float = 600.0
     itl_s: float | None = None
-    """The longest time between its tokens that was promised: what is computed beside it keeps it."""
+    """ITL SLO in seconds: the longest time between two tokens. The engine limits what it computes in the same steps."""
     trace_headers: dict[str, str] = {}
-    """The W3C trace context (`traceparent`, `tracestate`) under which an instance's spans belong; may be empty."""
+    """W3C trace context (`traceparent`, `tracestate`), the parent of the instance's spans; may be empty."""
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):
-    """Before computing, fetch the first `num_blocks` full blocks of the prompt, as far as they are missing here, from
-    `ticket.source`. It may have fewer by now, or none: what does not come is computed."""
+    """Before computing, fetch the first `num_blocks` full blocks of the prompt that are missing here from
+    `ticket.source`.
+
+    The source may have evicted some or all of them; blocks that do not arrive are computed.
+    """
 
     ticket: Ticket
     num_blocks: int
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
-    """Compute the prompt, sample the first token of each sequence and hand the blocks to `ticket.sink`.
+    """Compute the prompt, sample the first token of each sequence, and hand the blocks off to `ticket.sink`.
 
-    Without a ticket nothing is handed on: the request ends with its first token. `images`: each image of `work.media`
-    once, in any order.
+    Without a ticket nothing is handed off: the request ends with its first token. `images` has each image file of
+    `work.media` once, in any order.
     """
 
     work: Work
@@ -88,14 +94,14 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
-    """Fetch the prompt's blocks by `ticket`, then write the answer from the second token on."""
+    """Fetch the prompt's blocks by `ticket`, then generate the answer from the second token on."""
 
     work: Work
     ticket: Ticket
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Do all of it on this instance. `images` as in `Prefill`."""
+    """Compute the prompt and generate the answer on this instance. `images` as in `Prefill`."""
 
     work: Work
     pull: Pull | None = None
@@ -103,7 +109,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
-    """Compute a vector for each input, by an instance whose record has a `pooling` profile."""
+    """Compute a vector for each input. For instances whose record has a `pooling` profile."""
 
     request_id: RequestId
     inputs: list[PoolingInput]
@@ -113,33 +119,37 @@ class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop and free. Unknown or finished requests are ignored. `sequence` None means all of them."""
+    """End a request, or one of its sequences, and free its resources. Unknown or finished ones are ignored."""
 
     request_id: RequestId
     sequence: int | None = None
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag="snapshot_request"):
-    """Ask which blocks are cached now."""
+    """Ask for the hashes of all cached blocks; answered with `Snapshot`."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Sent each second by a router; an instance that hears none for 10 s drops that router's requests.
+    """Sent by a router each second. An instance that receives none for 10 s drops the router's requests.
 
     The instance answers with `LoadReport`.
     """
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
-    """`ticket.source` leaves: fetch its hottest blocks, as far as they are missing here. Fetch even if none is: the
-    source waits for it."""
+    """Drain migration: fetch the most used blocks of `ticket.source`, which is draining, as far as they are missing
+    here.
+
+    Send the fetch even if none is missing: the source waits for it.
+    """
 
     ticket: Ticket
     names: list[BlockHash]
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True):
-    """Load a low-rank adapter from a folder that the instance sees. One of this name and folder stays as it is."""
+    """Load a LoRA adapter from a folder on the instance's host. Ignored if it is loaded under this name from this
+    folder."""
 
     request_id: RequestId
     name: str
@@ -147,14 +157,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True)
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=True):
-    """Take it from those that requests may name. Requests that have it go on with it."""
+    """Refuse new requests for a LoRA adapter. Running requests continue to use it."""
 
     request_id: RequestId
     name: str
 
 
 class Heirs(msgspec.Struct, frozen=True, tag="heirs"):
-    """The answer to `HotBlocks`: what instances have been told to adopt. Empty: there is nobody."""
+    """The answer to `HotBlocks`: the tickets of the instances that will fetch the blocks; empty if there are none."""
 
     tickets: list[TicketId]
 
@@ -175,22 +185,26 @@ ToInstance = (
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probability of a token, and its rank among all tokens (1 is the most likely)."""
+
     token_id: int
     logprob: float
     rank: int
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The logprob of the chosen token and of the alternatives at its position."""
+
     chosen: Logprob
     top: list[Logprob]
-    """Most likely first."""
+    """The most likely tokens, in descending order."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", kw_only=True):
     """New tokens of one sequence. `position` is the index of the first of them among the generated tokens.
 
-    So nothing can be repeated or lost unnoticed. `finish_reason` is set on the last message of a sequence; a token that
-    ended it (end of sequence, stop token) is included, and named by `stop_token_id`.
+    With it the router detects repeated or lost tokens. `finish_reason` is set on the last message of a sequence. A
+    token that ended the sequence (end of sequence, stop token) is included, and `stop_token_id` names it.
     """
 
     request_id: RequestId
@@ -203,7 +217,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", kw_only=True):
 
 
 class Pooled(msgspec.Struct, frozen=True, tag="pooled", kw_only=True):
-    """The answer to one input of a `Pool`: little-endian float32 numbers, row by row."""
+    """The result of one input of a `Pool`: little-endian float32 numbers, row by row."""
 
     request_id: RequestId
     index: int
@@ -212,13 +226,13 @@ class Pooled(msgspec.Struct, frozen=True, tag="pooled", kw_only=True):
 
 
 class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=True):
-    """Where the time to the first token went. Sent once, with the first token. Prompt logprobs ride here."""
+    """How the time to the first token was spent, and the prompt logprobs. Sent once, before the first token."""
 
     request_id: RequestId
     queue_s: float
     prefill_s: float
     cached_tokens: dict[Tier, int] = {}
-    """Those that were pulled are among the device's."""
+    """Cached prompt tokens by tier; pulled ones count as `device`."""
     pulled_tokens: int = 0
     pulled_from: InstanceId | None = None
     pull_s: float = 0.0
@@ -226,11 +240,11 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
 
 
 class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=True):
-    """Sent once by the decode instance when all blocks have arrived and its engine has taken the request up.
+    """Sent once by the decode instance when all blocks have arrived and its engine has taken up the request.
 
-    `handoff_s` runs from the fetch's start to its end; `exposed_s` from the moment prefill had finished computing to
-    the fetch's end: what the overlap could not hide; `to_step_s` from that moment to the decode instance's first step
-    of this request, 0 where there is none. `reused_blocks` were here already and never travelled.
+    `handoff_s` is the duration of the fetch. `exposed_s` runs from the end of the prompt's computation to the end of
+    the fetch: the part that did not overlap with the computation. `to_step_s` runs from the same moment to the decode
+    instance's first step of this request; 0 if there is none. `reused_blocks` were cached here and not transferred.
     """
 
     request_id: RequestId
@@ -243,11 +257,13 @@ class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=T
     to_step_s: float = 0.0
 
 
+# The router decides by this code whether a request is replayed, and with which HTTP status it ends.
 ErrorCode = Literal["invalid", "too_long", "overloaded", "handoff_failed", "timeout", "draining", "internal"]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
-    """The request ended here without an answer; its resources are free. `lost` names a peer that is to blame."""
+    """A request has ended with an error, and its resources on this instance are free. `lost` names a peer instance that
+    caused it."""
 
     request_id: RequestId
     code: ErrorCode
@@ -256,7 +272,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", kw_only=True):
-    """All cached blocks; valid after event batch `sequence`."""
+    """Hashes of all cached blocks, as of event batch `sequence`."""
 
     instance: InstanceId
     generation: Generation
@@ -266,6 +282,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load", kw_only=True):
+    """The current state of an instance: the answer to `Heartbeat`, also sent when it changes (drain, adapters)."""
+
     instance: InstanceId
     generation: Generation
     load: Load
@@ -274,18 +292,22 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", kw_only=True):
     adapters: list[AdapterRecord] = []
 
 
+# Tagged unions: msgspec decodes a frame to the right type by its `tag`.
 Answer = Tokens | Pooled | PrefillReport | HandoffReport | Failed
-"""What belongs to one request."""
+"""Messages that belong to one request."""
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """Several answers in one frame: all that one engine step brought for one router."""
+    """Several answers in one frame: everything that one engine step has produced for one router."""
 
     messages: list[Answer]
 
 
 class HotBlocks(msgspec.Struct, frozen=True, tag="hot_blocks", kw_only=True):
-    """This instance leaves, and would hand these on within `timeout_s`; the hottest first, parents before children."""
+    """Drain migration: this instance drains and offers its most used blocks for `timeout_s`.
+
+    The most used come first, and parents before their children.
+    """
 
     instance: InstanceId
     generation: Generation
@@ -297,7 +319,8 @@ AdapterRefusal = Literal["invalid", "not_found"]
 
 
 class AdapterChanged(msgspec.Struct, frozen=True, tag="adapter_changed", kw_only=True):
-    """The answer to `LoadAdapter` and `UnloadAdapter`, after the `LoadReport` that shows it. `refusal` None: done."""
+    """The answer to `LoadAdapter` and `UnloadAdapter`, sent after the `LoadReport` that shows the change. `refusal` is
+    None on success."""
 
     request_id: RequestId
     refusal: AdapterRefusal | None = None
@@ -308,19 +331,21 @@ ToRouter = Batch | Answer | Snapshot | LoadReport | HotBlocks | AdapterChanged
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """To a `memory` registry: a new or renewed record that lives for `ttl_s`."""
+    """Add or renew a record in a `memory` registry; it expires after `ttl_s`."""
 
     record: InstanceRecord
     ttl_s: float
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Remove a record from a `memory` registry."""
+
     instance: InstanceId
     generation: Generation
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """The registry's answer to both."""
+    """The registry's answer to `Register` and `Leave`."""
 
     generation: Generation
 

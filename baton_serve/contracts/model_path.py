@@ -1,9 +1,9 @@
-"""Where a model's files lie, given what `--model` says."""
+"""Finds the folder of a model from the value of `--model`."""
 
 from pathlib import Path
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model that is named by its folder, or by a GGUF file in it."""
+    """Return the folder of a model that is given as a folder or as a GGUF file in it."""
     path = Path(model)
     return path.parent if path.suffix == ".gguf" else path

@@ -1,15 +1,15 @@
-"""What a model that answers with vectors may be asked, and what an instance of one tells about itself. vLLM's names."""
+"""Requests for vectors (embeddings, classification) and the capabilities of such a model. Named as in vLLM."""
 
 from typing import Literal
 
 import msgspec
 
 PoolingTask = Literal["embed", "token_embed", "classify"]
-"""A vector for an input, one for each of its tokens, or the scores of classes."""
+"""`embed`: one vector per input; `token_embed`: one per token; `classify`: the scores of the classes."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """None leaves it to the model: whether vectors are normalised, or scores go through the model's activation."""
+    """How to compute the result of an input. None means the model's default for normalization and activation."""
 
     task: PoolingTask
     dimensions: int | None = None
@@ -18,19 +18,20 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingInput(msgspec.Struct, frozen=True):
-    """`token_type_ids` tell the two texts of a pair apart, for models that want it."""
+    """One input. `token_type_ids` mark the two texts of a pair, for models that need it."""
 
     token_ids: list[int]
     token_type_ids: list[int] | None = None
 
 
 class PoolingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """`dimensions` is the size of an embedding; 0 for a classifier. `labels` are its classes, in their order."""
+    """The capabilities of a pooling model. `dimensions` is the size of an embedding, 0 for a classifier; `labels` are
+    the names of its classes in their order."""
 
     tasks: list[PoolingTask]
     dimensions: int = 0
     is_matryoshka: bool = False
-    """Embeddings may be cut to their first dimensions."""
+    """The model was trained so that embeddings may be truncated to their first dimensions."""
     matryoshka_dimensions: list[int] = []
-    """Sizes that they may be cut to; empty: any."""
+    """Sizes to which embeddings may be truncated; empty: any size."""
     labels: list[str] = []

@@ -1,5 +1,8 @@
-"""Which user is at the other end of a Unix socket, by what the kernel says of it. A name in the abstract namespace has
-no permissions: any user of the machine can connect to it, or listen there once its owner has ended."""
+"""Finds the user at the other end of a Unix socket, as reported by the kernel.
+
+A name in the abstract namespace has no permissions: any user of the machine can connect to it, or listen there after
+its owner has ended. So both ends check who their peer is.
+"""
 
 import os
 import socket
@@ -8,10 +11,11 @@ from typing import Protocol
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 ROOT = 0
+"""User id of root."""
 
 
 class Connected(Protocol):
-    """`socket.socket`, or what asyncio shows of one."""
+    """A connected socket: `socket.socket`, or asyncio's wrapper of one."""
 
     @property
     def family(self) -> int: ...
@@ -19,8 +23,10 @@ class Connected(Protocol):
 
 
 def stranger(connection: Connected) -> int | None:
-    """User id of the other end if it is neither this process's user nor root. None if it is, and for TCP, which does
-    not say."""
+    """Return the user id of the peer if it is neither root nor this process's user; otherwise None.
+
+    Return None for TCP too, which does not report the user.
+    """
     if connection.family != socket.AF_UNIX:
         return None
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -1,17 +1,18 @@
-"""How tokens are chosen and when a sequence ends, as far as an engine must know it.
+"""Sampling parameters that an engine needs: how tokens are chosen and when a sequence ends.
 
-Text-level rules (stop strings, detokenisation) stay in the router. Names and defaults are vLLM's.
+Rules about text (stop strings, detokenization) stay in the router. Names and defaults are vLLM's.
 """
 
 import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice of a token depends on (`seed`, sequence index, position) and the logits alone.
+    """How to sample one request's tokens.
 
-    `seed` is always set: the router draws one when the client gave none, so that a replayed stream goes on as it
-    would have. `max_tokens` counts generated tokens of the sequence from its prompt's end, replays included.
-    `logprobs` is the number of alternatives wanted (0: the chosen token alone); None means none.
+    The choice of a token depends only on the logits, `seed`, sequence index and position. `seed` is always set: the
+    router draws one if the client gave none, so that a replayed stream continues identically. `max_tokens` counts the
+    generated tokens of a sequence since its prompt, including those before a replay. `logprobs` is the number of
+    alternatives per token (0: only the chosen token); None disables logprobs.
     """
 
     seed: int
@@ -27,9 +28,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
     bad_words: list[list[int]] = []
-    """Tokens of what must not be written. vLLM's name."""
+    """Token sequences that must not be generated. Named as in vLLM."""
     grammar: str | None = None
-    """What the answer must follow, as llguidance writes it (JSON or its dialect of Lark). The router has checked it."""
+    """Grammar that the answer must follow, in llguidance's JSON form or its dialect of Lark. The router has checked it.
+    """
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None

@@ -1,8 +1,9 @@
-"""Which models read images, and how many tokens of the prompt an image becomes: a rule that router and engine share.
+"""Defines which models accept images, and how many prompt tokens an image becomes. Router and engine share this rule.
 
-Two families are served, whose tokens stand one behind the other like those of a text. LLaVA cuts all images to one
-size, so that each is the same number of tokens. LLaVA-NeXT adds tiles in the arrangement that fits an image's shape
-best, and a token at the end of each row of them. What others have (positions in two dimensions) is not known here.
+Two families are supported; the tokens of an image have consecutive positions like those of text. LLaVA resizes all
+images to one size, so that each has the same number of tokens. LLaVA-NeXT adds tiles in the arrangement that fits the
+shape of the image best, and one token at the end of each row. Models with other rules, such as two-dimensional
+positions, are not supported.
 """
 
 from collections.abc import Sequence
@@ -11,21 +12,26 @@ from math import inf
 import msgspec
 
 _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Towers, and how many of their outputs are of no patch."""
+"""Supported vision towers, and how many of their outputs do not belong to a patch."""
 _DEFAULTS = {"clip_vision_model": (224, 32), "siglip_vision_model": (224, 16)}
+"""Image size and patch size of each tower in transformers, for configs that do not state them."""
 TEXT_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Decoders that take an embedding as it is: others scale it, and would scale an image's too."""
+"""Supported decoders. They use input embeddings unchanged; others scale them, and would scale image embeddings too."""
 MODEL_TYPES = frozenset({"llava", "llava_next"})
 SERVED = "LLaVA and LLaVA-NeXT with a CLIP or SigLIP tower before Llama, Mistral, Qwen 2 or Qwen 3 are served"
 PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-"""LLaVA-NeXT's, where a config says nothing."""
+"""Tile arrangements of LLaVA-NeXT in transformers, for configs that do not state them."""
 
 Size = tuple[int, int]
-"""Height and width."""
+"""Height and width in pixels."""
 
 
 class VisionProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokens_per_image` at least: all of an image where there is no `grid`, the sizes that tiles may make together."""
+    """How a model converts images to tokens.
+
+    `tokens_per_image` is the number of tokens of an image, or with a `grid` the tokens of its overview in addition to
+    the tiles. `grid` lists the sizes that tiles may form together.
+    """
 
     image_token_id: int
     tokens_per_image: int
@@ -34,13 +40,14 @@ class VisionProfile(msgspec.Struct, frozen=True, kw_only=True):
     patch_size: int = 1
 
     def tokens_of(self, *, width: int, height: int) -> int:
-        """Of an image of so many pixels."""
+        """Return the number of tokens of an image with this size in pixels."""
         if not self.grid:
             return self.tokens_per_image
         tall, wide = _best(self.grid, height, width)
         per_tile = self.tile_size // self.patch_size
         rows, columns = per_tile * (tall // self.tile_size), per_tile * (wide // self.tile_size)
-        # What was padded to get the arrangement's shape is cut off again: as transformers' `unpad_image`.
+        # The tiles are padded to the shape of the arrangement, and transformers' `unpad_image` removes the tokens of
+        # the padding again.
         if width / height > columns / rows:
             rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
         else:
@@ -69,9 +76,10 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def vision_profile(config: object) -> VisionProfile | None:
-    """Of what config.json says. None: it reads no images, or not in a way that is known here."""
+    """Return the profile of a model from its config.json, or None if it does not accept images in a supported way."""
     try:
         known = msgspec.convert(config, _Config)
+    # Another model may use these keys with other types: then it is not one of these families.
     except msgspec.ValidationError:
         return None
     tower, text = known.vision_config, known.text_config or _Text()
@@ -82,7 +90,8 @@ def vision_profile(config: object) -> VisionProfile | None:
     size, patch = (given or default for given, default in zip(_stated(tower), _DEFAULTS[tower.model_type], strict=True))
     count = (size // patch) ** 2 + _CLASS_TOKENS[tower.model_type]
     if known.vision_feature_select_strategy == "default":
-        count -= 1  # the first output is left out, whatever it is of
+        # The "default" strategy drops the tower's first output, even if it belongs to a patch.
+        count -= 1
     token_id = known.image_token_id if known.image_token_id is not None else known.image_token_index
     return VisionProfile(
         image_token_id=32000 if token_id is None else token_id,
@@ -94,12 +103,16 @@ def vision_profile(config: object) -> VisionProfile | None:
 
 
 def _stated(tower: _Tower) -> tuple[int | None, int | None]:
+    """Return image size and patch size as stated in the config, each None if missing."""
     return tower.image_size, tower.patch_size
 
 
 def _best(grid: Sequence[Size], height: int, width: int) -> Size:
-    """The arrangement that shows most of an image, and of those the one that wastes least: as transformers'
-    `select_best_resolution`."""
+    """Return the arrangement that shows the most pixels of an image, and among equal ones the one with the least
+    padding.
+
+    Same as transformers' `select_best_resolution`.
+    """
     best, most, least = grid[0], 0, inf
     for tall, wide in grid:
         scale = min(wide / width, tall / height)

@@ -1,4 +1,5 @@
-"""The one codec: MessagePack through msgspec. Decoding checks every field; lengths are bounded before allocation."""
+"""The one codec of all messages: MessagePack through msgspec. Decoding checks every field, and frame length before
+allocation."""
 
 from typing import Generic, TypeVar
 
@@ -7,16 +8,18 @@ import msgspec
 T = TypeVar("T")
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Default maximum length of a frame, so that a peer cannot make this process allocate without bound."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class WireError(ValueError):
-    """A frame that is too long, not MessagePack, or not of the expected type; or a message that no frame can carry."""
+    """A frame is too long, not MessagePack or not of the expected type; or a message cannot be encoded."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Raises `WireError` for what MessagePack cannot carry: integers beyond 64 bits, lone surrogates."""
+    """Encode a message. Raises `WireError` for values that MessagePack cannot carry: integers beyond 64 bits, lone
+    surrogates."""
     try:
         return _encoder.encode(message)
     except (OverflowError, RecursionError, TypeError, ValueError) as exc:
@@ -24,9 +27,10 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class Decoder(Generic[T]):
-    """Decodes frames of one type (often a union of tagged structs) and refuses everything else.
+    """Decodes frames of one type, often a union of tagged structs, and refuses everything else.
 
-    `Decoder[ToInstance](ToInstance)`: the parameter types the result, since a union is no `type[T]`.
+    Write `Decoder[ToInstance](ToInstance)`: the type parameter gives the result's type, because a union is not a
+    `type[T]`.
     """
 
     def __init__(self, expected: object, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -34,10 +38,15 @@ class Decoder(Generic[T]):
         self._max_bytes = max_bytes
 
     def decode(self, frame: bytes | memoryview) -> T:
-        """Raises `WireError`."""
+        """Decode one MessagePack frame and check every field against the expected type.
+
+        Raises `WireError` if the frame is longer than `max_bytes` or does not match.
+        """
         if len(frame) > self._max_bytes:
-            raise WireError(f"frame of {len(frame)} bytes exceeds the limit of {self._max_bytes}")
+            raise WireError(f"frame of {len(frame)} bytes exceeds the limit of {self._max_bytes} bytes")
         try:
             return self._decoder.decode(frame)
+        # Deep nesting raises RecursionError, invalid text UnicodeDecodeError: input from a peer must not raise anything
+        # else.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise WireError(f"undecodable frame: {exc}") from exc

@@ -92,7 +92,7 @@ def test_instances_that_can_hand_nothing_over_are_named_with_their_layouts(caplo
         fakes.add(record("e", "decode", layout=msgspec.structs.replace(LAYOUT, dtype="fp8_e4m3")))
         await settle()
         (told,) = caplog.records
-        assert "int8 would be rounded again to fp8_e4m3" in told.message
+        assert "converting int8 to fp8_e4m3 would round the values a second time" in told.message
         assert f"p ({codes})" in told.message and "e (KVLayout(" in told.message
 
     with_cluster(scenario)
