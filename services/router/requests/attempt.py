@@ -119,6 +119,10 @@ class Attempt(msgspec.Struct, eq=False):
             s.has_gap or len(s.token_ids) == self.position for s in self.unfinished()
         )
 
+    def is_done_with(self, worker: WorkerState) -> bool:
+        """Return whether `worker` is the prefill worker and nothing more is needed of it."""
+        return worker is self.prefill and worker is not self.decode and not self.needs_prefill
+
     def on_second_token(self, index: int, now: float) -> None:
         """Record the gap between the first two tokens of a sequence, once, for the pacing of later first tokens."""
         came_at = self.first_token_at.pop(index, None)

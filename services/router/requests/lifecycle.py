@@ -14,16 +14,20 @@ Everything here runs on the router's event loop.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import msgspec
-
-from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
-from baton_serve.contracts.messages import Answer, Failed, HandoffReport, PrefillReport, TokenLogprobs, Tokens, Work
-from baton_serve.contracts.wire import WireError
+from baton_serve.contracts.messages import (
+    Answer,
+    ErrorCode,
+    Failed,
+    HandoffReport,
+    PrefillReport,
+    TokenLogprobs,
+    Tokens,
+)
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.worker_state import WorkerState
-from baton_serve.services.router.placement.policy import Candidate, Demand, NoCapacity, Placement, place
+from baton_serve.services.router.placement.policy import NoCapacity, Placement
 from baton_serve.services.router.protocol.errors import (
     ApiError,
     BadRequestError,
@@ -31,15 +35,11 @@ from baton_serve.services.router.protocol.errors import (
     InternalError,
     UnavailableError,
 )
-from baton_serve.services.router.requests.attempt import Attempt, sequence_indexes
+from baton_serve.services.router.requests.attempt import Attempt
 from baton_serve.services.router.requests.first_token_pacer import FirstTokenPacer
 from baton_serve.services.router.requests.placement_retry import PlacementRetry, failure_error, no_capacity_error
-from baton_serve.services.router.requests.prompt_request import (
-    PromptBlockHashes,
-    PromptRequest,
-    RequestPolicy,
-    RequestTiming,
-)
+from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestPolicy, RequestTiming
+from baton_serve.services.router.requests.request_attempts import RequestAttempts
 from baton_serve.services.router.requests.timeline import Timeline
 from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.text.token_sequence import TokenSequence
@@ -100,13 +100,15 @@ class RequestLifecycle:
         self._clock = clock
         self.deadline = timing.at + policy.request_timeout_s
         """Moment of `clock` after which the owner calls `expire`."""
-        self._attempts: set[Attempt] = set()
-        self._num_attempts = 0
-        self._avoided: frozenset[InstanceId] = frozenset()
-        """Instances that failed this request; placement takes them only if no other instance is left."""
-        self._preferred_decode: InstanceId | None = None
-        """Decode instance that has blocks of this request from an earlier attempt."""
-        self._block_hashes = PromptBlockHashes(request.token_ids, request.cache_salt, request.lora, request.media)
+        self._attempts = RequestAttempts(
+            request,
+            owner=self,
+            cluster=cluster,
+            policy=policy,
+            clock=clock,
+            timing=timing,
+            timeline=self.timeline,
+        )
         self._placement_retry: PlacementRetry | None = None
         self._replay_timers: list[asyncio.TimerHandle] = []
 
@@ -144,11 +146,11 @@ class RequestLifecycle:
         if sequence.is_finished:
             return
         sequence.is_finished = True
-        for attempt in [a for a in self._attempts if index in a.sequences]:
+        for attempt in self._attempts.with_sequence(index):
             if attempt.unfinished():
                 attempt.cancel_sequence(index)
             else:  # nothing of the attempt is needed any more
-                self._end_attempt(attempt, cancel=True)
+                self._attempts.end(attempt, cancel=True)
         self._end_if_done("stop")
 
     def cancel(self, reason: str) -> None:
@@ -178,7 +180,7 @@ class RequestLifecycle:
         if sequence.is_finished and not attempt.unfinished():
             # A decode worker knows the end that it has generated itself. If the first token was the last one, it came
             # from the prefill worker, and the decode worker may still be waiting for the blocks: cancel it.
-            self._end_attempt(attempt, cancel=worker is not attempt.decode)
+            self._attempts.end(attempt, cancel=worker is not attempt.decode)
             self._end_if_done(None)
 
     def on_answer(self, attempt: Attempt, worker: WorkerState, answer: Answer) -> None:
@@ -202,11 +204,11 @@ class RequestLifecycle:
 
     def on_lost(self, attempt: Attempt, worker: WorkerState, reason: str) -> None:
         """Replay an attempt after the connection to one of its workers was lost, if it still needs that worker."""
-        if worker is attempt.prefill and worker is not attempt.decode and not attempt.needs_prefill:
+        if attempt.is_done_with(worker):
             attempt.drop_prefill()
             return
         error = UnavailableError(f"instance {worker.record.instance} was lost: {reason}", code="instance_lost")
-        self._preferred_decode = _surviving_decode(attempt, worker.record.instance)
+        self._attempts.prefer_decode_of(attempt, culprit=worker.record.instance)
         self._replay(attempt, error, delay_s=0.0)
 
     def on_error(self, error: Exception) -> None:
@@ -216,7 +218,7 @@ class RequestLifecycle:
 
     def _on_failed(self, attempt: Attempt, worker: WorkerState, failed: Failed) -> None:
         """Replay an attempt that a worker gave up, or fail the request if a replay cannot help."""
-        if worker is attempt.prefill and worker is not attempt.decode and not attempt.needs_prefill:
+        if attempt.is_done_with(worker):
             return
         instance = worker.record.instance
         extra = {"request_id": attempt.request_id}
@@ -226,33 +228,19 @@ class RequestLifecycle:
             return
         # A decode worker that could not fetch the blocks names the instance that it tried to fetch them from.
         culprit = failed.lost if failed.lost is not None else instance
-        is_first_failure = culprit not in self._avoided
-        self._avoided |= {culprit}
-        self._preferred_decode = _surviving_decode(attempt, culprit)
-        if failed.code == "draining" and is_first_failure:
-            # Draining is planned, and placement avoids the instance from now on. If this replay were counted, a rolling
-            # update could use up `max_replays`.
-            self._replay(attempt, failure_error(failed), delay_s=0.0, is_counted=False)
-            return
-        self._record_failure(culprit, failed)
-        # Replays add load. Without backoff and a shared budget they would keep an overloaded cluster overloaded.
-        if failed.code in ("overloaded", "internal") and not self._owner.take_retry():
-            self._end_attempt(attempt, cancel=True)
+        is_first_failure = self._attempts.avoid(culprit)
+        self._attempts.prefer_decode_of(attempt, culprit=culprit)
+        self._attempts.record_failure(culprit, failed.code)
+        rule = replay_rule(failed.code, is_first_failure=is_first_failure, num_replays=attempt.num_replays)
+        if rule.needs_budget and not self._owner.take_retry():
+            self._attempts.end(attempt, cancel=True)
             self.fail(failure_error(failed))
             return
-        delay_s = FIRST_BACKOFF_S * 2**attempt.num_replays if failed.code in ("overloaded", "internal") else 0.0
-        self._replay(attempt, failure_error(failed), delay_s=delay_s)
-
-    def _record_failure(self, culprit: InstanceId, failed: Failed) -> None:
-        """Count a failure in the circuit breaker of an instance, if the code means that the instance is broken."""
-        worker = self._cluster.worker(culprit)
-        # An instance that is full or drains is healthy. An open circuit breaker would take it from all requests.
-        if worker is not None and failed.code in ("internal", "timeout", "handoff_failed"):
-            worker.circuit_breaker.failed(self._clock())
+        self._replay(attempt, failure_error(failed), delay_s=rule.delay_s, is_counted=rule.is_counted)
 
     def _replay(self, attempt: Attempt, error: ApiError, *, delay_s: float, is_counted: bool = True) -> None:
         """End an attempt and place its unfinished sequences again, or fail with `error` if no replay is left."""
-        self._end_attempt(attempt, cancel=True)
+        self._attempts.end(attempt, cancel=True)
         self._pacer.flush()  # a first token that is held back would wait for a second one of the ended attempt
         unfinished = attempt.unfinished()
         if not unfinished:
@@ -264,18 +252,13 @@ class RequestLifecycle:
         self.timeline.replays += 1
         num_replays = attempt.num_replays + is_counted
         logger.warning("replaying a request: %s", error.message, extra={"request_id": attempt.request_id})
-        # One attempt computes one input. Sequences without tokens share the prompt; every other one has its own input.
-        without_tokens = [sequence for sequence in unfinished if not sequence.token_ids]
-        groups = ([without_tokens] if without_tokens else []) + [
-            [sequence] for sequence in unfinished if sequence.token_ids
-        ]
+        groups = replay_groups(unfinished)
         for sequence in unfinished:
             sequence.drop_out_of_order()
         for group in groups:
             # By a timer even without delay: the cluster may be in the middle of removing the lost worker.
-            self._replay_timers.append(
-                asyncio.get_running_loop().call_later(delay_s, self._place_again, group, num_replays)
-            )
+            timer = asyncio.get_running_loop().call_later(delay_s, self._place_again, group, num_replays)
+            self._replay_timers.append(timer)
 
     def _place_again(self, group: list[TokenSequence], num_replays: int) -> None:
         """Place the sequences of a group that are unfinished by now, or fail the request. Never raises."""
@@ -315,118 +298,12 @@ class RequestLifecycle:
         return self._cluster.expects_instances(within_s=self._policy.instance_wait_s)
 
     def _start_attempt(self, sequences: Sequence[TokenSequence], num_replays: int) -> NoCapacity | None:
-        """Place sequences whose tokens are the same so far, and send them to their workers.
-
-        `sequences` is one sequence, or several without tokens. Return the reason if no instance can take them. None
-        means that the attempt runs or that the owner has queued the request. Raises `ApiError` if the owner rejects it.
-        """
-        token_ids = self.request.token_ids + sequences[0].token_ids
-        num_generated_before = len(sequences[0].token_ids)
-        block_hashes = self._block_hashes.extended(token_ids) if num_generated_before else self._block_hashes
-        demand = Demand(
-            num_tokens=len(token_ids),
-            num_sequences=len(sequences),
-            max_new_tokens=self.request.sampling.max_tokens - num_generated_before,
-            avoided=self._avoided,
-            preferred_decode=self._preferred_decode,
-            itl_s=self.timing.slo.itl_s,
-            ttft_s=self.timing.ttft_budget_s(self._clock()),
-            has_images=bool(self.request.media),
-        )
-        view = self._cluster.view(
-            block_hashes.hashes, self.request.model, self.request.lora, has_images=demand.has_images
-        )
-        placement = place(demand, view, self._policy.policy)
-        if isinstance(placement, NoCapacity):
-            return placement
-        # A replay is never queued or rejected: the request was admitted when its first attempt started.
-        if not self._num_attempts and not self._owner.admit_request(self, placement):
-            return None
-        attempt = self._new_attempt(placement, sequences, position=num_generated_before, num_replays=num_replays)
-        try:
-            self._send_attempt(attempt, placement, token_ids, block_hashes)
-        except BaseException as exc:
-            # Without leases no message was sent, so that no worker knows the attempt.
-            self._end_attempt(attempt, cancel=bool(attempt.leases))
-            if isinstance(exc, WireError):
-                raise BadRequestError(
-                    f"the request cannot be encoded for an instance: {exc}", code="unsendable"
-                ) from exc
-            raise
-        return None
-
-    def _send_attempt(
-        self, attempt: Attempt, placement: Placement, token_ids: list[int], block_hashes: PromptBlockHashes
-    ) -> None:
-        """Send a new attempt to its workers. The caller ends it if this raises."""
-        self.timeline.record_placement(placement, self._clock())
-        sequences = list(attempt.sequences.values())
-        work = self._work(
-            attempt, token_ids, sequence_indexes(sequences), block_hashes.root(placement.final_worker.layout)
-        )
-        # A handoff must not run longer than the request itself.
-        timeout_s, plan = min(self._policy.handoff_timeout_s, work.timeout_s), placement.final_worker.pull
-        source = self._cluster.worker(plan.source) if plan is not None else None
-        attempt.start(
-            work, placement, block_hashes, handoff_timeout_s=timeout_s, pull_from=source, images=self.request.images
-        )
-        for worker in attempt.workers():
-            self._record_sent(worker, block_hashes.hashes(worker.record.layout))
-
-    def _record_sent(self, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
-        """Record that a worker has been sent the prompt and will soon cache its blocks.
-
-        Without this, prompts with the same prefix that come before the cache events would be computed somewhere else.
-        """
-        now = self._clock()
-        worker.circuit_breaker.begin_attempt(now)
-        self._cluster.index.expect(worker.record.instance, hashes, until=now + self._policy.expected_blocks_ttl_s)
-
-    def _new_attempt(
-        self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, num_replays: int
-    ) -> Attempt:
-        """Register an attempt on the workers of `placement`. Its first token has index `position` in each sequence."""
-        prefill = self._worker_of(placement.prefill)
-        attempt = Attempt(
-            owner=self,
-            request_id=RequestId(f"{self.request.request_id}~{self._num_attempts}"),
-            sequences={sequence.index: sequence for sequence in sequences},
-            prefill=prefill,
-            decode=self._worker_of(placement.decode),
-            position=position,
+        """Place sequences and send them to their workers; see `RequestAttempts.start`."""
+        return self._attempts.start(
+            sequences,
             num_replays=num_replays,
-            decode_has_blocks=prefill is None,  # one worker computes prompt and answer: nothing is handed off
-        )
-        self._num_attempts += 1
-        self._attempts.add(attempt)
-        return attempt
-
-    def _worker_of(self, candidate: Candidate | None) -> WorkerState | None:
-        return self._cluster.worker(candidate.instance) if candidate is not None else None
-
-    def _work(self, attempt: Attempt, token_ids: list[int], sequences: list[int], root: BlockHash) -> Work:
-        """Build the message that describes the computation.
-
-        `root` is the root hash in the layout of the worker that computes the prompt. `Attempt.start` replaces it for a
-        worker of another layout, whose block hashes differ.
-        """
-        sampling = self.request.sampling
-        if self.prompt_logprobs is not None:
-            # The first attempt has returned them. Asking again would forbid the worker to use cached blocks.
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        return Work(
-            request_id=attempt.request_id,
-            token_ids=token_ids,
-            num_prompt_tokens=len(self.request.token_ids),
-            sampling=sampling,
-            root=root,
-            sequences=sequences,
-            priority=self.request.priority,
-            lora=self.request.lora,
-            media=list(self.request.media),
-            timeout_s=max(0.1, self.deadline - self._clock()),
-            itl_s=self.timing.slo.itl_s,
-            trace_headers=dict(self.request.trace_headers),
+            needs_prompt_logprobs=self.prompt_logprobs is None,
+            admit=lambda placement: self._owner.admit_request(self, placement),
         )
 
     def expire(self) -> None:
@@ -442,12 +319,6 @@ class RequestLifecycle:
             self._pacer.fail(error)
             self._end(error.message)
 
-    def _end_attempt(self, attempt: Attempt, *, cancel: bool) -> None:
-        """End an attempt, if it is still running. With `cancel`, send `Cancel` to its workers."""
-        if attempt in self._attempts:
-            self._attempts.discard(attempt)
-            attempt.end(cancel=cancel)
-
     def _end_if_done(self, finish_reason: str | None) -> None:
         """End the request if every sequence is finished. Record `finish_reason` unless a worker's token carried it."""
         if finish_reason is not None:
@@ -460,8 +331,7 @@ class RequestLifecycle:
         if reason is not None:
             logger.info("request ended early: %s", reason, extra={"request_id": self.request.request_id})
         self.is_finished = True
-        for attempt in list(self._attempts):
-            self._end_attempt(attempt, cancel=True)
+        self._attempts.cancel_all()
         self._release_local()
         self.timeline.ended_at = self._clock()
         self._owner.on_end(self)
@@ -477,7 +347,36 @@ class RequestLifecycle:
             self._placement_retry = None
 
 
-def _surviving_decode(attempt: Attempt, culprit: InstanceId) -> InstanceId | None:
-    """Return the attempt's decode instance unless it is the culprit: blocks that have arrived there can be reused."""
-    decode = attempt.decode
-    return decode.record.instance if decode is not None and decode.record.instance != culprit else None
+class ReplayRule(NamedTuple):
+    """How a failed attempt is placed again."""
+
+    is_counted: bool
+    """The replay counts towards `RequestPolicy.max_replays`."""
+    needs_budget: bool
+    """The replay needs a retry from the budget that all requests share."""
+    delay_s: float
+
+
+def replay_rule(code: ErrorCode, *, is_first_failure: bool, num_replays: int) -> ReplayRule:
+    """Decide how to replay an attempt that failed with `code`.
+
+    `is_first_failure`: the instance at fault has not failed this request before. `num_replays` counts earlier replays.
+    """
+    if code == "draining" and is_first_failure:
+        # Draining is planned, and placement avoids the instance from now on. If this replay were counted, a rolling
+        # update could use up `max_replays`.
+        return ReplayRule(is_counted=False, needs_budget=False, delay_s=0.0)
+    if code in ("overloaded", "internal"):
+        # Replays add load. Without backoff and a shared budget they would keep an overloaded cluster overloaded.
+        return ReplayRule(is_counted=True, needs_budget=True, delay_s=FIRST_BACKOFF_S * 2**num_replays)
+    return ReplayRule(is_counted=True, needs_budget=False, delay_s=0.0)
+
+
+def replay_groups(unfinished: Sequence[TokenSequence]) -> list[list[TokenSequence]]:
+    """Split sequences into groups that one attempt each can serve.
+
+    Sequences without tokens share the prompt as their input; every other sequence has an input of its own.
+    """
+    without_tokens = [sequence for sequence in unfinished if not sequence.token_ids]
+    with_tokens = [[sequence] for sequence in unfinished if sequence.token_ids]
+    return [without_tokens, *with_tokens] if without_tokens else with_tokens

@@ -1,0 +1,218 @@
+"""Starts and keeps the attempts of one request: places its sequences, and sends them to the chosen workers."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
+from baton_serve.contracts.messages import ErrorCode, Work
+from baton_serve.contracts.wire import WireError
+from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.cluster.worker_state import WorkerState
+from baton_serve.services.router.placement.policy import Candidate, Demand, NoCapacity, Placement, place
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.requests.attempt import Attempt, AttemptOwner, sequence_indexes
+from baton_serve.services.router.requests.prompt_request import (
+    PromptBlockHashes,
+    PromptRequest,
+    RequestPolicy,
+    RequestTiming,
+)
+from baton_serve.services.router.requests.timeline import Timeline
+from baton_serve.services.router.text.token_sequence import TokenSequence
+
+
+class RequestAttempts:
+    """The running attempts of one request, and what earlier ones have shown. A `RequestLifecycle` owns it."""
+
+    def __init__(
+        self,
+        request: PromptRequest,
+        *,
+        owner: AttemptOwner,
+        cluster: Cluster,
+        policy: RequestPolicy,
+        clock: Callable[[], float],
+        timing: RequestTiming,
+        timeline: Timeline,
+    ) -> None:
+        self._request = request
+        self._owner = owner
+        self._cluster = cluster
+        self._policy = policy
+        self._clock = clock
+        self._timing = timing
+        self._timeline = timeline
+        self._block_hashes = PromptBlockHashes(request.token_ids, request.cache_salt, request.lora, request.media)
+        self._running: set[Attempt] = set()
+        self._num_started = 0
+        self._avoided: frozenset[InstanceId] = frozenset()
+        """Instances that failed this request; placement takes them only if no other instance is left."""
+        self._preferred_decode: InstanceId | None = None
+        """Decode instance that has blocks of this request from an earlier attempt."""
+
+    def start(
+        self,
+        sequences: Sequence[TokenSequence],
+        *,
+        num_replays: int,
+        needs_prompt_logprobs: bool,
+        admit: Callable[[Placement], bool],
+    ) -> NoCapacity | None:
+        """Place sequences whose tokens are the same so far, and send them to their workers.
+
+        `sequences` is one sequence, or several without tokens. Return the reason if no instance can take them. None
+        means that the attempt runs, or that `admit` has returned False for the first attempt: then the request waits in
+        the router. Raises `ApiError` if `admit` rejects the request or if it cannot be encoded.
+        """
+        token_ids = self._request.token_ids + sequences[0].token_ids
+        num_generated = len(sequences[0].token_ids)
+        block_hashes = self._block_hashes.extended(token_ids) if num_generated else self._block_hashes
+        placement = self._place(block_hashes, num_sequences=len(sequences), num_generated=num_generated)
+        if isinstance(placement, NoCapacity):
+            return placement
+        # A replay is never queued or rejected: the request was admitted when its first attempt started.
+        if not self._num_started and not admit(placement):
+            return None
+        attempt = self._new_attempt(placement, sequences, position=num_generated, num_replays=num_replays)
+        try:
+            self._timeline.record_placement(placement, self._clock())
+            root = block_hashes.root(placement.final_worker.layout)
+            work = self._work(attempt, token_ids, root, needs_prompt_logprobs=needs_prompt_logprobs)
+            self._send(attempt, placement, work, block_hashes)
+        except BaseException as exc:
+            # Without leases no message was sent, so that no worker knows the attempt.
+            self.end(attempt, cancel=bool(attempt.leases))
+            if isinstance(exc, WireError):
+                message = f"the request cannot be encoded for an instance: {exc}"
+                raise BadRequestError(message, code="unsendable") from exc
+            raise
+        return None
+
+    def with_sequence(self, index: int) -> list[Attempt]:
+        """Return the running attempts that compute sequence `index`."""
+        return [attempt for attempt in self._running if index in attempt.sequences]
+
+    def end(self, attempt: Attempt, *, cancel: bool) -> None:
+        """End an attempt, if it is still running. With `cancel`, send `Cancel` to its workers."""
+        if attempt in self._running:
+            self._running.discard(attempt)
+            attempt.end(cancel=cancel)
+
+    def cancel_all(self) -> None:
+        """End all running attempts and send `Cancel` to their workers."""
+        for attempt in list(self._running):
+            self.end(attempt, cancel=True)
+
+    def avoid(self, culprit: InstanceId) -> bool:
+        """Avoid an instance from now on. Return True if it has not failed this request before."""
+        is_first_failure = culprit not in self._avoided
+        self._avoided |= {culprit}
+        return is_first_failure
+
+    def prefer_decode_of(self, attempt: Attempt, *, culprit: InstanceId) -> None:
+        """Prefer the decode instance of a failed attempt from now on: blocks that have arrived there can be reused.
+
+        If it is itself the culprit, no instance is preferred.
+        """
+        decode = attempt.decode
+        survives = decode is not None and decode.record.instance != culprit
+        self._preferred_decode = decode.record.instance if decode is not None and survives else None
+
+    def record_failure(self, culprit: InstanceId, code: ErrorCode) -> None:
+        """Count a failure in the circuit breaker of an instance, if the code means that the instance is broken."""
+        worker = self._cluster.worker(culprit)
+        # An instance that is full or drains is healthy. An open circuit breaker would take it from all requests.
+        if worker is not None and code in ("internal", "timeout", "handoff_failed"):
+            worker.circuit_breaker.failed(self._clock())
+
+    def _place(
+        self, block_hashes: PromptBlockHashes, *, num_sequences: int, num_generated: int
+    ) -> Placement | NoCapacity:
+        """Choose the instances for an attempt by the state of the cluster at this moment."""
+        request = self._request
+        demand = Demand(
+            num_tokens=len(block_hashes.token_ids),
+            num_sequences=num_sequences,
+            max_new_tokens=request.sampling.max_tokens - num_generated,
+            avoided=self._avoided,
+            preferred_decode=self._preferred_decode,
+            itl_s=self._timing.slo.itl_s,
+            ttft_s=self._timing.ttft_budget_s(self._clock()),
+            has_images=bool(request.media),
+        )
+        view = self._cluster.view(block_hashes.hashes, request.model, request.lora, has_images=demand.has_images)
+        return place(demand, view, self._policy.policy)
+
+    def _new_attempt(
+        self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, num_replays: int
+    ) -> Attempt:
+        """Register an attempt on the workers of `placement`. Its first token has index `position` in each sequence."""
+        prefill = self._worker_of(placement.prefill)
+        attempt = Attempt(
+            owner=self._owner,
+            request_id=RequestId(f"{self._request.request_id}~{self._num_started}"),
+            sequences={sequence.index: sequence for sequence in sequences},
+            prefill=prefill,
+            decode=self._worker_of(placement.decode),
+            position=position,
+            num_replays=num_replays,
+            decode_has_blocks=prefill is None,  # one worker computes prompt and answer: nothing is handed off
+        )
+        self._num_started += 1
+        self._running.add(attempt)
+        return attempt
+
+    def _worker_of(self, candidate: Candidate | None) -> WorkerState | None:
+        return self._cluster.worker(candidate.instance) if candidate is not None else None
+
+    def _work(self, attempt: Attempt, token_ids: list[int], root: BlockHash, *, needs_prompt_logprobs: bool) -> Work:
+        """Build the message that describes the computation.
+
+        `root` is the root hash in the layout of the worker that computes the prompt. `Attempt.start` replaces it for a
+        worker of another layout, whose block hashes differ.
+        """
+        request = self._request
+        sampling = request.sampling
+        if not needs_prompt_logprobs and sampling.prompt_logprobs is not None:
+            # An earlier attempt has returned them. Asking again would forbid the worker to use cached blocks.
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        deadline = self._timing.at + self._policy.request_timeout_s
+        return Work(
+            request_id=attempt.request_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(request.token_ids),
+            sampling=sampling,
+            root=root,
+            sequences=sequence_indexes(list(attempt.sequences.values())),
+            priority=request.priority,
+            lora=request.lora,
+            media=list(request.media),
+            timeout_s=max(0.1, deadline - self._clock()),
+            itl_s=self._timing.slo.itl_s,
+            trace_headers=dict(request.trace_headers),
+        )
+
+    def _send(self, attempt: Attempt, placement: Placement, work: Work, block_hashes: PromptBlockHashes) -> None:
+        """Send a new attempt to its workers. The caller ends it if this raises."""
+        plan = placement.final_worker.pull
+        attempt.start(
+            work,
+            placement,
+            block_hashes,
+            # A handoff must not run longer than the request itself.
+            handoff_timeout_s=min(self._policy.handoff_timeout_s, work.timeout_s),
+            pull_from=self._cluster.worker(plan.source) if plan is not None else None,
+            images=self._request.images,
+        )
+        for worker in attempt.workers():
+            self._record_sent(worker, block_hashes.hashes(worker.record.layout))
+
+    def _record_sent(self, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
+        """Record that a worker has been sent the prompt and will soon cache its blocks.
+
+        Without this, prompts with the same prefix that come before the cache events would be computed somewhere else.
+        """
+        now = self._clock()
+        worker.circuit_breaker.begin_attempt(now)
+        self._cluster.index.expect(worker.record.instance, hashes, until=now + self._policy.expected_blocks_ttl_s)
