@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from baton_serve.services.cli import COMMANDS
-from tests.helm.chart import CHART, ROOT, of_kind, render, values_of, variant
+from tests.helm.chart import CHART, ROOT, of_kind, pod_of, render, values_of, variant
 from tests.helm.promql import EXPRESSIONS, metrics_of
 
 PAGE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "guide").glob("*.md")))
@@ -42,3 +42,9 @@ def test_every_metric_that_is_named_is_used_by_a_dashboard_or_rule() -> None:
 
 def test_every_command_is_one() -> None:
     assert {words for words in re.findall(r"\bbaton (\w+)", " ".join(CODE) + "baton doctor")} <= set(COMMANDS)
+
+
+def test_the_example_for_two_arc_nodes_renders_prefill_and_decode_on_different_nodes() -> None:
+    rendered = render(ROOT / "examples" / "two-arc-nodes.yaml")
+    nodes = {role: pod_of(rendered, role)["nodeSelector"]["baton-role"] for role in ("prefill", "decode")}
+    assert nodes == {"prefill": "prefill", "decode": "decode"}

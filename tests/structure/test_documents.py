@@ -17,6 +17,7 @@ DOCUMENTS = sorted(
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "helm").rglob("*.md"),
         *(ROOT / "deploy").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
     ]
 )
 CODE = re.compile(r"```.*?```", re.DOTALL)
