@@ -1,1 +1,1 @@
-"""The messages of the HTTP API as values: requests, responses, errors, and the little HTTP that endpoints need."""
+"""Defines the HTTP API's messages (requests, responses, errors) as values, and the ASGI functions of endpoints."""

@@ -1,4 +1,8 @@
-"""The little of HTTP that the hot path needs, on ASGI: read a body, answer, stream, notice a client that left."""
+"""HTTP functions for the router's endpoints, on top of ASGI: read a body, send JSON, stream events, detect disconnects.
+
+They work with every ASGI server. On this repository's own server (`services.common.http`) a request also has an
+`Exchange`, which writes events and reports a disconnect without going through ASGI's `send` and `receive`.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
@@ -23,25 +27,40 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Any]
 
 _CONTEXT = "baton"
+"""Key of the `RequestContext` in the ASGI scope."""
+
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""Bytes of a body that are read although it is longer than the limit. After them the error is sent in any case."""
+
 _WATCH_AFTER_S = 0.05
+"""Delay in seconds before `DisconnectWatch` starts a task."""
+
 _EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
+    # nginx would otherwise buffer the events and send them late.
     (b"x-accel-buffering", b"no"),
 )
 DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream of OpenAI's API."""
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """`slow_client_s`: for a body to arrive, and for a client to take what it is sent."""
+    """Limits for one HTTP request.
+
+    `slow_client_s` bounds the time in which the body must arrive, and the time in which the client must accept each
+    part of the response.
+    """
 
     max_body_bytes: int
     slow_client_s: float
 
 
 class RequestContext(msgspec.Struct, frozen=True):
-    """What the outermost layer found in the headers. `arrived_at` is of the router's monotonic clock."""
+    """Values that the gateway (the outermost middleware) reads from the headers, for all layers below it.
+
+    `arrived_at` is a time of the router's monotonic clock.
+    """
 
     request_id: str
     arrived_at: float
@@ -51,25 +70,27 @@ class RequestContext(msgspec.Struct, frozen=True):
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
     exchange: Exchange | None = None
-    """Where the server is this repository's own."""
+    """The request's connection, if the server is this repository's own; None on other ASGI servers."""
 
     def attach(self, scope: Scope) -> None:
+        """Store the context in the ASGI scope of its request."""
         scope[_CONTEXT] = self
 
     @staticmethod
     def is_attached(scope: Scope) -> bool:
-        """False where the headers were refused."""
+        """Return whether the request has a context. It has none if the gateway rejected its headers."""
         return _CONTEXT in scope
 
     @staticmethod
     def of(scope: Scope) -> "RequestContext":
+        """Return the context that `attach` stored in the scope."""
         context = scope[_CONTEXT]
         assert isinstance(context, RequestContext)
         return context
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """`name` in lower case."""
+    """Return the value of the first header called `name`, or None. `name` must be in lower case, as in ASGI."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -77,25 +98,33 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def exchange_of(scope: Scope) -> Exchange | None:
+    """Return the connection that this repository's own server puts into the scope, or None on other servers."""
     exchange = scope.get("extensions", {}).get(EXTENSION)
     assert exchange is None or isinstance(exchange, Exchange)
     return exchange
 
 
 def check_media_type(scope: Scope) -> None:
-    """Raise `MediaTypeError` for a body that is not said to be JSON: one that is said to be a text, a form or nothing
-    is what any web page may have a browser send here without asking first (CORS)."""
+    """Raise `MediaTypeError` unless the Content-Type header says that the body is JSON."""
+    # Any web page can make a browser send a body as text, as a form or without a type to this server, without a CORS
+    # preflight. Requiring JSON forces the preflight, so such pages cannot use a server on the user's own network.
     given = header(scope, b"content-type")
     kind = (given or "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
-    found = f"{given[:100]!r} is no JSON" if given else "there is none"
-    raise MediaTypeError(f"the body's Content-Type must be application/json, and {found}: send that header (curl: -H)")
+    found = f"it is {given[:100]!r}" if given else "the request has none"
+    raise MediaTypeError(
+        f"the Content-Type header must be application/json, but {found}: send it (curl: -H 'Content-Type: "
+        "application/json')"
+    )
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Raises `MediaTypeError`; and `RequestTooLargeError`, after reading to the end: a client that still sends would
-    not see the answer."""
+    """Read the whole body of a request with JSON. If the client disconnects, return the part that arrived.
+
+    Raises `MediaTypeError` if the Content-Type is not JSON, `RequestTooLargeError` if the body is longer than the limit
+    and `RequestTimeoutError` if it does not arrive in time.
+    """
     check_media_type(scope)
     context = RequestContext.of(scope)
     limits = context.limits
@@ -104,7 +133,8 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     size = 0
     deadline = asyncio.get_running_loop().time() + limits.slow_client_s
     while True:
-        # The server itself waits only so long for the first piece, which is mostly all and mostly there.
+        # This repository's own server limits the time until the first piece itself. That piece is usually the whole
+        # body and has usually arrived, so that no timer is needed for most requests.
         is_timed = context.exchange is not None and not chunks
         message = await receive() if is_timed else await _receive_in_time(receive, deadline, limits)
         if message["type"] == "http.disconnect":
@@ -114,11 +144,14 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
         if size <= limit:
             chunks.append(chunk)
         else:
+            # Go on reading but keep nothing: a client that is still sending would not see an early error response.
             chunks.clear()
         if not message.get("more_body", False) or size > _MAX_DISCARDED_BYTES:
             break
     if size > limit:
-        raise RequestTooLargeError(f"the body has more than {limit} bytes, the limit of this server")
+        raise RequestTooLargeError(
+            f"the body has more than {limit} bytes, the limit of this server (--max-request-bytes)"
+        )
     return b"".join(chunks)
 
 
@@ -127,12 +160,15 @@ async def _receive_in_time(receive: Receive, deadline: float, limits: RequestLim
         async with asyncio.timeout_at(deadline):
             return await receive()
     except TimeoutError:
-        raise RequestTimeoutError(f"the body did not arrive within {limits.slow_client_s:g} s") from None
+        raise RequestTimeoutError(
+            f"the body of the request did not arrive within {limits.slow_client_s:g} s (--slow-client-s)"
+        ) from None
 
 
 async def send_json(
     send: Send, body: object, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
+    """Send a whole response with `body` encoded as JSON. `headers` are added to the content type and length."""
     content = msgspec.json.encode(body)
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": fields + (headers or [])})
@@ -140,9 +176,10 @@ async def send_json(
 
 
 async def send_error(send: Send, error: ApiError, body: object = None) -> None:
-    """`body` is one in another shape than OpenAI's."""
+    """Send an error response. `body` replaces the body in OpenAI's format, for the formats of other APIs."""
     headers = []
     if error.retry_after_s is not None:
+        # HTTP knows whole seconds only, and 0 would make clients retry at once.
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -150,8 +187,11 @@ async def send_error(send: Send, error: ApiError, body: object = None) -> None:
 
 
 class EventStream:
-    """Server-sent events. The head of the response leaves with the first of them; then `exchange`, where there is one,
-    takes events at once as long as the client keeps up."""
+    """Sends one response as server-sent events.
+
+    The response headers are sent with the first event, so a request that fails before it still gets an HTTP status.
+    After that, on this repository's own server, events are written directly to `exchange` while the client keeps up.
+    """
 
     def __init__(self, send: Send, *, slow_client_s: float, exchange: Exchange | None = None) -> None:
         self._send = send
@@ -160,19 +200,22 @@ class EventStream:
         self.is_started = False
 
     async def write(self, events: bytes) -> None:
-        """`events` is one or more whole events, each `data: ...` and an empty line. Raises `ClientGoneError` when
-        the client takes nothing for a long time."""
+        """Send one or more whole events, each `data: ...` followed by an empty line.
+
+        Raises `ClientGoneError` if the client accepts no data for `slow_client_s`.
+        """
         if self.exchange is not None and self.exchange.is_writable:
             self.exchange.write(events)
         else:
             await self._send_in_time(events, is_last=False)
 
     async def end(self, last: bytes = DONE) -> None:
-        """Raises `ClientGoneError`, as `write`."""
+        """Send the last events and end the response. Raises `ClientGoneError` as `write` does."""
         await self._send_in_time(last, is_last=True)
 
     async def _send_in_time(self, events: bytes, *, is_last: bool) -> None:
-        if self.exchange is not None and self.exchange.is_writable:  # a timer takes longer than this does
+        # While the connection is writable the send returns at once. Setting a timer would take longer than the send.
+        if self.exchange is not None and self.exchange.is_writable:
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
             return
         try:
@@ -182,12 +225,16 @@ class EventStream:
                     await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
                 await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
         except TimeoutError:
-            raise ClientGoneError("the client takes nothing of what it is sent") from None
+            raise ClientGoneError(
+                f"the client accepted no data for {self._slow_client_s:g} s (--slow-client-s)"
+            ) from None
 
 
 async def while_connected(work: Coroutine[Any, Any, T], exchange: Exchange | None) -> T:
-    """Return what `work` returns. Where the server can tell that the client has left, `work` is cancelled then.
-    Raises `ClientGoneError`."""
+    """Run `work` and return its result, but cancel it if the client disconnects.
+
+    Raises `ClientGoneError` if it was cancelled for that reason. Without `exchange` a disconnect is not detected.
+    """
     if exchange is None:
         return await work
     task = asyncio.ensure_future(work)
@@ -199,18 +246,20 @@ async def while_connected(work: Coroutine[Any, Any, T], exchange: Exchange | Non
     try:
         return await task
     except asyncio.CancelledError:
+        # The cancellation may also come from above, for example when the server shuts down: only a disconnect of the
+        # client is translated.
         if exchange.is_gone:
-            raise ClientGoneError("the client left before its request was read") from None
+            raise ClientGoneError("the client disconnected before its request was prepared") from None
         raise
     finally:
+        # `work` is over. `DisconnectWatch` detects a disconnect during the answer.
         exchange.watch(None)
 
 
 class DisconnectWatch:
-    """Calls `on_disconnect` when the client goes away before the `with` block ends. The body has been read.
+    """Context manager that calls `on_disconnect` if the client disconnects before the `with` block ends.
 
-    Where only `receive` can tell, it begins a little late: most short answers are over by then, and a task for each
-    would cost more than it finds.
+    Use it after the body has been read: on other ASGI servers it consumes the messages of `receive`.
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], None], exchange: Exchange | None = None) -> None:
@@ -224,6 +273,8 @@ class DisconnectWatch:
         if self._exchange is not None:
             self._exchange.watch(self._on_disconnect)
         else:
+            # Most short answers end within this delay. Starting a task for each of them would cost more than the few
+            # disconnects that it would find.
             self._begin = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._start)
 
     def __exit__(self, *exc_info: object) -> None:

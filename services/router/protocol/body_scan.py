@@ -1,7 +1,7 @@
-"""Counts what a body of JSON would become, before it becomes that.
+"""Counts the objects, strings and values in a JSON body before it is parsed, and rejects bodies with too many of them.
 
-An empty object takes two bytes of a body and 64 of memory, and an allocation. No parser can be interrupted: what is
-too much must be known before one begins.
+An empty object takes two bytes of a body but 64 bytes of memory. A parser cannot be interrupted while it holds the
+interpreter's lock, so a body that would take too much time or memory must be found before the parser starts.
 """
 
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.sizes import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS
 
 UNCOUNTED_BYTES = 64 * 1024
-"""Shorter bodies are parsed in a few milliseconds, whatever is in them."""
+"""Size up to which a body is not counted: whatever it contains, it is parsed in a few milliseconds."""
 
 _PIECE_BYTES = 64 * 1024
-"""Counted in 0.5 ms at most; other threads run between two pieces."""
+"""Size of the pieces in which a body is counted. One piece takes at most 0.5 ms; other threads run between pieces."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """`items`: commas, of which there is one between any two values."""
+    """Numbers of objects and lists, of strings, and of commas (`items`); a comma stands between any two values."""
 
     objects: int = 0
     texts: int = 0
@@ -27,7 +27,10 @@ class Counts:
 
 
 def check_counts(body: bytes, what: str = "the body") -> None:
-    """Raises `BadRequestError` as soon as there is too much of something. Need not be JSON: a parser will say so."""
+    """Raise `BadRequestError` if a JSON text has too many values. `what` names the text in the error message.
+
+    The text need not be valid JSON: the parser that comes next reports such errors.
+    """
     if len(body) <= UNCOUNTED_BYTES:
         return
     counts = Counts()
@@ -36,7 +39,7 @@ def check_counts(body: bytes, what: str = "the body") -> None:
 
 
 def count(body: bytes, counts: Counts, *, piece_bytes: int) -> Iterator[None]:
-    """Adds what is in `body` to `counts`, piece by piece."""
+    """Add the numbers of values in `body` to `counts`, piece by piece. The iterator yields after each piece."""
     is_text = False
     at = 0
     while at < len(body):
@@ -47,20 +50,26 @@ def count(body: bytes, counts: Counts, *, piece_bytes: int) -> Iterator[None]:
 
 
 def _end_of_piece(body: bytes, start: int, piece_bytes: int) -> int:
-    """A piece ends with no backslash, so that no escape sequence is cut in two; one of backslashes alone has an even
-    number of them."""
+    """Return the end of the piece that begins at `start`, so that no escape sequence is cut in two."""
+    # An odd number of backslashes at the end means that the last one escapes the next byte: take that byte as well.
     end = min(start + piece_bytes, len(body))
     backslashes = end - start - len(body[start:end].rstrip(b"\\"))
     return min(end + backslashes % 2, len(body))
 
 
 def _count(piece: bytes, counts: Counts, *, is_text: bool) -> bool:
-    """Adds what is in `piece`, which begins within a text if `is_text`. Returns whether it ends within one."""
+    """Add the numbers of values in `piece` to `counts`. Return whether the piece ends within a string.
+
+    `is_text` says whether the piece begins within a string.
+    """
+    # Remove escaped backslashes before escaped quotes: in `\\"` the quote ends the string.
     if b"\\" in piece:
         piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # Without escapes each quote begins or ends a string, so every second part lies outside of strings. `split` and
+    # `count` run in C; a loop over the bytes would be far slower.
     parts = piece.split(b'"')
     outside = b"".join(parts[1::2] if is_text else parts[::2])
-    # The first quote of a text counts it.
+    # A string is counted at its opening quote, so one that crosses the border of two pieces counts once.
     counts.texts += (len(parts) - is_text) // 2
     counts.objects += outside.count(b"{") + outside.count(b"[")
     counts.items += outside.count(b",")
@@ -70,11 +79,11 @@ def _count(piece: bytes, counts: Counts, *, is_text: bool) -> bool:
 def _check(counts: Counts, what: str) -> None:
     for number, limit, name in (
         (counts.objects, MAX_OBJECTS, "objects and lists"),
-        (counts.texts, MAX_TEXTS, "texts and names"),
+        (counts.texts, MAX_TEXTS, "strings"),
         (counts.items, MAX_NUMBERS, "values"),
     ):
         if number > limit:
             raise BadRequestError(
-                f"{what} has more than {limit} {name}, the limit of this server: send several requests",
+                f"{what} has more than {limit} {name}, the limit of this server: split it into several requests",
                 code="too_many_values",
             )

@@ -1,11 +1,14 @@
-"""Who asks, what may be used in that name, and what was promised. Values only."""
+"""Values that describe the sender of a request: the owner of the API key and its limits, and the request's SLO."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """One API key's owner. 0 means no limit; a `weight` of 2 gets twice the share of a queue."""
+    """Describes the owner of an API key and its limits; 0 means no limit.
+
+    When requests are queued, a caller with `weight` 2 gets twice the share of one with weight 1.
+    """
 
     name: str = "anonymous"
     requests_per_minute: int = 0
@@ -13,10 +16,11 @@ class Caller:
     tokens_per_day: int = 0
     weight: float = 1.0
     min_priority: int | None = None
-    """Least `priority` of its requests, which go the sooner the smaller it is; None: any."""
+    """Smallest value of `priority` that its requests may have (smaller runs first); None allows any value."""
 
     @property
     def is_limited(self) -> bool:
+        """Return whether the usage of this key must be counted."""
         return bool(self.requests_per_minute or self.tokens_per_minute or self.tokens_per_day)
 
 
@@ -25,7 +29,7 @@ ANONYMOUS = Caller()
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Longest time to the first token, and between tokens. None: whatever it takes."""
+    """The service level objective of one request: time to first token and inter-token latency. None means no SLO."""
 
     ttft_s: float | None = None
     itl_s: float | None = None

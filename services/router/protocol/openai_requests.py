@@ -1,10 +1,11 @@
-"""What clients may send: OpenAI's requests with vLLM's extra parameters. The only place where pydantic is used.
+"""Schemas of the requests of OpenAI's API with vLLM's extra parameters. Only schemas of requests use pydantic.
 
-Types and ranges that need nothing but the request itself are checked here; the rest is for `parameters`. Names that are
-not declared reach `model_extra`: `parsing` refuses those known to OpenAI's or vLLM's API and ignores others.
+A schema checks types and ranges that depend on the request alone; `text.sampling_params` checks the rest against the
+model. Undeclared parameters go to `model_extra`: `request_parsing` rejects those of OpenAI's or vLLM's API that are not
+supported and ignores all others.
 
-Every list has a greatest length, and its first wrong element ends its validation (`fail_fast`): pydantic would report
-all of them, for each type that a field may have.
+Every list has a maximum length, and its first invalid element ends its validation (`fail_fast`). Otherwise pydantic
+would report every invalid element, once for each type that the field may have.
 """
 
 from typing import Annotated, Any, Literal
@@ -54,35 +55,38 @@ Metadata = Annotated[dict[str, Any], Field(max_length=MAX_METADATA)]
 
 
 class _Request(BaseModel):
-    """Numbers are numbers and strings are strings: nothing is converted."""
+    """Base of all request schemas. It is strict: a string that contains a number is not accepted as a number."""
 
+    # Without `protected_namespaces=()` pydantic warns about fields whose name begins with `model_`.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class StreamOptions(_Request):
+    """Options of a streamed answer: usage in an extra last chunk, or in every chunk."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class AdapterRequest(_Request):
-    """`model`: which one's adapter it is, where the router serves several; the first if it is not said."""
+    """A request about one LoRA adapter. `model` names its base model; by default it is the router's first model."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     model: Name | None = None
 
 
 class LoadAdapterRequest(AdapterRequest):
-    """`lora_path` is a folder that every instance of the model sees."""
+    """`POST /v1/load_lora_adapter`. Every instance of the model must be able to read the folder `lora_path`."""
 
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class UnloadAdapterRequest(AdapterRequest):
-    pass
+    """`POST /v1/unload_lora_adapter`."""
 
 
 class GenerationRequest(_Request):
-    """What chats and completions have in common."""
+    """Parameters that chat requests and completion requests share."""
 
     model: Name | None = None
     stream: bool | None = None
@@ -119,6 +123,7 @@ class GenerationRequest(_Request):
     echo: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    # vLLM's older names of `structured_outputs`. Clients still send them.
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)] | None = None
@@ -133,6 +138,8 @@ class GenerationRequest(_Request):
 
 
 class ContentPart(_Request):
+    """One part of a message's content: text or an image."""
+
     type: Name
     text: str | None = None
     image_url: dict[str, Any] | str | None = None
@@ -142,16 +149,20 @@ Parts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_OBJECT
 
 
 class ChatMessage(_Request):
+    """One message of a chat. Other fields (`tool_calls`, `name`, ...) stay in `model_extra`, for the chat template."""
+
     role: Name
     content: str | Parts | None = None
 
 
 def chat_message(role: str, content: Any, **more: Any) -> ChatMessage:
-    """A message with fields that only templates know, such as `tool_calls`."""
+    """Return a message with extra fields that only chat templates use, such as `tool_calls`."""
     return ChatMessage.model_validate({"role": role, "content": content, **more})
 
 
 class Tool(_Request):
+    """A tool that the model may call. `function` has `name`, `description`, `parameters` and `strict`."""
+
     type: Literal["function"]
     function: dict[str, Any]
 
@@ -193,7 +204,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(_Request):
-    """`POST /tokenize`: of a prompt, or of a chat."""
+    """`POST /tokenize`. It takes either `prompt` or `messages`, as vLLM does."""
 
     model: Name | None = None
     prompt: str | None = None

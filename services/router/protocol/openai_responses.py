@@ -1,4 +1,7 @@
-"""What clients get: OpenAI's answers with vLLM's extra fields, as msgspec structs. Nothing here decides anything."""
+"""Responses of OpenAI's API with vLLM's extra fields, as msgspec structs. This module contains no logic.
+
+A field of type `UnsetType` is left out of the JSON when it is not set; a field that is None is sent as null.
+"""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -7,7 +10,7 @@ import msgspec
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The `baton` field of an answer whose request has the header `x-baton-explain: 1`. Times in seconds."""
+    """The field `baton` of an answer, sent if the request has the header `x-baton-explain: 1`. Times are in seconds."""
 
     request_id: str
     decision: str
@@ -15,18 +18,18 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     decode: str | None
     cached_tokens: Mapping[str, int]
     pulled_tokens: int = 0
-    """Cached ones that the instance fetched from another one, `pulled_from`, first."""
+    """Number of the cached tokens whose KV blocks the instance first fetched from another instance, `pulled_from`."""
     pulled_from: str | None = None
     pull_s: float = 0.0
     predicted_ttft_s: float
     other_ttft_s: float = 0.0
-    """What was predicted where another instance would have read the prompt: `decode` itself, or a prefill instance."""
+    """TTFT predicted for the alternative placement: prefill on the decode instance, or on a prefill instance."""
     predicted_itl_s: float
     itl_s: float | None
     admission_s: float | None
     ttft_s: float | None
     held_s: float | None = None
-    """Part of `ttft_s`: the first token was held back, for the second to follow in the promised time."""
+    """Time that the router held back the first token so that the second met the ITL SLO. It is part of `ttft_s`."""
     tokenize_s: float
     queue_s: float | None
     prefill_s: float | None
@@ -36,7 +39,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     handoff_s: float | None = None
     handoff_exposed_s: float | None = None
     handoff_to_step_s: float | None = None
-    """From prefill's end to the first step of the decode instance."""
+    """Time from the end of prefill to the first step of the decode instance."""
     transferred_blocks: int | None = None
     transferred_bytes: int | None = None
     reused_blocks: int | None = None
@@ -45,10 +48,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
+    """The number of prompt tokens whose KV was already in a cache."""
+
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request, as OpenAI reports them."""
+
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
@@ -56,12 +63,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
+    """One of the most likely tokens at a position of a chat answer."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChatLogprob(msgspec.Struct, frozen=True):
+    """The generated token at one position of a chat answer, with its alternatives."""
+
     token: str
     logprob: float
     bytes: list[int]
@@ -69,10 +80,14 @@ class ChatLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs in the format of chat completions."""
+
     content: list[ChatLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Logprobs in the format of completions: parallel lists with one entry for each token."""
+
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
@@ -80,27 +95,34 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token's logprob at a position of the prompt, in vLLM's format. `rank` 1 is the most likely token."""
+
     logprob: float
     rank: int
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""Logprobs by token id for each position of the prompt. The first entry is None: no token precedes the first one."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
+    """The function that a tool call names, with its arguments as a JSON string."""
+
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete tool call of an answer that is not streamed."""
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class ChatMessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning goes by both of the names that clients know."""
+    """The message of a chat answer. Reasoning is sent under both names that clients read."""
 
     role: str
     content: str | None
@@ -111,6 +133,8 @@ class ChatMessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the `n` answers to a chat."""
+
     index: int
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
@@ -120,6 +144,8 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of /v1/chat/completions, if it is not streamed."""
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -134,17 +160,21 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokenIds(msgspec.Struct, frozen=True):
-    """Beside the choices of a chunk."""
+    """The extra field of a streamed chunk that carries the token ids of the prompt."""
 
     prompt_token_ids: list[int]
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of a streamed function call: its name, or more text of its arguments."""
+
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A piece of a streamed tool call. Only the first piece of a call has `id` and `type`."""
+
     index: int
     id: str | None = None
     type: str | None = None
@@ -152,6 +182,8 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The new part of a streamed chat message."""
+
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
@@ -160,6 +192,8 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a streamed chat chunk."""
+
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -169,7 +203,7 @@ class ChatDeltaChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Streamed and whole."""
+    """One choice of /v1/completions, both in streamed chunks and in whole responses."""
 
     index: int
     text: str
@@ -182,6 +216,8 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of /v1/completions, if it is not streamed."""
+
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -193,6 +229,8 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of /v1/models: a model, or a LoRA adapter whose `parent` is its base model."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -204,11 +242,15 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of /v1/models."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of /tokenize."""
+
     count: int
     max_model_len: int | None
     tokens: list[int]
@@ -216,4 +258,6 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of /detokenize: the text of the token ids."""
+
     prompt: str

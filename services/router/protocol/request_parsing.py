@@ -1,6 +1,7 @@
-"""Bytes of a request's body to a checked request. Says in one sentence what is wrong with a bad one.
+"""Parses the body of a request into a validated schema, and explains an invalid body in one sentence.
 
-What a long body has is counted before it is parsed, and it is parsed beside the event loop.
+The values of a long body are counted before it is parsed (`body_scan`), and it is parsed in a thread, so that the event
+loop and with it all streams go on.
 """
 
 import asyncio
@@ -23,20 +24,24 @@ R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 
 _pool = ThreadPoolExecutor(1, thread_name_prefix="bodies")
-"""For long bodies, one at a time: more threads would only contend with the event loop for the interpreter's lock.
-Python ends it with the process."""
+"""The thread that parses long bodies. With more threads they would only contend with the event loop for the
+interpreter's lock. Python ends it with the process."""
 
 _LOGGED_NAMES = 8
+"""Number of unknown parameters of one request that are logged by name."""
 _LOGGED_CHARS = 40
+"""Characters of a logged parameter name."""
 
 _UNIONS = frozenset({"str", "int", "float", "bool", "StreamOptions", "constrained-str", "constrained-int"})
+"""Names of types that pydantic puts into the path of an error within a union."""
 
 _JSON_WORDS = {
     "list_type": "Input should be a valid array",
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
 }
-"""pydantic has Python's words for a long body, which is parsed before it is validated."""
+"""Messages by pydantic's error type. A long body is validated as Python values, so that pydantic would write "list" and
+"dictionary"; these are the words that it uses for JSON."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -72,28 +77,30 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Parameters of OpenAI's and vLLM's API that are not served yet, with values that ask for nothing (null never does)."""
+"""Parameters of OpenAI's and vLLM's API that are not supported, with the values that are accepted nevertheless because
+they ask for the default behaviour. Null is always accepted."""
 
 
 def is_long(body: bytes) -> bool:
-    """What is done with it is done beside the event loop."""
+    """Return whether a body is so long that it must be processed in a thread and not on the event loop."""
     return len(body) > UNCOUNTED_BYTES
 
 
 async def beside_loop(body: bytes, read: Callable[[bytes], T]) -> T:
-    """`read(body)`, in a thread of its own for a long body, so that streams go on. Raises what `read` raises."""
+    """Return `read(body)`. For a long body it runs in a thread, so that streams go on. Raises what `read` raises."""
     if not is_long(body):
         return read(body)
+    # The copied context carries the request id, which log lines of `read` show.
     return await asyncio.get_running_loop().run_in_executor(_pool, copy_context().run, read, body)
 
 
 async def parsed(body: bytes, expected: type[R]) -> R:
-    """`parse` beside the event loop. Raises `BadRequestError`."""
+    """Parse a body as `parse` does, in a thread if it is long. Raises `BadRequestError`."""
     return await beside_loop(body, lambda given: parse(given, expected))
 
 
 def parse(body: bytes, expected: type[R]) -> R:
-    """Raises `BadRequestError`."""
+    """Parse and validate a JSON body. Raises `BadRequestError` if it is invalid or has an unsupported parameter."""
     try:
         request = _long(body, expected) if is_long(body) else expected.model_validate_json(body)
     except ValidationError as exc:
@@ -104,12 +111,15 @@ def parse(body: bytes, expected: type[R]) -> R:
 
 
 def _long(body: bytes, expected: type[R]) -> R:
-    """In steps, since each holds the interpreter's lock. Raises `BadRequestError` and `ValidationError`."""
+    """Count, parse and validate a long body. Raises `BadRequestError` and pydantic's `ValidationError`."""
+    # Parsing and validating are separate calls, because each call holds the interpreter's lock until it returns. Other
+    # threads, such as the event loop, run in between.
     check_counts(body)
     try:
         values = from_json(body)
     except ValueError as exc:
         raise _not_json(str(exc)) from exc
+    # Checked before the validation, which would copy all unknown names to `model_extra`.
     if isinstance(values, dict) and len(values) > MAX_UNKNOWN + len(expected.model_fields):
         raise _too_many_names()
     return expected.model_validate(values)
@@ -123,22 +133,21 @@ def _check_extra(extra: Mapping[str, object]) -> None:
         if name not in UNSUPPORTED:
             unknown.append(name)
         elif value is not None and value not in UNSUPPORTED[name]:
+            # An unsupported parameter is rejected and not ignored: the client relies on its effect.
             raise BadRequestError(f"parameter {name!r} is not supported", param=name, code="unsupported_parameter")
     if unknown:
         _log_unknown(unknown)
 
 
 def _log_unknown(names: Sequence[str]) -> None:
-    """One line a request, however many there are."""
+    """Log one line for each request, however many unknown parameters it has."""
     shown = ", ".join(repr(name[:_LOGGED_CHARS]) for name in names[:_LOGGED_NAMES])
     rest = len(names) - _LOGGED_NAMES
-    logger.info("unknown parameters are ignored: %s%s", shown, f" and {rest} more" if rest > 0 else "")
+    logger.info("ignoring unknown parameters of a request: %s%s", shown, f" and {rest} more" if rest > 0 else "")
 
 
 def _too_many_names() -> BadRequestError:
-    return BadRequestError(
-        f"the body has more than {MAX_UNKNOWN} parameters that are not known here", code="too_many_values"
-    )
+    return BadRequestError(f"the body has more than {MAX_UNKNOWN} unknown parameters", code="too_many_values")
 
 
 def _not_json(reason: str) -> BadRequestError:
@@ -146,12 +155,15 @@ def _not_json(reason: str) -> BadRequestError:
 
 
 def _explained(error: ValidationError) -> BadRequestError:
+    # By default pydantic would copy the client's values into each of its errors.
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
     if first["type"] == "json_invalid":
         return _not_json(first["msg"])
     if not first["loc"]:
         return BadRequestError("the body must be a JSON object", code="invalid_json")
+    # A client gets one error at a time, for the first invalid parameter. In a union pydantic reports one error for each
+    # type that the value does not match, and all of them are needed to say what is accepted.
     param = str(first["loc"][0])
     same = [e for e in errors if str(e["loc"][0]) == param]
     reasons = dict.fromkeys(_reason(e) for e in same[:4])
@@ -159,7 +171,8 @@ def _explained(error: ValidationError) -> BadRequestError:
 
 
 def _reason(error: ErrorDetails) -> str:
-    # Within a union pydantic adds the name of the tried type to the path; keep only places in the client's JSON.
+    # Within a union pydantic adds the name of the tried type to the path. Keep only the parts that exist in the
+    # client's JSON: list indexes and field names.
     path = [str(part) for part in error["loc"][1:] if isinstance(part, int) or part.isidentifier()]
     path = [part for part in path if part not in _UNIONS]
     message = _JSON_WORDS.get(error["type"], error["msg"])

@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers, chat templates, sampling parameters, and the text of an answer."""
+"""Converts between text and tokens: tokenizers, chat templates, sampling parameters, and the text of an answer."""

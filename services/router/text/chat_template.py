@@ -1,6 +1,6 @@
-"""Messages to prompt text, exactly as `transformers.apply_chat_template` renders them, without transformers.
+"""Renders chat messages to the prompt's text, exactly as `transformers.apply_chat_template` does, without transformers.
 
-Templates are foreign code: they run in Jinja's immutable sandbox and see plain JSON values only.
+Templates are untrusted code: they run in Jinja's immutable sandbox, and all their variables are plain JSON values.
 """
 
 import json
@@ -24,24 +24,32 @@ TemplateMessage = dict[str, Json]
 ContentFormat = Literal["string", "openai"]
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients send back the reasoning of an earlier answer, the most usual first."""
+
 _END_MARK = "BATON-END-OF-FINAL-MESSAGE "
-_TOO_OLD = "no chat template: the model has none, so give one with --chat-template FILE"
+"""Appended to the final message to find its end in the rendered text. The space shows whether a template strips."""
+
+_NO_TEMPLATE = "the model has no chat template: start the router with --chat-template FILE, or use /v1/completions"
 
 
-class _Named(msgspec.Struct, frozen=True):
+class _NamedTemplate(msgspec.Struct, frozen=True):
+    """One template of a list in tokenizer_config.json."""
+
     name: str
     template: str
 
 
 class _Config(msgspec.Struct, frozen=True):
-    chat_template: str | list[_Named] | None = None
+    """The field of tokenizer_config.json and chat_template.json that is used."""
+
+    chat_template: str | list[_NamedTemplate] | None = None
 
 
 class ChatTemplates:
-    """The templates of one model: a default, and perhaps one for requests with tools (`tool_use`)."""
+    """The chat templates of one model: `default`, and optionally `tool_use` for requests with tools."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Raises `ModelFolderError` for a template that Jinja cannot parse."""
+        """Parse the templates, given by name. Raises `ModelFolderError` if Jinja cannot parse one."""
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {name: ChatTemplate(source) for name, source in templates.items()}
@@ -52,10 +60,14 @@ class ChatTemplates:
     def from_folder(
         cls, folder: Path, special_tokens: Mapping[str, str], override: str | None = None
     ) -> "ChatTemplates":
-        """`override` is a file or a template itself. Raises `ModelFolderError`."""
+        """Load the templates of a model folder. Raises `ModelFolderError` if one cannot be read or parsed.
+
+        `override` (`--chat-template`) replaces them; it is the path of a file or the text of a template.
+        """
         if override is not None:
             return cls({"default": _file_or_text(override)}, special_tokens)
         templates: dict[str, str] = {}
+        # Later sources replace earlier ones: transformers also prefers chat_template.jinja, the newest format.
         for name in ("tokenizer_config.json", "chat_template.json"):
             config = read_json(folder / name, _Config)
             if config is None or config.chat_template is None:
@@ -72,29 +84,33 @@ class ChatTemplates:
 
     @property
     def source(self) -> str | None:
-        """Of the default template."""
+        """The text of the default template, or None if the model has none."""
         return self._templates["default"].source if "default" in self._templates else None
 
     def pick(self, *, has_tools: bool) -> "ChatTemplate":
-        """Raises `BadRequestError` when the model has no template."""
+        """Return the template for a request. Raises `BadRequestError` if the model has none."""
         name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise BadRequestError(_TOO_OLD, param="messages", code="no_chat_template")
+            raise BadRequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
         return self._templates[name]
 
     def variables(self, extra: Mapping[str, Json]) -> dict[str, Json]:
+        """Return the variables for a template: the special tokens and `extra`, which has precedence."""
         return {**self._special_tokens, **extra}
 
 
 class ChatTemplate:
+    """One parsed chat template. It may be rendered in several threads."""
+
     def __init__(self, source: str) -> None:
-        """Raises `jinja2.TemplateError`."""
+        """Parse a template. Raises `jinja2.TemplateError`."""
         environment = _environment()
         self.source = source
         self._template = environment.from_string(source)
-        self._template.globals = dict(self._template.globals)  # a ChainMap is copied slowly at each rendering
+        # Jinja copies the globals at each rendering, and copying its ChainMap is slow.
+        self._template.globals = dict(self._template.globals)
         self.content_format: ContentFormat = _content_format(environment.parse(source))
-        """Whether the template walks over parts of a message's content or expects a string."""
+        """`openai` if the template iterates over the parts of a message's content, `string` if it expects a string."""
 
     def render(
         self,
@@ -106,7 +122,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Json],
     ) -> str:
-        """Raises `BadRequestError` when the template refuses the messages."""
+        """Return the text of the prompt. Raises `BadRequestError` if the template rejects the messages.
+
+        With `continue_final_message` the text ends with the text of the last message, so that the model continues it.
+        """
         chat = [_normalized(message) for message in messages]
         final = _mark_final_message(chat) if continue_final_message else None
         try:
@@ -119,6 +138,8 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
+        # A template is code that the messages drive, so these are all the exceptions that a wrong type, a missing key
+        # or a division can raise in it.
         except (
             jinja2.TemplateError,
             ArithmeticError,
@@ -128,12 +149,13 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as exc:
-            raise BadRequestError(f"the chat template refuses these messages: {exc}", param="messages") from exc
+            raise BadRequestError(f"the chat template rejects these messages: {exc}", param="messages") from exc
         return text if final is None else _cut_at_mark(text, final)
 
 
 def _normalized(message: TemplateMessage) -> TemplateMessage:
-    """Templates expect a missing key, not null; reasoning goes by the names that templates read."""
+    """Return a copy of a message without null values, and with its reasoning under both names that templates read."""
+    # Templates test for a key with `is defined`, which is true for null.
     chat: TemplateMessage = {key: value for key, value in message.items() if value is not None}
     named = [chat[key] for key in _REASONING if key in chat]
     if not named:
@@ -143,7 +165,10 @@ def _normalized(message: TemplateMessage) -> TemplateMessage:
 
 
 def _mark_final_message(chat: list[TemplateMessage]) -> str:
-    """Puts a mark behind the last message's text, in a copy; returns that text."""
+    """Append the end mark to the last text of the last message, and return that text without the mark.
+
+    Parts are copied, because they belong to the request. Raises `BadRequestError` if the message has no text.
+    """
     content = chat[-1].get("content") if chat else None
     if isinstance(content, str):
         chat[-1]["content"] = content + _END_MARK
@@ -159,27 +184,33 @@ def _mark_final_message(chat: list[TemplateMessage]) -> str:
 
 
 def _cut_at_mark(rendered: str, final: str) -> str:
+    # The approach is that of transformers: cut the rendered text at the mark, so that the tokens which the template
+    # writes after a complete message are dropped.
     mark = _END_MARK.strip()
     if mark not in rendered or final.strip() not in rendered:
         raise BadRequestError(
             "the chat template drops the last message, so it cannot be continued", param="continue_final_message"
         )
     at = rendered.rindex(mark)
-    # A template that strips messages has also stripped the mark's own trailing space.
+    # A template that strips messages has also stripped the trailing space of the mark. Then strip the message as well.
     return rendered[:at] if rendered[at : at + len(_END_MARK)] == _END_MARK else rendered[:at].rstrip()
 
 
 def _file_or_text(given: str) -> str:
+    # vLLM's `--chat-template` also takes both. A path hardly ever contains a brace.
     if "{" in given or "\n" in given:
         return given
     try:
         return Path(given).read_text()
     except OSError as exc:
-        raise ModelFolderError(f"chat template {given!r} cannot be read: {exc.strerror}") from exc
+        raise ModelFolderError(f"--chat-template {given!r} cannot be read: {exc.strerror}") from exc
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what an assistant wrote, for training; here it renders its body."""
+    """Implements `{% generation %}…{% endgeneration %}`, which marks the assistant's text for training.
+
+    Here it only renders its body, as in transformers.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -193,6 +224,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    # The options, filters and functions are those of transformers: templates are written for them.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -209,7 +241,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape HTML."""
+    # Jinja's own filter escapes characters for HTML, which must not appear in a prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -222,7 +254,10 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _content_format(tree: nodes.Template) -> ContentFormat:
-    """`openai` when the template loops over a message's content."""
+    """Return `openai` if the template iterates over a message's content, directly or through a variable.
+
+    vLLM decides it in the same way.
+    """
     names = {"content"}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, frozenset()):

@@ -1,8 +1,8 @@
-"""Token ids to text while they come: what was streamed is what decoding everything at once would give.
+"""Converts token ids to text while they arrive. The streamed text equals the text of decoding all tokens at once.
 
-A piece of text leaves as soon as no later token can change it, so UTF-8 is never broken. For byte-level and
-byte-fallback vocabularies each token's bytes are looked up in a table that is checked against the library at start; any
-other vocabulary is decoded by the library with the tokens before as context.
+A piece of text is returned as soon as no later token can change it, so a multi-byte character is never split. For
+byte-level and byte-fallback vocabularies the bytes of each token are looked up in a table, which is checked against the
+tokenizers library at start. Any other vocabulary is decoded by the library, with the preceding tokens as context.
 """
 
 import codecs
@@ -19,33 +19,41 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _UNFINISHED = "unexpected end of data"
+"""Python's reason of a `UnicodeDecodeError` for bytes that may become valid with more bytes."""
+
 _CHECKED_IDS = 512
+"""Number of tokens, spread over the vocabulary, in each of the two comparisons of the table with the library."""
 
 
 class TokenStream(Protocol):
-    """Text of one sequence."""
+    """Converts the tokens of one sequence to text."""
 
-    def push(self, token_ids: Sequence[int]) -> str: ...
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Convert the next tokens and return the text that is final now; it may be empty."""
+        ...
 
     def finish(self) -> str:
-        """What was held back because more tokens might have completed it."""
+        """Return the rest of the text: incomplete characters that were held back for further tokens."""
         ...
 
 
 class Detokenizer:
-    """Makes token streams for one tokenizer; knows the text of single tokens."""
+    """Makes token streams for one tokenizer, and converts single tokens to text. One for each model."""
 
     def __init__(self, tokenizer: TextTokenizer, *, use_table: bool = True) -> None:
         self._tokenizer = tokenizer
         self._pieces = _Pieces.of(tokenizer) if use_table else None
+        # A decoder may have settings that the table does not model. Then the slower library is right by definition.
         if self._pieces is not None and not self._agrees():
             self._pieces = None
 
     @property
     def uses_table(self) -> bool:
+        """True if tokens are converted with the table and not by the library."""
         return self._pieces is not None
 
     def stream(self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> TokenStream:
+        """Return a new stream for one sequence."""
         skipped = self._tokenizer.special_ids if skip_special_tokens else frozenset()
         if self._pieces is None:
             joined = frozenset() if spaces_between_special_tokens else self._tokenizer.special_ids
@@ -55,23 +63,26 @@ class Detokenizer:
         return _ByteFallbackStream(self._pieces, skipped)
 
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a whole sequence."""
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return stream.push(token_ids) + stream.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes that the token stands for in the middle of a text (a leading space is kept)."""
+        """Return the bytes of a token in the middle of a text (a leading space is kept)."""
         if self._pieces is not None:
             return self._pieces.pieces[token_id] if token_id < len(self._pieces.pieces) else b""
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
+        """Return the text of a token, with U+FFFD for incomplete characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def _agrees(self) -> bool:
-        """Whether the table says what the library says, for ids from all over the vocabulary."""
+        """Return whether the table and the library give the same text for samples from the whole vocabulary."""
         size = self._tokenizer.vocab_size
         step = max(1, size // _CHECKED_IDS)
         for ids in (range(0, size, step), range(step // 2, size, step)):
+            # Byte tokens are left out: among other tokens they are incomplete characters.
             clean = [i for i in ids if self._tokenizer.token(i) is not None and not _is_byte(self._tokenizer.token(i))]
             expected = self._tokenizer.decode(clean, skip_special_tokens=False)
             if self.text(clean, skip_special_tokens=False) != expected:
@@ -80,7 +91,11 @@ class Detokenizer:
 
 
 class _Pieces:
-    """`strips_first_space` is None for byte-level vocabularies, where every piece is bytes of the text."""
+    """The table of the bytes of all tokens, by token id.
+
+    `byte_ids` maps byte tokens such as `<0x0A>` to their value. `strips_first_space` is None for byte-level
+    vocabularies; for byte-fallback vocabularies it says whether the first space of a text is removed.
+    """
 
     def __init__(self, pieces: list[bytes], byte_ids: dict[int, int], strips_first_space: bool | None) -> None:
         self.pieces = pieces
@@ -89,12 +104,13 @@ class _Pieces:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> "_Pieces | None":
-        """None when the decoder is of another kind."""
+        """Return the table of a tokenizer, or None if its decoder is of another kind."""
         steps = _decoder_steps(tokenizer.backend)
         kinds = [step.get("type") for step in steps]
         tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
         if kinds == ["ByteLevel"]:
             return cls([_byte_level(token) for token in tokens], {}, None)
+        # These are the steps of decoders that were converted from SentencePiece (Llama 2, Mistral, Gemma).
         if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or kinds[3:] not in ([], ["Strip"]):
             return None
         old, new = steps[0].get("pattern"), steps[0].get("content")
@@ -110,18 +126,21 @@ class _Pieces:
 
 
 class _ByteLevelStream:
+    """Stream for byte-level vocabularies, in which every token is a sequence of bytes."""
+
     __slots__ = ("_decoder", "_is_within_character", "_pieces", "_skipped")
 
     def __init__(self, pieces: list[bytes], skipped: frozenset[int]) -> None:
         self._pieces = pieces
         self._skipped = skipped
         self._decoder: codecs.IncrementalDecoder | None = None
-        """Only where a token ended within a character, or was none."""
+        """Incremental UTF-8 decoder, made when a token first ends within a character or is not valid UTF-8."""
         self._is_within_character = False
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces, skipped, size = self._pieces, self._skipped, len(self._pieces)
-        if len(token_ids) == 1:  # nearly always
+        # Nearly every call has one token, and most tokens are whole characters: both cases have a fast path.
+        if len(token_ids) == 1:
             token_id = token_ids[0]
             data = pieces[token_id] if token_id < size and token_id not in skipped else b""
         else:
@@ -141,7 +160,11 @@ class _ByteLevelStream:
 
 
 class _ByteFallbackStream:
-    """A run of byte tokens is text as soon as it is valid UTF-8; one that never becomes valid is one � a byte."""
+    """Stream for vocabularies of text pieces with byte tokens for all other characters (SentencePiece).
+
+    A run of byte tokens becomes text as soon as it is valid UTF-8. A run that never becomes valid is written as one
+    U+FFFD for each byte, as the library does.
+    """
 
     def __init__(self, pieces: _Pieces, skipped: frozenset[int]) -> None:
         self._pieces = pieces.pieces
@@ -157,6 +180,7 @@ class _ByteFallbackStream:
                 continue
             value = self._byte_ids.get(token_id)
             if value is None:
+                # A text piece ends the run of bytes before it: no later token can complete that.
                 out.append(self._end_run())
                 out.append(self._pieces[token_id].decode())
             else:
@@ -188,9 +212,10 @@ class _ByteFallbackStream:
 
 
 class _LibraryStream:
-    """Decodes a window twice, without and with the new tokens; the difference is new text.
+    """Stream for all other vocabularies. The library decodes a window of tokens, without the new one and with it.
 
-    The window starts at the tokens of the previous piece of text, so rules for a text's beginning do not apply to it.
+    The difference is the new text. The window begins with the tokens of the previous piece of text, so that the
+    library's rules for the beginning of a text do not change the new text. vLLM uses the same method.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], joined: frozenset[int]) -> None:
@@ -206,6 +231,7 @@ class _LibraryStream:
         for token_id in token_ids:
             if token_id in self._skipped:
                 continue
+            # With `spaces_between_special_tokens` false, adjacent special tokens are written without a space.
             is_joined = token_id in self._joined
             self._window.append(token_id)
             text = self._new_text(is_end=False)
@@ -219,6 +245,7 @@ class _LibraryStream:
     def _new_text(self, *, is_end: bool) -> str:
         before = self._tokenizer.decode(self._window[: self._num_read], skip_special_tokens=False)
         after = self._tokenizer.decode(self._window, skip_special_tokens=False)
+        # A replacement character at the end may still become a character with the next token.
         if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and not is_end):
             return ""
         del self._window[: self._num_read]
@@ -237,7 +264,7 @@ def _is_byte(token: str | None) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """Return the byte for each printable character that represents one in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     table = {chr(value): value for value in printable}
@@ -253,4 +280,5 @@ def _byte_level(token: str | None) -> bytes:
     try:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:
+        # Added tokens are stored as plain text and may contain characters outside of the table.
         return token.encode()

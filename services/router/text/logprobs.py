@@ -1,4 +1,4 @@
-"""Logprobs in the two shapes that the API has, and those of prompts."""
+"""Converts logprobs of instances to the API's formats: for chats, for completions and for prompts."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,25 @@ from baton_serve.services.router.protocol.openai_responses import (
 from baton_serve.services.router.text.detokenizer import Detokenizer
 
 _MIN_LOGPROB = -9999.0
-"""JSON has no minus infinity."""
+"""The smallest logprob that is sent, as in vLLM: JSON cannot express minus infinity."""
 
 
 class LogprobWriter:
+    """Converts logprobs to the API's formats.
+
+    With `tokens_as_ids` a token is written as `token_id:123`, which is unique where several tokens have the same text.
+    """
+
     def __init__(self, detokenizer: Detokenizer, *, tokens_as_ids: bool) -> None:
         self._detokenizer = detokenizer
         self._tokens_as_ids = tokens_as_ids
 
     def token(self, token_id: int) -> str:
+        """Return the text of a token, or its id as `token_id:123`."""
         return f"token_id:{token_id}" if self._tokens_as_ids else self._detokenizer.token_text(token_id)
 
     def chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        """Return the logprobs of generated tokens in the format of chat completions."""
         return ChatLogprobs(
             [
                 ChatLogprob(
@@ -41,7 +48,10 @@ class LogprobWriter:
     def completion(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], *, offset: int
     ) -> CompletionLogprobs:
-        """`offset` is where the first of these tokens begins in the answer's text. A step without logprobs is null."""
+        """Return logprobs in the format of completions. A token without logprobs has null.
+
+        `offset` is the position of the first of these tokens in the text of the answer, in characters.
+        """
         tokens = [self.token(token_id) for token_id in token_ids]
         offsets: list[int] = []
         for token in tokens:
@@ -55,6 +65,7 @@ class LogprobWriter:
         )
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+        """Return the logprobs of a prompt in vLLM's format. The first token has null."""
         return [None if step is None else self._prompt_step(step) for step in logprobs]
 
     def _prompt_step(self, step: TokenLogprobs) -> dict[int, PromptLogprob]:
@@ -66,8 +77,9 @@ class LogprobWriter:
         }
 
     def _top(self, step: TokenLogprobs) -> dict[str, float]:
-        """The most likely, and the chosen one when it is none of them."""
+        """Return the logprobs of the most likely tokens and of the chosen one, by text."""
         top: dict[str, float] = {}
+        # Two tokens may have the same text. `setdefault` keeps the more likely one.
         for one in (*step.top, step.chosen):
             top.setdefault(self.token(one.token_id), _finite(one))
         return top

@@ -1,6 +1,7 @@
-"""An answer's text to what a message consists of: reasoning, content, calls of tools. One reader for each choice.
+"""Splits the text of a chat answer into reasoning, content and tool calls, both for streamed and for whole answers.
 
-Knows which formats a router was started with and what a request wants of them; the formats know the texts.
+This module combines the formats that the router was started with (`--reasoning-parser`, `--tool-call-parser`) with the
+parameters of a request. The packages `reasoning` and `tool_calls` implement the formats.
 """
 
 import secrets
@@ -26,7 +27,7 @@ from baton_serve.services.router.text.tool_choice import tool_choice_of
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """`content` is null when there is something else instead."""
+    """The parts of a whole chat message. `content` is None if the message has only reasoning or tool calls."""
 
     content: str | None
     reasoning: str | None
@@ -34,11 +35,17 @@ class ParsedMessage:
 
 
 class MessageFormat:
-    """How the answers to one request are read. `grammar_spec` is the form they must have, `ends_with_calls` whether
-    calls are what an answer ends with, for its finish reason."""
+    """Describes how the answers to one request are parsed. It makes one `MessageReader` for each of the `n` answers.
+
+    `grammar_spec` is the grammar of the answer, or None. If `ends_with_calls` is true, the finish reason of an answer
+    with tool calls is `tool_calls`.
+    """
 
     def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
-        """Raises `BadRequestError` for tools that cannot be served."""
+        """Use the rendered chat `prompt` to find out whether reasoning has begun already.
+
+        Raises `BadRequestError` if the tools or the grammar of the request cannot be supported.
+        """
         choice = tool_choice_of(request, settings, read_grammar_spec(request))
         self._calls = choice.format
         self._reasoning = REASONING_FORMATS[settings.reasoning_parser] if settings.reasoning_parser else None
@@ -53,7 +60,7 @@ class MessageFormat:
         self._has_short_ids = settings.tool_call_parser == "mistral"
 
     def _after_reasoning(self, grammar_spec: GrammarSpec | None) -> GrammarSpec | None:
-        """The stated form is that of the answer proper."""
+        """Return a grammar that allows reasoning before the answer. The client's grammar describes only the answer."""
         reasoning, prompt = self._reasoning, self._prompt
         if grammar_spec is None or reasoning is None:
             return grammar_spec
@@ -62,17 +69,19 @@ class MessageFormat:
 
     @property
     def is_plain(self) -> bool:
-        """The text is the content, and no reader is needed."""
+        """Whether the whole text is content, so that no reader is needed."""
         return self._calls is None and self._reasoning is None
 
     @property
     def needs_special_tokens(self) -> bool:
+        """Whether the detokenizer must keep special tokens in the text, because the formats use them as markers."""
         calls, reasoning = self._calls, self._reasoning
         return (calls is not None and calls.has_special_tokens) or (
             reasoning is not None and reasoning.has_special_tokens
         )
 
     def reader(self) -> "MessageReader":
+        """Return a new reader for one answer."""
         return MessageReader(
             self._reasoning.reader(self._prompt) if self._reasoning is not None else None,
             self._calls.reader(Tools(self._functions)) if self._calls is not None else None,
@@ -80,36 +89,44 @@ class MessageFormat:
         )
 
     def is_wanted(self, part: Part) -> bool:
+        """Return whether the client gets this part of an answer."""
         if isinstance(part, Reasoning):
             return self._shows_reasoning
+        # With `parallel_tool_calls: false` only the first call is sent, whatever the model generates.
         return not isinstance(part, Call) or self._is_parallel or part.index == 0
 
     def new_id(self) -> str:
+        """Return a random id for a tool call, in the format that the model's chat template accepts."""
         if not self._has_short_ids:
             return f"call_{secrets.token_hex(12)}"
         return secrets.token_hex(SHORT_ID_CHARS)[:SHORT_ID_CHARS]
 
 
 class MessageFormats:
-    """Of one model: most requests ask for a plain text, and share its format."""
+    """Provides the message formats of one model. Most requests ask for plain text and share one format."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._plain = None if settings.reasoning_parser else MessageFormat(settings, _PLAIN_REQUEST, "")
 
     def of(self, request: ChatCompletionRequest, prompt: str) -> MessageFormat:
-        """Raises `BadRequestError` for tools that cannot be served."""
+        """Return the format for a request with its rendered prompt.
+
+        Raises `BadRequestError` if the tools or the grammar of the request cannot be supported.
+        """
         if self._plain is not None and _SHAPING.isdisjoint(request.model_fields_set):
             return self._plain
         return MessageFormat(self._settings, request, prompt)
 
 
 _SHAPING = FORM_PARAMETERS | {"tools", "tool_choice"}
+"""Parameters that need a format of their own. Without them the shared plain format is used."""
+
 _PLAIN_REQUEST = ChatCompletionRequest(messages=[chat_message("user", "")])
 
 
 def _continued_text(request: ChatCompletionRequest) -> str:
-    """The text of the message that is to be continued."""
+    """Return the text of the message that the answer continues (`continue_final_message`), or an empty string."""
     content = request.messages[-1].content
     if not request.continue_final_message or content is None:
         return ""
@@ -117,7 +134,10 @@ def _continued_text(request: ChatCompletionRequest) -> str:
 
 
 class MessageReader:
-    """Reasoning is taken out first; the rest is searched for calls."""
+    """Parses one answer. Reasoning is removed first, and tool calls are searched in the rest.
+
+    Call either `whole` once, or `delta` (or `parts`) for each new piece of text.
+    """
 
     def __init__(self, reasoning: PartReader | None, calls: PartReader | None, format: MessageFormat) -> None:
         self.has_calls = False
@@ -126,6 +146,7 @@ class MessageReader:
         self._format = format
 
     def whole(self, text: str) -> ParsedMessage:
+        """Parse a whole answer."""
         parts = merged([*self._push(text), *self._finish()])
         content = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -137,7 +158,7 @@ class MessageReader:
         return ParsedMessage(content if content or not (reasoning or calls) else None, reasoning or None, calls)
 
     def delta(self, text: str, *, is_last: bool) -> ChatDelta | None:
-        """None when nothing can be said yet."""
+        """Parse the next piece of a streamed answer. Return None if there is nothing to send yet."""
         parts = self.parts(text, is_last=is_last)
         if not parts:
             return None
@@ -152,11 +173,12 @@ class MessageReader:
         )
 
     def parts(self, text: str, *, is_last: bool) -> list[Part]:
-        """What the text brought, in its order."""
+        """Parse the next piece of a streamed answer and return its parts in order."""
         return self._push(text) + (self._finish() if is_last else [])
 
     def _call_delta(self, call: Call) -> ToolCallDelta:
         function = FunctionDelta(call.name, call.arguments)
+        # Only the first part of a call has a name, and only the first delta of a call has an id, as in OpenAI's API.
         if call.name is None:
             return ToolCallDelta(index=call.index, function=function)
         return ToolCallDelta(index=call.index, id=self._format.new_id(), type="function", function=function)
@@ -172,6 +194,7 @@ class MessageReader:
     def _read(self, parts: Sequence[Part]) -> list[Part]:
         read: list[Part] = []
         for part in parts:
+            # Only content is searched for calls: a call that the model considers while reasoning is not a call.
             if isinstance(part, Content) and self._calls is not None:
                 read += self._calls.push(part.text)
             elif not isinstance(part, Content) or part.text:

@@ -1,6 +1,6 @@
-"""From a checked request to what engines need (`SamplingParams`) and what the router does itself (`TextRules`).
+"""Converts the parameters of a validated request to `SamplingParams` for the engines and `TextRules` for the router.
 
-Checks that need the model: token ids against the vocabulary, lengths against the context.
+It also makes the checks that depend on the model: token ids against the vocabulary, and lengths against the context.
 """
 
 import random
@@ -18,11 +18,15 @@ from baton_serve.services.router.protocol.openai_requests import (
 from baton_serve.services.router.protocol.sizes import MAX_TOKEN_RULES, MAX_TOKENS
 
 _random = random.Random()
-_SEED_MASK = 2**63 - 1
-_MOST_DIGITS = 20
-"""Of a token id that is spelled as a text. Python refuses to read thousands."""
+"""Draws the seeds of requests without one."""
 
-_WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
+_SEED_MASK = 2**63 - 1
+"""Seeds are reduced to 63 bits, which fit into a signed integer of 64 bits."""
+
+_MAX_ID_DIGITS = 20
+"""Largest number of digits of a token id in a key of `logit_bias`. `int` raises an error for thousands of digits."""
+
+_BEAM_SEARCH_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "temperature": (None, 0.0),
     "top_p": (None, 1.0),
     "top_k": (None, -1, 0),
@@ -36,14 +40,14 @@ _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = {
     "min_tokens": (None, 0),
     "stop": (None, []),
 }
-"""What may be said of a search for beams, by parameter."""
+"""Parameters that beam search does not support, with the values that are accepted because they have no effect."""
 
 COMPLETION_TOKENS = 16
-"""OpenAI's and vLLM's limit of a completion that says nothing; `null` asks for as many as fit."""
+"""Default of `max_tokens` of a completion, as in OpenAI's API and vLLM. With null, as many as fit are generated."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request that says nothing gets. Names are those of generation_config.json."""
+    """Values for parameters that a request leaves out, from generation_config.json; the names are those of the file."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -54,7 +58,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_model_len` is what every live instance can serve."""
+    """Limits that the model, its instances and the router's settings set for requests.
+
+    `max_model_len` is the longest sequence, in tokens, that every live instance can serve.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -65,7 +72,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens become the answer's text, and what that text must and must not be."""
+    """Rules for converting tokens to the text of an answer, and constraints on that text."""
 
     stop: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -80,13 +87,17 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_logprobs(request: ChatCompletionRequest) -> int | None:
-    """Number of alternatives wanted, None for no logprobs at all."""
+    """Return the number of alternatives per token that a chat request asks for, or None for no logprobs.
+
+    Raises `BadRequestError` if `top_logprobs` is set without `logprobs`.
+    """
     if request.top_logprobs and not request.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
 def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_ids: bool) -> TextRules:
+    """Return the text rules of a request. `tokens_as_ids` is the server's default (`--return-tokens-as-token-ids`)."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     wanted = request.return_tokens_as_token_ids
     return TextRules(
@@ -102,7 +113,7 @@ def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_id
 
 
 class TokenRules(msgspec.Struct, frozen=True):
-    """What a request says of single tokens. All its prompts share the lists."""
+    """The checked token lists of a request. All its prompts share them."""
 
     logit_bias: dict[int, float]
     allowed_token_ids: list[int] | None
@@ -111,7 +122,10 @@ class TokenRules(msgspec.Struct, frozen=True):
 
 
 def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimits, *, num_prompts: int) -> TokenRules:
-    """Raises `BadRequestError`."""
+    """Check the token lists of a request and return them.
+
+    Raises `BadRequestError` if an id is not in the vocabulary, or if the lists are too long for the number of prompts.
+    """
     if not (request.logit_bias or request.stop_token_ids or rules.bad_words) and request.allowed_token_ids is None:
         return TokenRules(logit_bias={}, allowed_token_ids=None, stop_token_ids=[], bad_words=[])
     sizes = {
@@ -123,8 +137,8 @@ def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimit
     if num_prompts * sum(sizes.values()) > MAX_TOKEN_RULES:
         param = max(sizes, key=sizes.__getitem__)
         raise BadRequestError(
-            f"{param}: {sum(sizes.values())} tokens for each of {num_prompts} prompts, the limit is {MAX_TOKEN_RULES} "
-            "for all of them: send several requests",
+            f"{param}: the token lists have {sum(sizes.values())} entries for each of {num_prompts} prompts, the limit "
+            f"is {MAX_TOKEN_RULES} for all prompts together: split the request",
             param=param,
             code="too_many_values",
         )
@@ -139,12 +153,18 @@ def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimit
 def sampling_params(
     request: GenerationRequest, num_prompt_tokens: int, rules: TextRules, tokens: TokenRules, limits: ModelLimits
 ) -> SamplingParams:
-    """Raises `BadRequestError`. Call once per prompt: `max_tokens` depends on its length."""
+    """Return the sampling parameters for one prompt; `max_tokens` depends on the prompt's length.
+
+    Raises `BadRequestError` if the tokens do not fit into the context or too many logprobs are requested.
+    """
     logprobs = rules.logprobs
     max_tokens = _max_tokens(request, num_prompt_tokens, limits)
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
-        raise BadRequestError(f"min_tokens is {min_tokens}, greater than max_tokens, {max_tokens}", param="min_tokens")
+        raise BadRequestError(
+            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens are generated (max_tokens)",
+            param="min_tokens",
+        )
     defaults = limits.defaults
     prompt_logprobs = _prompt_logprobs(request, logprobs)
     is_chat = isinstance(request, ChatCompletionRequest)
@@ -156,6 +176,7 @@ def sampling_params(
         min_tokens=min_tokens,
         temperature=_first(request.temperature, defaults.temperature, 1.0),
         top_p=_first(request.top_p, defaults.top_p, 1.0),
+        # 0 also means all tokens, in generation_config.json as in vLLM's API.
         top_k=int(_first(request.top_k, defaults.top_k, -1)) or -1,
         min_p=_first(request.min_p, defaults.min_p, 0.0),
         presence_penalty=request.presence_penalty or 0.0,
@@ -173,14 +194,17 @@ def sampling_params(
 
 
 class SequenceCounts(msgspec.Struct, frozen=True):
-    """Of each prompt `width` sequences or beams are looked at, and `count` are the answer."""
+    """Numbers of sequences for each prompt: `width` sequences or beams are computed, the best `count` are returned."""
 
     count: int
     width: int
 
 
 def sequence_counts(request: GenerationRequest, num_prompts: int, limits: ModelLimits) -> SequenceCounts:
-    """Raises `BadRequestError`."""
+    """Return how many sequences to compute for each prompt (`best_of`, or else `n`) and how many to return (`n`).
+
+    Raises `BadRequestError` if `best_of` is less than `n`, or if all prompts together need more than `max_sequences`.
+    """
     count = request.n or 1
     width = request.best_of or count
     if width < count:
@@ -188,41 +212,50 @@ def sequence_counts(request: GenerationRequest, num_prompts: int, limits: ModelL
     if width * num_prompts > limits.max_sequences:
         param = "best_of" if request.best_of else "n"
         raise BadRequestError(
-            f"{param}: the request asks for {width * num_prompts} sequences, the limit is {limits.max_sequences}",
+            f"{param}: the request asks for {width * num_prompts} sequences, the limit is {limits.max_sequences} "
+            "(--max-sequences)",
             param=param,
         )
     return SequenceCounts(count, width)
 
 
 def with_ranking_logprobs(sampling: SamplingParams, size: SequenceCounts) -> SamplingParams:
-    """Where the best are to be chosen, every token's log-probability is needed."""
+    """Return `sampling` with logprobs if the best sequences must be chosen, because they are ranked by logprob."""
     if size.width == size.count or sampling.logprobs is not None:
         return sampling
     return msgspec.structs.replace(sampling, logprobs=0)
 
 
 def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits: ModelLimits) -> None:
-    """Beams follow the model's own probabilities: nothing else may be asked of them. Raises `BadRequestError`."""
+    """Check the parameters of beam search. `width` is the number of beams.
+
+    Raises `BadRequestError` for a parameter that changes the model's probabilities, which beam search does not support,
+    and for a parameter that only beam search has if the request does not use it.
+    """
     if not request.use_beam_search:
         for name, neutral in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
             if getattr(request, name) not in neutral:
                 raise BadRequestError(f"{name} needs use_beam_search", param=name)
         return
-    for name, neutral_values in _WITHOUT_BEAMS.items():
+    for name, neutral_values in _BEAM_SEARCH_NEUTRAL.items():
         if getattr(request, name, None) not in neutral_values:
             raise BadRequestError(f"{name} cannot be combined with use_beam_search", param=name)
     if rules.grammar is not None:
-        raise BadRequestError("use_beam_search cannot be combined with a stated form", param="use_beam_search")
+        raise BadRequestError(
+            "use_beam_search cannot be combined with structured output (response_format, guided_*)",
+            param="use_beam_search",
+        )
+    # Each beam needs twice `width` candidates, as in vLLM: up to `width` of them may end with the end of sequence.
     if 2 * width > limits.max_logprobs:
         raise BadRequestError(
-            f"use_beam_search: {width} beams need {2 * width} alternatives a token, the limit is {limits.max_logprobs} "
+            f"use_beam_search: {width} beams need {2 * width} logprobs per token, the limit is {limits.max_logprobs} "
             "(--max-logprobs)",
             param="best_of" if request.best_of else "n",
         )
 
 
 def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
-    """Raises `BadRequestError` when no answer could follow this prompt."""
+    """Raise `BadRequestError` if the prompt is empty or leaves no room for an answer in the context."""
     if not token_ids:
         raise BadRequestError(f"{param}: the prompt is empty", param=param)
     if len(token_ids) >= limits.max_model_len:
@@ -230,23 +263,28 @@ def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -
 
 
 def check_num_tokens(num_tokens: int, *, param: str) -> None:
-    """Of all prompts of a request. Raises `BadRequestError`."""
+    """Raise `BadRequestError` if all prompts of a request together have too many tokens."""
     if num_tokens > MAX_TOKENS:
         raise BadRequestError(
-            f"{param}: the request has more than {MAX_TOKENS} tokens, the limit of this server: send several requests",
+            f"{param}: the request has more than {MAX_TOKENS} tokens, the limit of this server: split it into several "
+            "requests",
             param=param,
             code="too_many_values",
         )
 
 
 def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
-    """For ids that come from a client. Raises `BadRequestError`."""
+    """Raise `BadRequestError` if a token id of a client is not in the vocabulary."""
+    # `min` and `max` run in C. The offending id is searched only if there is one.
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < limits.vocab_size)
-        raise BadRequestError(f"{param}: token id {wrong} is not in the vocabulary of {limits.vocab_size}", param=param)
+        raise BadRequestError(
+            f"{param}: token id {wrong} is not in the vocabulary of {limits.vocab_size} tokens", param=param
+        )
 
 
 def too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError:
+    """Return the error for a prompt that leaves no room for an answer in the context."""
     return BadRequestError(
         f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens} tokens and needs room for an "
         "answer: shorten it, or set truncate_prompt_tokens",
@@ -256,7 +294,10 @@ def too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError
 
 
 def kept(wanted: int | None, limits: ModelLimits) -> int | None:
-    """How many tokens of a prompt `truncate_prompt_tokens` keeps; None: all. Raises `BadRequestError`."""
+    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps, or None for all.
+
+    The value -1 keeps as many as fit with one generated token. Raises `BadRequestError` if it exceeds the context.
+    """
     if wanted is None:
         return None
     keep = limits.max_model_len - 1 if wanted == -1 else wanted
@@ -265,11 +306,15 @@ def kept(wanted: int | None, limits: ModelLimits) -> int | None:
             f"truncate_prompt_tokens is {keep}, greater than the context of {limits.max_model_len} tokens",
             param="truncate_prompt_tokens",
         )
+    # The value 0 keeps all tokens.
     return keep or None
 
 
 def truncated(token_ids: list[int], wanted: int | None, limits: ModelLimits) -> list[int]:
-    """Keeps the last `wanted` tokens; -1 means as many as the context allows."""
+    """Return the last `wanted` tokens of a prompt; -1 means as many as the context allows, None means all.
+
+    Raises `BadRequestError` as `kept` does.
+    """
     keep = kept(wanted, limits)
     return token_ids if keep is None or keep >= len(token_ids) else token_ids[len(token_ids) - keep :]
 
@@ -280,6 +325,8 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Mode
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", request.max_completion_tokens
     if wanted is None:
+        # A completion whose `max_tokens` is left out gets 16 tokens. One with null is like a chat: it may fill the
+        # context.
         most = limits.beam_search_max_tokens if request.use_beam_search else room
         if (
             isinstance(request, CompletionRequest)
@@ -289,13 +336,14 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Mode
             room = min(room, COMPLETION_TOKENS)
         return min(room, limits.defaults.max_new_tokens or most)
     if wanted == 0:
+        # An engine always generates a token. With `echo`, clients send 0 to score a prompt, and the token is not shown.
         if isinstance(request, CompletionRequest) and request.echo:
             return 1
         raise BadRequestError(f"{name}: must be at least 1", param=name)
     if wanted > room:
         raise BadRequestError(
             f"this model's context is {limits.max_model_len} tokens, but the prompt has {num_prompt_tokens} tokens and "
-            f"{name} asks for {wanted} more",
+            f"{name} asks for {wanted} more: reduce {name} or shorten the prompt",
             param=name,
             code="context_length_exceeded",
         )
@@ -309,6 +357,7 @@ def _first(asked: float | None, default: float | None, neutral: float) -> float:
 
 
 def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    # With `echo`, the logprobs of the answer begin with those of the prompt.
     if isinstance(request, CompletionRequest) and request.echo and logprobs is not None:
         return max(logprobs, request.prompt_logprobs or 0)
     if request.prompt_logprobs is not None and request.stream:
@@ -318,18 +367,21 @@ def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | 
 
 def _check_logprobs(wanted: int | None, param: str, limits: ModelLimits) -> None:
     if wanted is not None and wanted > limits.max_logprobs:
-        raise BadRequestError(f"{param}: {wanted} were asked for, the limit is {limits.max_logprobs}", param=param)
+        raise BadRequestError(f"{param} is {wanted}, the limit is {limits.max_logprobs} (--max-logprobs)", param=param)
 
 
 def _seed(seed: int | None) -> int:
-    """A drawn seed makes a replay go on as the stream would have. -1 means none, as in vLLM."""
+    """Return the seed of a request, or a random one if it is None or -1 (as in vLLM).
+
+    Every request gets a seed, so that a replay on another instance samples the same tokens.
+    """
     return _random.getrandbits(63) if seed is None or seed == -1 else seed & _SEED_MASK
 
 
 def _logit_bias(given: Mapping[str, float], limits: ModelLimits) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
-        is_number = len(key) <= _MOST_DIGITS and key.isascii() and key.isdigit()
+        is_number = len(key) <= _MAX_ID_DIGITS and key.isascii() and key.isdigit()
         if not is_number or int(key) >= limits.vocab_size:
             raise BadRequestError(f"logit_bias: {key[:40]!r} is not a token id of this model", param="logit_bias")
         bias[int(key)] = value
@@ -340,6 +392,6 @@ def _token_ids(given: Sequence[int] | None, param: str, limits: ModelLimits) -> 
     if given is None:
         return None
     if param == "allowed_token_ids" and not given:
-        raise BadRequestError("allowed_token_ids: at least one is needed", param=param)
+        raise BadRequestError("allowed_token_ids must have at least one token id", param=param)
     check_token_ids(given, limits, param=param)
     return list(given)

@@ -1,4 +1,4 @@
-"""What the router knows of the served model without its weights: names, tokenizer, chat template, vocabulary."""
+"""Loads what the router needs of a model, without its weights: tokenizer, chat template, vocabulary, limits, names."""
 
 import contextlib
 from collections.abc import Sequence
@@ -32,49 +32,60 @@ from baton_serve.services.router.text.thread_pools import GRAMMARS, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
 
 SHORT_ID_CHARS = 9
-"""Mistral's templates refuse ids of calls of any other length."""
+"""Length of tool call ids for Mistral's models. Their chat templates reject any other length."""
 
-_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Variables of templates that no request sets by itself."""
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Template variables that the router sets. `chat_template_kwargs` of a request cannot replace them."""
 
 _RENDERED_INLINE_PARTS = 200
-"""More messages are rendered in a thread, so that other streams go on: each takes 1 us, however long its text is."""
+"""Largest number of messages and content parts that is rendered on the event loop. Each takes about 1 us, however long
+its text is; longer chats are rendered in a thread, so that streams go on."""
 
 _CHARS_PER_WORD = 100
-"""A word takes as long to tokenise as so many characters of a text."""
+"""Cost of tokenizing one word of `bad_words`, as a number of characters of a text that takes as long."""
 
 
-class _Ends(msgspec.Struct, frozen=True):
+class _EosConfig(msgspec.Struct, frozen=True):
+    """The end-of-sequence tokens in config.json and generation_config.json."""
+
     eos_token_id: int | list[int] | None = None
 
 
-class _TextConfig(_Ends, frozen=True):
+class _TextConfig(_EosConfig, frozen=True):
+    """The fields of a text decoder's config that are used."""
+
     vocab_size: int | None = None
 
 
 class _Config(_TextConfig, frozen=True):
+    """The fields of config.json that are used. Models with images have those of the decoder in `text_config`."""
+
     text_config: _TextConfig | None = None
 
 
 class _SentenceConfig(msgspec.Struct, frozen=True):
+    """The field of sentence_bert_config.json that is used."""
+
     do_lower_case: bool = False
 
 
 class ServedModel:
+    """One model as the router sees it. It is made at start, and endpoints use it on the event loop."""
+
     def __init__(self, tokenizer: TextTokenizer, templates: ChatTemplates, *, settings: RouterSettings) -> None:
         self.tokenizer = tokenizer
         self.detokenizer = Detokenizer(tokenizer)
         self.path = settings.model
         self.vocabulary = Vocabulary(tokenizer)
         self.compiling = GrammarChecker(self.vocabulary.source)
-        """Its process starts with the first grammar, or with `start`."""
+        """Compiles grammars in another process, which starts with the first grammar or with `start_compiler`."""
         self.vocab_size = tokenizer.vocab_size
         self.lowercase = False
-        """Texts are embedded in lower case."""
+        """True if texts for embeddings are converted to lower case."""
         self.eos_token_ids: frozenset[int] = frozenset()
         self.sampling_defaults = SamplingDefaults()
         self.vision: VisionProfile | None = None
-        """How images are read; None: they are not."""
+        """Sizes and tokens of images; None if the model does not accept images."""
         self._templates = templates
         self._content_format = settings.chat_template_content_format
         self._has_short_ids = settings.tool_call_parser == "mistral"
@@ -82,12 +93,12 @@ class ServedModel:
 
     @property
     def image_token(self) -> str | None:
-        """What a chat template writes for an image."""
+        """The token that the chat template writes for an image, or None if the model does not accept images."""
         return self.tokenizer.token(self.vision.image_token_id) if self.vision is not None else None
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> "ServedModel":
-        """Raises `ModelFolderError`."""
+        """Load the model that the settings name. Raises `ModelFolderError` if a file is missing or broken."""
         folder = model_folder(settings.tokenizer or settings.model)
         tokenizer = TextTokenizer.from_folder(folder)
         templates = ChatTemplates.from_folder(folder, tokenizer.special_tokens, settings.chat_template)
@@ -96,12 +107,13 @@ class ServedModel:
         if config is None:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
-        generation = read_json(model_folder(settings.model) / "generation_config.json", _Ends)
+        generation = read_json(model_folder(settings.model) / "generation_config.json", _EosConfig)
         model.eos_token_ids = model.vocabulary.ends = _eos_token_ids(config, config.text_config, generation)
         if settings.generation_config == "auto":
             defaults = read_json(model_folder(settings.model) / "generation_config.json", SamplingDefaults)
             model.sampling_defaults = defaults or SamplingDefaults()
-        # Embeddings may have more rows than the tokenizer has tokens, or fewer.
+        # The embedding matrix may have more rows than the tokenizer has tokens, or fewer. Only ids below its number of
+        # rows may reach an engine.
         model.vocab_size = stated or tokenizer.vocab_size
         sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
         model.vision = vision_profile(read_json(model_folder(settings.model) / "config.json", dict[str, object]))
@@ -110,8 +122,12 @@ class ServedModel:
         return model
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
-        """Raises `BadRequestError` for a text that has more than `max_tokens`, where it is so long that finding out
-        by tokenising all of it would take long; the caller checks others."""
+        """Return the token ids of a text.
+
+        Raises `BadRequestError` if the text certainly has more than `max_tokens`, without tokenizing all of it. The
+        caller must still check the number of the returned tokens.
+        """
+        # A token has at most `longest` characters, so a long text has at least `len(text) / longest` tokens.
         longest = self.tokenizer.longest_token_chars
         if len(text) > max_tokens * longest:
             raise _too_long(max_tokens, len(text), f"at least {len(text) // longest}")
@@ -122,28 +138,34 @@ class ServedModel:
         return token_ids
 
     async def tokenize_end(self, text: str, *, add_special_tokens: bool, num_tokens: int) -> list[int]:
-        """The last `num_tokens` of a text's tokens, and perhaps some before them."""
+        """Return at least the last `num_tokens` tokens of a text, or all if the text has fewer."""
         encode = partial(self.tokenizer.encode_end, add_special_tokens=add_special_tokens, num_tokens=num_tokens)
         return await beside_loop(len(text), lambda: encode(text))
 
     async def grammar(self, grammar_spec: GrammarSpec) -> str:
-        """Return the grammar's text, which is valid. It is written in a thread and compiled in another process, unless
-        it has been compiled before. Raises `BadRequestError`, `RateLimitError` or `UnavailableError`."""
+        """Return the text of a valid grammar. A thread writes it, and another process compiles it to check it.
+
+        Raises `BadRequestError` if the grammar is invalid, `RateLimitError` if too many grammars wait for the compiler,
+        and `UnavailableError` if the compiler cannot be used.
+        """
         grammar = await GRAMMARS.run(self.vocabulary.write, grammar_spec.rule, param=grammar_spec.param)
         self.vocabulary.check(grammar, await self.compiling.verdict(grammar), param=grammar_spec.param)
         return grammar
 
     def start_compiler(self) -> None:
-        """Start the process that compiles grammars, where the tokenizer can have any."""
+        """Start the process that compiles grammars, if the tokenizer supports structured output."""
+        # Starting it now saves the first request with a grammar the time in which the process reads the tokenizer.
         with contextlib.suppress(BadRequestError):
             self.vocabulary.read_or_raise()
             self.compiling.start()
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Tokens of each word at the beginning of a text and, where that is written otherwise, after a space."""
+        """Return the token sequences that spell each word, as vLLM does: at the beginning of a text, and after a space.
+
+        There is only one sequence for a word if both are equal.
+        """
         if not words:
             return []
-        # Words are short: what each costs is the call.
         return await beside_loop(_CHARS_PER_WORD * len(words), lambda: self._bad_words(words))
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -152,6 +174,8 @@ class ServedModel:
         found: list[list[int]] = []
         for first, later in zip(firsts, laters, strict=True):
             found += [first] if first else []
+            # This is vLLM's rule. If the space changes the number of tokens, it is probably a token of its own, and the
+            # sequence without it also matches after a space.
             if first and later[0] != first[0] and len(later) == len(first):
                 found.append(later)
         return found
@@ -163,8 +187,11 @@ class ServedModel:
         shows_images: bool = False,
         is_long: bool = False,
     ) -> str:
-        """The prompt's text, with the token that stands for an image where one is shown. `is_long`: the request had a
-        long body. Raises `BadRequestError`."""
+        """Render the messages with the chat template and return the prompt's text.
+
+        With `shows_images` the text has one image token for each image. `is_long` says that the request had a long
+        body, so that it is rendered in a thread. Raises `BadRequestError` if the template rejects the messages.
+        """
         if request.continue_final_message and request.add_generation_prompt:
             raise BadRequestError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
@@ -181,7 +208,7 @@ class ServedModel:
         chat = [self._message(message, template, image) for message in request.messages or ()]
         tools = [_json(tool) for tool in request.tools] if request.tools else None
         kwargs = request.chat_template_kwargs or {}
-        extra: dict[str, Json] = {name: value for name, value in kwargs.items() if name not in _OURS}
+        extra: dict[str, Json] = {name: value for name, value in kwargs.items() if name not in _RESERVED_VARIABLES}
         documents: list[Json] | None = None
         if isinstance(request, ChatCompletionRequest):
             documents = list(request.documents) if request.documents is not None else None
@@ -201,7 +228,9 @@ class ServedModel:
             return self._templates.pick(has_tools=bool(request.tools))
         if not self._trusts_requests:
             raise BadRequestError(
-                "a chat template in a request is run only with --trust-request-chat-template", param="chat_template"
+                "a chat template in a request is accepted only if the server was started with "
+                "--trust-request-chat-template",
+                param="chat_template",
             )
         try:
             return ChatTemplate(request.chat_template)
@@ -215,15 +244,18 @@ class ServedModel:
         else:
             shown = [image for part in message.content if part.type == IMAGE_PART_TYPE] if image is not None else []
             texts = [part for part in message.content if not shown or part.type != IMAGE_PART_TYPE]
+            # Some templates iterate over the parts of a content, and others expect a string.
             wanted = template.content_format if self._content_format == "auto" else self._content_format
             if wanted == "openai":
                 plain["content"] = [_part(part, shown) for part in message.content]
-            else:  # images come first, as vLLM has it
+            else:
+                # Images come before the text, as in vLLM, wherever they are among the parts.
                 plain["content"] = "\n".join([*shown, *(_text_of(part.type, part.text) for part in texts)])
         return self._with_calls(plain)
 
     def _with_calls(self, message: TemplateMessage) -> TemplateMessage:
-        """As templates expect them: no empty list, arguments as objects, and ids as long as the model knows them."""
+        """Convert tool calls to the form that templates expect: no empty list, arguments as objects, ids of the right
+        length."""
         calls = message.pop("tool_calls", None)
         if isinstance(calls, list) and calls:
             message["tool_calls"] = [self._call(call) for call in calls]
@@ -244,30 +276,31 @@ class ServedModel:
 
 
 class ModelNames:
-    """Names that clients may ask for; the first is the one that answers carry."""
+    """The names under which clients may request a model. Answers carry the first one."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._stated = list(settings.served_model_name)
         self._own = [settings.model, Path(settings.model).name]
 
     def own(self) -> frozenset[str]:
-        """By which instances of this model are told from others'."""
+        """Return all names by which an instance is recognized as one of this model."""
         return frozenset([*self._stated, *self._own])
 
     def all(self, advertised: Sequence[str]) -> list[str]:
-        """`advertised` come from instances."""
+        """Return the names that clients may use: `--served-model-name`, or else the names that instances advertise."""
         return self._stated or list(dict.fromkeys([*advertised, *self._own]))
 
 
 def _too_long(max_tokens: int, num_chars: int, num_tokens: str) -> BadRequestError:
     return BadRequestError(
-        f"this model's context is {max_tokens} tokens; a prompt of {num_chars} characters has {num_tokens} tokens",
+        f"this model's context is {max_tokens} tokens, but a prompt of {num_chars} characters has {num_tokens} tokens: "
+        "shorten it",
         code="context_length_exceeded",
     )
 
 
-def _eos_token_ids(*configs: _Ends | None) -> frozenset[int]:
-    """Every token that an engine takes for the end of sequence."""
+def _eos_token_ids(*configs: _EosConfig | None) -> frozenset[int]:
+    """Return all tokens that an engine treats as the end of a sequence."""
     stated = [config.eos_token_id for config in configs if config is not None]
     return frozenset(chain.from_iterable([one] if isinstance(one, int) else one or [] for one in stated))
 
@@ -289,16 +322,17 @@ def _json(tool: Tool) -> Json:
 
 
 def _with_parsed_arguments(call: Json) -> Json:
-    """OpenAI's clients send arguments as a JSON string, templates expect the object."""
+    """Replace the arguments of a tool call, a JSON string in OpenAI's API, by the object that templates expect."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     text = str(function["arguments"])
-    check_counts(text.encode(), "messages: an argument of a call")
+    check_counts(text.encode(), "messages: the argument string of a tool call")
     try:
         arguments: Json = parsed(text)
     except TooDeepError as exc:
-        raise BadRequestError(f"messages: the arguments of a call: {exc}", param="messages") from exc
+        raise BadRequestError(f"messages: the arguments of a tool call: {exc}", param="messages") from exc
     except ValueError:
+        # The model may have written invalid JSON in an earlier answer. The template gets the string.
         return call
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Tokens of one sequence to pieces of the answer: text up to a stop string, logprobs, and why it ended."""
+"""Converts the tokens of one sequence to pieces of the answer: text up to a stop string, logprobs, finish reason."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,18 @@ from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 
 class StopSearchResult(msgspec.Struct, frozen=True):
-    """`text` may be sent. `matched` is the stop string that ended it."""
+    """The result of searching a piece of text: `text` may be sent, and `matched` is the stop string that ended it."""
 
     text: str
     matched: str | None = None
 
 
 class StopStrings:
-    """One sequence's search. `include` keeps the stop string in the text."""
+    """Searches the text of one sequence for stop strings.
+
+    A stop string may be spread over several pieces, so an end of the text that could begin one is held back. `include`
+    keeps the stop string in the text.
+    """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -26,9 +30,13 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, is_active: bool = True) -> StopSearchResult:
-        """Text that comes while `is_active` is false (too few tokens yet) cannot end the sequence."""
+        """Search the next piece of text.
+
+        With `is_active` false (fewer tokens than `min_tokens` so far) the piece cannot end the sequence.
+        """
         if not self._stops:
             return StopSearchResult(text)
+        # Text held back is sent now: a stop string that began before `min_tokens` does not count.
         if not is_active:
             sent, self._held = self._held + text, ""
             return StopSearchResult(sent)
@@ -43,13 +51,13 @@ class StopStrings:
         return StopSearchResult(text[: len(text) - keep])
 
     def finish(self) -> str:
-        """What was held back: the stop string never came."""
+        """Return the text that was held back. Call it when the sequence has ended without a stop string."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -57,7 +65,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextDelta(msgspec.Struct):
-    """`text` may be empty although tokens came: a character or a stop string may be incomplete."""
+    """A piece of an answer. `text` is empty if its tokens end within a character or within a possible stop string."""
 
     text: str
     token_ids: list[int]
@@ -67,14 +75,16 @@ class TextDelta(msgspec.Struct):
 
 
 class TextAccumulator:
-    """The pieces of one choice as one."""
+    """Joins all pieces of one choice, for an answer that is not streamed."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._piece = TextDelta("", [])
 
     def add(self, text_delta: TextDelta) -> None:
+        """Append a piece. The finish reason is that of the last one."""
         whole = self._piece
+        # Texts are joined once, at the end: appending to a string for each token would copy it each time.
         self._texts.append(text_delta.text)
         whole.token_ids += text_delta.token_ids
         if text_delta.logprobs is not None:
@@ -84,11 +94,15 @@ class TextAccumulator:
         whole.stop_reason = text_delta.stop_reason
 
     def whole(self) -> TextDelta:
+        """Return all pieces as one."""
         self._piece.text = "".join(self._texts)
         return self._piece
 
 
 class SequenceWriter:
+    """Converts the tokens of one sequence to text deltas and ends it at a stop string. Used on the event loop."""
+
+    # There is one object for each running sequence, and `push` runs for each token.
     __slots__ = ("_rules", "_stops", "_stream", "is_finished", "num_tokens")
 
     def __init__(self, detokenizer: Detokenizer, rules: TextRules) -> None:
@@ -103,12 +117,17 @@ class SequenceWriter:
 
     @property
     def may_end_early(self) -> bool:
-        """Where its tokens do not say so: at a stop string."""
+        """Whether the sequence may end at a stop string, which the instances do not know."""
         return bool(self._rules.stop)
 
     def push(self, new: TokenUpdate) -> TextDelta:
-        """When the piece has a finish reason that `new` has not, the text ended here and the rest is not wanted."""
+        """Convert the next tokens.
+
+        If the result has a finish reason that `new` does not have, a stop string has ended the sequence, and the caller
+        must stop its generation.
+        """
         visible = new.token_ids
+        # The text of a stop token is not part of the answer unless the client asks for it.
         if new.stop_token_id is not None and not self._rules.include_stop_str_in_output:
             visible = visible[:-1]
         if not self._rules.stop:
@@ -122,7 +141,7 @@ class SequenceWriter:
         return text_delta
 
     def _search(self, new: TokenUpdate, num_visible: int) -> TextDelta:
-        """Token by token, so that nothing after a stop string is counted."""
+        """Convert tokens one by one, so that tokens after a stop string are neither returned nor counted."""
         text: list[str] = []
         for i, token_id in enumerate(new.token_ids):
             self.num_tokens += 1
@@ -135,6 +154,7 @@ class SequenceWriter:
         return TextDelta("".join(text), new.token_ids, new.logprobs)
 
     def _end(self, text_delta: TextDelta, new: TokenUpdate) -> None:
+        # The end of the stream may release an incomplete character, and that text may complete a stop string.
         cut = self._stops.push(self._stream.finish(), is_active=self.num_tokens > self._rules.min_tokens)
         text_delta.text += cut.text
         if cut.matched is not None:
@@ -142,5 +162,6 @@ class SequenceWriter:
             return
         text_delta.text += self._stops.finish()
         text_delta.finish_reason = new.finish_reason
+        # As in vLLM, the stop reason names a stop token of the request, but not the model's end of sequence.
         if new.stop_token_id in self._rules.stop_token_ids:
             text_delta.stop_reason = new.stop_token_id

@@ -1,8 +1,8 @@
-"""Threads for work that would keep the event loop for more than a millisecond: a few for each kind of work.
+"""Thread pools for work that would block the event loop for more than a millisecond, one small pool for each kind.
 
-Kinds do not share threads, so that what takes long in one of them (a slow chat template, an image of 100 megapixels)
-delays no other one. The threads are made when they are first needed and end with the process. Texts and bodies have
-their own too, in `tokenization` and `parsing`.
+Kinds of work do not share threads, so that slow work of one kind (a slow chat template, an image of 100 megapixels)
+does not delay the other kinds. Threads are started at their first use and end with the process. Tokenization and the
+parsing of bodies have pools of their own, in `tokenization` and `protocol.request_parsing`.
 """
 
 import asyncio
@@ -17,17 +17,23 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Threads of one kind of work."""
+    """The threads for one kind of work. Call it from the event loop."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `work` returns; raise what it raises. Work that has not begun is dropped with its caller. Its log
-        lines carry the id of the caller's request."""
+        """Call `work` in a thread and return its result, or raise its exception.
+
+        If the caller is cancelled before the work has started, the work is dropped.
+        """
+        # The copied context carries the request id, which the log lines of `work` show.
         return await asyncio.wrap_future(self._threads.submit(copy_context().run, partial(work, *args, **kwargs)))
 
 
 TEMPLATES = Pool("templates", 2)
+"""Renders the chat templates of long chats."""
 GRAMMARS = Pool("grammars", 2)
+"""Writes the text of grammars; another process compiles them."""
 IMAGES = Pool("images", 4)
+"""Decodes, reads and checks image files."""

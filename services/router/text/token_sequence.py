@@ -1,4 +1,8 @@
-"""The tokens of one sequence in order, whoever sends them: what came twice is dropped, what came early waits. Pure."""
+"""Puts the tokens of one sequence into order, although two instances may send them.
+
+Around a handoff and after a replay, tokens may arrive twice or too early: duplicates are dropped, and early tokens wait
+for those before them. This module is pure.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -11,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class NewTokens(msgspec.Struct, frozen=True):
-    """Never seen before, and next in order. `finish_reason` comes with the last ones."""
+    """Tokens that directly follow the ones received before. `finish_reason` is set with the last tokens."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
@@ -20,22 +24,26 @@ class NewTokens(msgspec.Struct, frozen=True):
 
 
 TokenUpdate = Tokens | NewTokens
-"""A message of which all is new is handed on as it is."""
+"""New tokens in order. A message whose tokens are all new is passed on without a copy."""
 
 
 class TokenSequence(msgspec.Struct):
+    """Collects the generated tokens of one sequence of a request. Owned by its lifecycle, on the event loop."""
+
     index: int
     token_ids: list[int] = []
-    """All that was received so far: what a replay goes on from."""
+    """The generated tokens received so far, in order. A replay continues after them."""
     is_finished: bool = False
     _early: dict[int, Tokens] = {}
+    """Messages that arrived before the tokens that precede them, by position."""
 
     def accept(self, message: Tokens) -> Sequence[TokenUpdate]:
-        """What can be handed on now."""
+        """Store the tokens of a message and return all tokens that are now next in order; there may be none."""
         if self.is_finished:
             return ()
         token_ids = self.token_ids
-        if message.position == len(token_ids) and message.token_ids and not self._early:  # nearly always
+        # The fast path for nearly every message: its tokens directly follow the known ones.
+        if message.position == len(token_ids) and message.token_ids and not self._early:
             token_ids += message.token_ids
             self.is_finished = message.finish_reason is not None
             return (message,)
@@ -50,11 +58,12 @@ class TokenSequence(msgspec.Struct):
         return updates
 
     def drop_out_of_order(self) -> None:
-        """Whoever sent them will not send what is missing before them."""
+        """Drop the early tokens. Call it when their sender is lost: the tokens before them will not come."""
         self._early.clear()
 
     @property
     def has_gap(self) -> bool:
+        """True if tokens wait for others that precede them."""
         return bool(self._early)
 
     def _next_early(self) -> int | None:
@@ -62,8 +71,14 @@ class TokenSequence(msgspec.Struct):
 
     def _take(self, message: Tokens) -> NewTokens | None:
         known = len(self.token_ids) - message.position
+        # Every attempt has the same seed and the same input, so instances should generate the same tokens. The client
+        # already has the first ones, so these are kept.
         if known and self.token_ids[message.position :][: len(message.token_ids)] != message.token_ids[:known]:
-            logger.error("two instances disagree about a token", extra={"request_id": message.request_id})
+            logger.error(
+                "two instances generated different tokens at position %d of a sequence, keeping the first ones",
+                message.position,
+                extra={"request_id": message.request_id},
+            )
         new = message.token_ids[known:] if known else message.token_ids
         if not new and message.finish_reason is None:
             return None

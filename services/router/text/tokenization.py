@@ -1,8 +1,8 @@
-"""Text to token ids, from a Hugging Face folder, without transformers.
+"""Converts text to token ids with the tokenizer of a Hugging Face folder, without transformers.
 
-Knows tokenizer.json and tokenizer_config.json. Which special tokens frame a prompt is for tokenizer.json alone, as in
-transformers: `add_bos_token` in the config is ignored there too. Chats are for `chat_template`, streams of tokens for
-`detokenizer`.
+It reads tokenizer.json and tokenizer_config.json. Only tokenizer.json decides which special tokens surround a prompt,
+as in transformers, which also ignores `add_bos_token` of the config. `chat_template` handles chats, and `detokenizer`
+converts streams of tokens to text.
 """
 
 import asyncio
@@ -20,23 +20,28 @@ from baton_serve.services.router.protocol.errors import ModelFolderError
 T = TypeVar("T")
 
 ENCODED_INLINE_CHARS = 4_000
-"""Longer texts are encoded in a thread, so that running streams do not wait for more than a millisecond: it takes
-0.26 us a character, with the interpreter's lock released."""
+"""Longest text that is encoded on the event loop, in characters. Encoding takes 0.26 us a character, so running streams
+wait at most a millisecond. Longer texts are encoded in a thread, where the library releases the interpreter's lock."""
 
 PIECE_CHARS = 16 * 1024
-"""Longer texts are counted piece by piece before they are encoded: the library takes 200 to 700 bytes a token."""
+"""Size of the pieces in which a long text is counted before it is encoded. The library needs 200 to 700 bytes for each
+token, so a text that is far too long must not be encoded as a whole."""
 
 _CUT_TOKENS = 64
-"""A word that is cut in two may have more tokens than before; so many more at most."""
+"""Bound of the additional tokens that a text gets when it is cut within a word."""
 
 _MORE_CHARS = 1024
-"""With which the search for the beginning or the end of a text begins, beyond a character for each token."""
+"""Characters, in addition to one for each token, with which the search for the first or last tokens of a text starts.
+"""
 
 _pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="texts")
-"""For long texts. Python ends it with the process."""
+"""The threads that encode long texts. Python ends them with the process."""
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that tokenizer_config.json names. Chat templates use them as variables."""
+
 _OTHER_FILES = ("tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "tekken.json", "vocab.json")
+"""Files of other tokenizer formats, which are not supported. An error message names the one that is present."""
 
 
 class _Token(msgspec.Struct, frozen=True):
@@ -51,6 +56,8 @@ class _Token(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
+    """The fields of tokenizer_config.json that are used."""
+
     bos_token: str | _Token | None = None
     eos_token: str | _Token | None = None
     unk_token: str | _Token | None = None
@@ -62,12 +69,12 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 class TextTokenizer:
-    """One model's tokenizer. Its methods may be called from several threads."""
+    """The tokenizer of one model, loaded once for each process. Its methods may be called from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, special_tokens: dict[str, str]) -> None:
         self.backend = tokenizer
         self.special_tokens = special_tokens
-        """Text of `bos_token`, `eos_token`, … as far as the model has them."""
+        """Texts of `bos_token`, `eos_token`, ... that the model defines, by name."""
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -75,7 +82,7 @@ class TextTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "TextTokenizer":
-        """Raises `ModelFolderError`."""
+        """Load the tokenizer of a model folder. Raises `ModelFolderError` if a file is missing or broken."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ModelFolderError(_why_not(folder))
@@ -84,6 +91,7 @@ class TextTokenizer:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as exc:  # the library raises nothing narrower
             raise ModelFolderError(f"{file} cannot be read: {exc}") from exc
+        # tokenizer.json may have settings of the training, which would cut or pad every prompt.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         named = {name: _text(getattr(config, name)) for name in _NAMED}
@@ -92,42 +100,56 @@ class TextTokenizer:
         return cls(tokenizer, special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # A batch of one: unlike `encode` it releases the interpreter lock while it works.
+        """Return the token ids of a text."""
+        # Encode a batch of one: unlike the library's `encode`, it releases the interpreter's lock while it works. The
+        # `fast` variant does not compute offsets.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def encode_within(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int] | None:
-        """None for a text that is far too long: `has_at_most`."""
+        """Return the token ids of a text, or None if it is far too long (see `has_at_most`)."""
         if not self.has_at_most(text, max_tokens):
             return None
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def has_at_most(self, text: str, max_tokens: int) -> bool:
-        """Counted piece by piece, so that no piece's tokens are kept. True for short texts, and for longer ones that
-        have a few more."""
+        """Return False if a text certainly has more than `max_tokens` tokens.
+
+        The count is approximate: True is also returned for texts up to `PIECE_CHARS`, and for texts with a few tokens
+        too many. Memory stays small because the text is encoded in pieces whose tokens are not kept.
+        """
         num_tokens = 0
         for start in range(0, len(text) if len(text) > PIECE_CHARS else 0, PIECE_CHARS):
             piece = self.encode(text[start : start + PIECE_CHARS], add_special_tokens=False)
+            # Cutting within a word may add tokens. Without this correction a text within the limit could be rejected.
             num_tokens += len(piece) - _CUT_TOKENS
             if num_tokens > max_tokens:
                 return False
         return True
 
     def beginning(self, text: str, num_tokens: int) -> Encoding:
-        """`num_tokens` tokens at least, as far as the text has them. No special ones."""
+        """Return the encoding, with offsets, of the beginning of a text that has at least `num_tokens` tokens.
+
+        It has fewer tokens if the whole text has fewer. Special tokens are not added.
+        """
         num_chars = num_tokens + _MORE_CHARS
         while num_chars < len(text):
             found = self._batched(text[:num_chars])
+            # The last tokens may differ from those of the whole text, because the cut may be within a word. Require
+            # more tokens than the caller uses.
             if len(found.ids) >= num_tokens + _CUT_TOKENS:
                 return found
             num_chars *= 2
         return self._batched(text)
 
     def encode_end(self, text: str, *, add_special_tokens: bool, num_tokens: int) -> list[int]:
-        """The last `num_tokens` tokens, and perhaps some before them: not all of a long text is encoded. The first
-        tokens of what is may be others than in the whole text, so that many more are asked for."""
+        """Return at least the last `num_tokens` tokens of a text, without encoding all of a long text.
+
+        It returns fewer if the whole text has fewer.
+        """
         num_chars = num_tokens + _MORE_CHARS
         while num_chars < len(text):
+            # The first tokens after the cut may differ from those of the whole text. Require more than the caller uses.
             found = self.encode(text[-num_chars:], add_special_tokens=add_special_tokens)
             if len(found) >= num_tokens + _CUT_TOKENS:
                 return found
@@ -139,24 +161,30 @@ class TextTokenizer:
         return encoding
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each word, without special tokens."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(words), add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it, or None if the id is unknown."""
         return self.backend.id_to_token(token_id)
 
 
 async def beside_loop(num_chars: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread where it is for many characters."""
+    """Return `work()`. It runs in a thread if it processes many characters, so that the event loop is not blocked."""
     if num_chars <= ENCODED_INLINE_CHARS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_pool, work)
 
 
 def read_json(file: Path, expected: type[T]) -> T | None:
-    """None when there is no such file. Raises `ModelFolderError`."""
+    """Decode a JSON file of the model folder, or return None if it does not exist.
+
+    Raises `ModelFolderError` if the file is broken.
+    """
     if not file.is_file():
         return None
     try:
@@ -167,7 +195,7 @@ def read_json(file: Path, expected: type[T]) -> T | None:
 
 def _why_not(folder: Path) -> str:
     if not folder.is_dir():
-        return f"model folder {folder} does not exist"
+        return f"model folder {folder} does not exist: check --model and --tokenizer"
     found = [name for name in _OTHER_FILES if (folder / name).is_file()] + [f.name for f in folder.glob("*.tiktoken")]
     if found:
         return (
@@ -182,8 +210,9 @@ def _text(token: str | _Token | None) -> str | None:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: _Config, special_tokens: dict[str, str]) -> None:
-    """tokenizer_config.json may name tokens that tokenizer.json lacks."""
+    """Add the tokens that tokenizer_config.json names and tokenizer.json lacks, as transformers does."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    # The library gives each new token the next free id, so add them in the order of their ids.
     for _, token in sorted(config.added_tokens_decoder.items(), key=lambda item: int(item[0])):
         if token.content not in known:
             tokenizer.add_tokens([AddedToken(**msgspec.structs.asdict(token))])

@@ -22,7 +22,7 @@ from baton_serve.services.router.api.responses.schema import InputTokensRequest,
 from baton_serve.services.router.app import POOLING_DOCUMENTED
 from baton_serve.services.router.protocol import body_scan
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, Counts, count
-from baton_serve.services.router.protocol.errors import LONGEST_MESSAGE, BadRequestError
+from baton_serve.services.router.protocol.errors import MAX_MESSAGE_CHARS, BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -68,8 +68,8 @@ def test_the_first_wrong_element_of_a_list_or_an_object_ends_its_validation(sche
     [
         pytest.param('{"prompt": [' + "{}," * (MAX_OBJECTS + 1) * 2 + "1]}", "objects", id="empty objects"),
         pytest.param('{"x": [' + "[]," * (MAX_OBJECTS + 1) * 2 + "1]}", "objects", id="empty lists"),
-        pytest.param('{"x": [' + '"",' * (MAX_TEXTS + 1) + "1]}", "texts", id="empty texts"),
-        pytest.param("{" + '"a":1,' * (MAX_TEXTS + 1) + '"b":1}', "texts", id="names"),
+        pytest.param('{"x": [' + '"",' * (MAX_TEXTS + 1) + "1]}", "strings", id="empty texts"),
+        pytest.param("{" + '"a":1,' * (MAX_TEXTS + 1) + '"b":1}', "strings", id="names"),
         pytest.param('{"prompt": [' + "1," * (MAX_NUMBERS + 1) + "1]}", "values", id="numbers"),
     ],
 )
@@ -178,7 +178,7 @@ def test_unknown_parameters_are_one_short_line_of_the_log(caplog: pytest.LogCapt
 @pytest.mark.parametrize("padding", ["", " " * UNCOUNTED_BYTES])
 def test_too_many_unknown_parameters_are_refused(padding: str) -> None:
     names = {f"x{i}": 1 for i in range(MAX_UNKNOWN + 100)}
-    with pytest.raises(BadRequestError, match="parameters that are not known"):
+    with pytest.raises(BadRequestError, match="unknown parameters"):
         parse((json.dumps({"prompt": "a", **names}) + padding).encode(), CompletionRequest)
 
 
@@ -197,7 +197,7 @@ def test_errors_quote_little_of_what_was_sent(serve: Serve, path: str, body: Any
         answer = await router.http.post(path, json=body)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == param
-        assert param in error["message"] and len(error["message"]) <= LONGEST_MESSAGE + 10
+        assert param in error["message"] and len(error["message"]) <= MAX_MESSAGE_CHARS + 10
 
     serve(test)
 
@@ -339,7 +339,7 @@ def test_arguments_of_a_call_are_counted_before_they_are_parsed(serve: Serve) ->
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" + "[]," * 40_000 + "1]"}}
         messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "a"}]
         answer = await router.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
-        assert answer.status_code == 400 and "argument of a call" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "argument string of a tool call" in answer.json()["error"]["message"]
 
     serve(test)
 

@@ -153,10 +153,10 @@ def test_a_replay_brings_the_images_to_a_reader_again(see: Callable[..., None]) 
 
 def test_places_must_be_as_many_as_images(see: Callable[..., None]) -> None:
     async def scenario(router: Router) -> None:
-        assert "1 images were given" in await error_of(router, shown("ab" + IMAGE, A))
+        assert "has 1 images, but its prompt has" in await error_of(router, shown("ab" + IMAGE, A))
         assert "cut an image" in await error_of(router, shown(A, truncate_prompt_tokens=3))
         assert "context" in await error_of(router, shown(*[A] * 50))
-        assert "at most 60" in await error_of(router, shown(*[A] * 61))
+        assert "the limit is 60" in await error_of(router, shown(*[A] * 61))
 
     see(scenario, limit_mm_per_prompt="image=60")
 
@@ -264,19 +264,19 @@ def test_files_of_images_within_urls(kind: str) -> None:
     [
         ("data:image/png,abc", "base64"),
         ("data:text/html;base64,aGk=", "base64"),
-        ("data:image/png;base64,@@@@", "no base64"),
-        (f"data:image/png;base64,{base64.b64encode(b'nothing').decode()}", "none of PNG"),
-        (f"data:image/svg+xml;base64,{base64.b64encode(b'<svg/>').decode()}", "none of PNG"),
+        ("data:image/png;base64,@@@@", "not valid base64"),
+        (f"data:image/png;base64,{base64.b64encode(b'nothing').decode()}", "its format is not PNG"),
+        (f"data:image/svg+xml;base64,{base64.b64encode(b'<svg/>').decode()}", "its format is not PNG"),
         (data_url(picture(1, size=(40, 30))), "1200 pixels"),
         (data_url(picture(1, kind="BMP", size=(30, 30))), "more than 2000 bytes"),
-        (data_url(picture(1, size=(1, 101))), "1 x 101 pixels: one side may be 100 times"),
-        ("ftp://example.org/a.png", "begins with data:"),
+        (data_url(picture(1, size=(1, 101))), "1 x 101 pixels: the longer side may be at most 100 times"),
+        ("ftp://example.org/a.png", "must begin with data:"),
         ("file:/etc/hostname", "--allowed-local-media-path"),
         ("https://example.org/a.png", "--allowed-media-domains"),
         ("http://127.0.0.1/a.png", "--allowed-media-domains"),
         ("http:///a.png", "name a host"),
-        ("http://user@example.org/a.png", "no user"),
-        ("http://example.org:x/a.png", "is none"),
+        ("http://user@example.org/a.png", "must not contain a user name"),
+        ("http://example.org:x/a.png", "is invalid"),
     ],
 )
 def test_what_is_refused_says_why(url: str, why: str) -> None:
@@ -293,9 +293,9 @@ def test_local_files_lie_below_the_folder_that_is_allowed(tmp_path: Path) -> Non
     limits = {"local_path": folder}
     assert one(f"file:{folder}/a%20b.png", **limits) == one(f"file://{folder}/a b.png", **limits) == A
     for path in (f"{folder}/../secret.png", f"{folder}/way-out.png", f"{folder}/none.png", str(folder), "/etc/hosts"):
-        with pytest.raises(BadRequestError, match="no file below"):
+        with pytest.raises(BadRequestError, match="is not a file below"):
             one(f"file:{path}", **limits)
-    with pytest.raises(BadRequestError, match="own machine"):
+    with pytest.raises(BadRequestError, match="machine of the router"):
         one(f"file://elsewhere{folder}/a b.png", **limits)
     with pytest.raises(BadRequestError, match="more than 10 bytes"):
         one(f"file:{folder}/a%20b.png", local_path=folder, max_bytes=10)
@@ -351,7 +351,7 @@ def test_images_are_fetched_from_hosts_that_are_named() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (http(b"", "302 Found", "location: http://169.254.169.254/\r\n"), "redirects are not followed"),
+        (http(b"", "302 Found", "location: http://169.254.169.254/\r\n"), "a redirect, which is not followed"),
         (http(b"gone", "404 Not Found"), "status 404"),
         (http(b"x" * 2001), "more than 2000 bytes"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nx", "cannot be fetched"),

@@ -412,9 +412,9 @@ def test_forced_calls_that_were_cut_short_break_nothing(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "reason"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs at least one tool"),
         ({"tool_choice": NAMED}, "tool_choice", "'find'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "named function"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "exclude"),
         ({"tools": [{"type": "function", "function": {}}], "tool_choice": "required"}, "tools", "name"),
         (

@@ -1,6 +1,7 @@
-"""Answers in a form that the request states: what clients ask for becomes one grammar, compiled before any instance.
+"""Structured output: converts the form that a request wants for its answer into one grammar and checks it.
 
-`asked` and `tags` read requests, `lark` writes grammars, `vocabulary` compiles them.
+`grammar_spec` and `structural_tags` read requests, `lark` writes grammars, and `compiling` compiles them in another
+process. An invalid grammar is thus rejected before the request reaches an instance.
 """
 
 from baton_serve.services.router.text.grammar.grammar_spec import FORM_PARAMETERS, GrammarSpec, read_grammar_spec

@@ -1,29 +1,36 @@
-"""JSON schemas as vLLM's default backend (xgrammar, `strict_mode`) reads them: an object that names its properties has
-no others, unless it says so itself.
+"""Forbids additional properties in JSON schemas, as vLLM's default backend (xgrammar, `strict_mode`) does.
 
-A small model that may write further properties seldom stops. A schema put together of parts (`allOf`, or `properties`
-beside a choice or a reference) is left as it is: there a part names only some of the properties.
+An object that names its properties then has no others, unless its schema says so itself: a small model that may
+generate additional properties often does not stop. A schema that combines parts (`allOf`, or `properties` beside a
+choice or a reference) is not changed, because each part names only some of the properties.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
+"""A JSON schema that is an object."""
 
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
-"""Where schemas stand within one. Not below `not` and `if`, where less would be more, nor in `enum` and `const`."""
+"""Keywords that contain schemas: by name, in lists, and directly. `not` and `if` are missing, because closing an object
+there would allow more; `enum` and `const` contain values and not schemas."""
 
-_SAYS_ITSELF = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
-_BESIDE = frozenset({"anyOf", "oneOf", "$ref", "if", "then", "else", "not", "dependentSchemas"})
+_EXPLICIT = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
+"""Keywords with which a schema itself says whether additional properties are allowed."""
+
+_COMBINING = frozenset({"anyOf", "oneOf", "$ref", "if", "then", "else", "not", "dependentSchemas"})
+"""Keywords that combine a schema with others, which may name further properties."""
 
 
 def close_objects(schema: Schema) -> Schema:
-    """The same schema where it is put together of parts."""
+    """Return a copy of the schema whose objects allow only named properties. A schema that combines parts is returned
+    unchanged."""
     try:
         return schema if _is_composed(schema) else _close(schema)
-    except RecursionError:  # the compiler refuses what is nested so deeply
+    except RecursionError:
+        # The compiler rejects a schema that is nested so deeply, with a better message.
         return schema
 
 
@@ -32,7 +39,7 @@ def _is_composed(schema: Schema) -> bool:
     names_some = "properties" in schema
     if isinstance(parts, list) and (len(parts) > 1 or names_some):
         return True
-    return (names_some and not _BESIDE.isdisjoint(schema)) or any(map(_is_composed, _within(schema)))
+    return (names_some and not _COMBINING.isdisjoint(schema)) or any(map(_is_composed, _within(schema)))
 
 
 def _within(schema: Schema) -> list[Schema]:
@@ -48,13 +55,13 @@ def _within(schema: Schema) -> list[Schema]:
 
 def _close(schema: Schema) -> Schema:
     result = _mapped(schema, _close)
-    if isinstance(schema.get("properties"), Mapping) and _SAYS_ITSELF.isdisjoint(schema):
+    if isinstance(schema.get("properties"), Mapping) and _EXPLICIT.isdisjoint(schema):
         result["additionalProperties"] = False
     return result
 
 
 def _mapped(schema: Schema, change: Callable[[Schema], Schema]) -> dict[str, Any]:
-    """A copy in which `change` has been made to the schemas right within."""
+    """Return a copy of a schema in which each directly contained schema `s` is replaced by `change(s)`."""
 
     def one(value: Any) -> Any:
         return change(value) if isinstance(value, Mapping) else value
@@ -64,6 +71,7 @@ def _mapped(schema: Schema, change: Callable[[Schema], Schema]) -> dict[str, Any
         if isinstance(value := schema.get(key), Mapping):
             result[key] = {name: one(inner) for name, inner in value.items()}
     for key in _LISTED:
+        # `items` is a list in old drafts of JSON Schema, and a schema in newer ones.
         if isinstance(value := schema.get(key), list):
             result[key] = [one(inner) for inner in value]
     for key in _SINGLE:

@@ -1,6 +1,6 @@
-"""What a request says of its answer's form: `response_format`, vLLM's `guided_*`, or `structured_outputs`. One of them.
+"""Reads the parameters for structured output: `response_format`, vLLM's `guided_*` or `structured_outputs`.
 
-Reads shapes only; whether a schema or a grammar makes sense is for the compiler to say.
+A request may use only one of them. This module checks types and sizes; the compiler checks schemas and grammars.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,22 +17,26 @@ from baton_serve.services.router.text.grammar.lark import Rule, embedded_rule, j
 from baton_serve.services.router.text.grammar.structural_tags import structural_tag
 
 ANY_OBJECT = {"type": "object"}
+"""The schema of `json_object`."""
 
 BACKENDS = ("auto", "guidance", "llguidance", "lm-format-enforcer", "outlines", "xgrammar")
-"""What clients of vLLM name. All mean the same here: which library does it makes no difference to what is allowed."""
+"""Values of `guided_decoding_backend` that clients of vLLM may send. They have no effect: there is only one backend."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""Fields of `structured_outputs` that describe a form."""
+
 OPTIONS = (
     "whitespace_pattern",
     "disable_any_whitespace",
     "disable_additional_properties",
     "disable_fallback",
 )
+"""Fields of `structured_outputs` that change how a form is read. `disable_fallback` has no effect here."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """`param` is what the client called it."""
+    """The grammar that an answer must follow. `param` is the request's parameter that asks for it, for errors."""
 
     rule: Rule
     param: str
@@ -40,6 +44,8 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
+    """One form that a request asks for: its parameter, its kind (one of `KINDS`), its value and its options."""
+
     param: str
     kind: str
     value: Any
@@ -50,25 +56,31 @@ FORM_PARAMETERS = frozenset(
     {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"}
     | {"guided_whitespace_pattern", "structured_outputs", "response_format"}
 )
-"""Where none of them is stated the text is free."""
+"""Parameters for structured output. Without any of them the text of an answer is free."""
 
 
 def read_grammar_spec(request: GenerationRequest) -> GrammarSpec | None:
-    """None: the text is free. Raises `BadRequestError`."""
+    """Return the grammar that a request wants for its answer, or None for free text.
+
+    Raises `BadRequestError` if a parameter is invalid or if several forms are requested.
+    """
+    # Most requests have none of the parameters.
     if FORM_PARAMETERS.isdisjoint(request.model_fields_set):
         return None
     backend = request.guided_decoding_backend
+    # vLLM appends options to the name, as in "xgrammar:no-fallback".
     if backend is not None and backend.partition(":")[0] not in BACKENDS:
         raise BadRequestError(
-            f"guided_decoding_backend: {backend!r} is none of {', '.join(BACKENDS)}", param="guided_decoding_backend"
+            f"guided_decoding_backend must be one of {', '.join(BACKENDS)}, not {backend!r}",
+            param="guided_decoding_backend",
         )
     given = [*_guided(request), *_structured_outputs(request), *_response_format(request)]
     if len(given) > 1:
         names = " and ".join(one.param for one in given)
-        raise BadRequestError(f"{names} exclude each other: an answer has one form", param=given[-1].param)
+        raise BadRequestError(f"{names} exclude each other: set only one of them", param=given[-1].param)
     if not given and request.guided_whitespace_pattern is not None:
         raise BadRequestError(
-            "guided_whitespace_pattern needs a form that has white space: guided_json or a response_format of JSON",
+            "guided_whitespace_pattern has no effect without guided_json or a response_format of JSON",
             param="guided_whitespace_pattern",
         )
     return GrammarSpec(_RULES[given[0].kind](given[0]), given[0].param) if given else None
@@ -88,11 +100,12 @@ def _guided(request: GenerationRequest) -> list[_Given]:
 def _structured_outputs(request: GenerationRequest) -> list[_Given]:
     stated = {name: value for name, value in (request.structured_outputs or {}).items() if value is not None}
     if unknown := set(stated) - {*KINDS, *OPTIONS}:
-        raise BadRequestError(f"structured_outputs: {sorted(unknown)[0]!r} is not known", param="structured_outputs")
+        raise BadRequestError(f"structured_outputs: unknown field {sorted(unknown)[0]!r}", param="structured_outputs")
+    # Clients send `"json_object": false` for the default.
     kinds = {kind: stated[kind] for kind in KINDS if kind in stated and stated[kind] is not False}
     if stated and len(kinds) != 1:
         raise BadRequestError(
-            f"structured_outputs: exactly one of {', '.join(KINDS)} is needed, got {len(kinds)}",
+            f"structured_outputs must have exactly one of {', '.join(KINDS)}, got {len(kinds)}",
             param="structured_outputs",
         )
     return [_Given("structured_outputs", kind, value, stated) for kind, value in kinds.items()]
@@ -115,7 +128,7 @@ def _response_format(request: GenerationRequest) -> list[_Given]:
             return [_Given("response_format", "structural_tag", form, options)]
         case other:
             raise BadRequestError(
-                f"response_format: type {other!r} is none of text, json_object, json_schema, structural_tag",
+                f"response_format: type must be text, json_object, json_schema or structural_tag, not {other!r}",
                 param="response_format",
             )
 
@@ -142,7 +155,7 @@ def _regex(given: _Given) -> Rule:
 def _choice(given: _Given) -> Rule:
     texts = given.value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise BadRequestError(f"{given.param}: a list of texts is needed, none of them empty", param=given.param)
+        raise BadRequestError(f"{given.param} must be a list of strings, none of them empty", param=given.param)
     _check_size(sum(map(len, texts)), given.param)
     return lambda lark: lark.choice(texts)
 
@@ -166,6 +179,7 @@ _RULES: dict[str, Callable[[_Given], Rule]] = {
     "grammar": _grammar,
     "structural_tag": _structural_tag,
 }
+"""Functions that convert a form of each kind to a grammar rule. They raise `BadRequestError` for an invalid value."""
 
 
 def _json_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,10 +192,11 @@ def _json_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _schema(value: object, param: str) -> Schema:
     if isinstance(value, str):
         value = _parsed(value, param)
+    # In JSON Schema, `true` allows any value.
     if value is True:
         return {}
     if not isinstance(value, Mapping):
-        raise BadRequestError(f"{param}: a JSON schema is an object", param=param)
+        raise BadRequestError(f"{param}: a JSON schema must be an object", param=param)
     return value
 
 
@@ -197,14 +212,14 @@ def _parsed(text: str, param: str) -> object:
 
 def _text(given: _Given) -> str:
     if not isinstance(given.value, str) or not given.value:
-        raise BadRequestError(f"{given.param}: a text is needed for {given.kind!r}", param=given.param)
+        raise BadRequestError(f"{given.param}: {given.kind} must be a string that is not empty", param=given.param)
     _check_size(len(given.value), given.param)
     return given.value
 
 
 def _check_size(num_chars: int, param: str) -> None:
-    """Raises `BadRequestError` for what would be too long a grammar, before it is made into one."""
+    """Raise `BadRequestError` if a value would become a grammar that is too long, before the grammar is written."""
     if num_chars > MAX_FORM_CHARS:
         raise BadRequestError(
-            f"{param}: {num_chars} characters, the limit is {MAX_FORM_CHARS} for the form of an answer", param=param
+            f"{param} has {num_chars} characters, the limit is {MAX_FORM_CHARS}: simplify it", param=param
         )

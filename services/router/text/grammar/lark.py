@@ -1,6 +1,7 @@
-"""Writes grammars in llguidance's dialect of Lark (docs/syntax.md of its repository). Knows no request.
+"""Writes grammars in llguidance's dialect of Lark (docs/syntax.md of its repository).
 
-Markers such as `<tool_call>` are one token in some vocabularies and letters in others: `literal` writes each as it is.
+A marker such as `<tool_call>` is one special token in some vocabularies and ordinary text in others. `Lark.literal`
+writes it in the way of the model's vocabulary.
 """
 
 import json
@@ -21,14 +22,15 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.text.grammar.closed_objects import Schema, close_objects
 
 WHITESPACE = r"(\r?\n[ \t]{0,48}| {1,2})?"
-"""Between the parts of JSON unless a request says otherwise: as people and models write it, but never without end."""
+"""Regular expression of the white space between the parts of JSON, unless the request sets another one. It is bounded:
+a small model may otherwise generate white space without end."""
 
 
 class Markers(Protocol):
-    """What must be known of the vocabulary."""
+    """The part of `Vocabulary` that `Lark` needs."""
 
     def pieces(self, text: str) -> Sequence[str | int]:
-        """Letters as text, special tokens as ids."""
+        """Split a text into special tokens, as ids, and the text between them."""
         ...
 
     @property
@@ -38,9 +40,10 @@ class Markers(Protocol):
 
 
 class Lark:
-    """One grammar under construction. Its methods return expressions, for the right-hand side of a rule.
+    """Builds one grammar. Its methods return expressions for the right-hand side of a rule.
 
-    What clients wrote is checked before work is done on it; all of them raise `GrammarBoundsError`."""
+    Every method that takes a value of a client checks its size first, and raises `GrammarBoundsError` if it is too big.
+    """
 
     def __init__(self, markers: Markers) -> None:
         self._markers = markers
@@ -49,24 +52,29 @@ class Lark:
         self._num_chars = 0
 
     def grammar(self, start: str) -> str:
-        """The whole, as llguidance takes it."""
+        """Return the text of the whole grammar for llguidance; an answer must match the expression `start`."""
         lines = "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *self._lines]) + "\n"
         if not self._embedded:
             return lines
         return json.dumps({"grammars": [{"lark_grammar": lines}, *self._embedded]}, ensure_ascii=False)
 
     def literal(self, text: str) -> str:
+        """Return an expression that matches exactly this text, with its special tokens as tokens."""
         self._count(text)
         return " ".join(_quoted(piece) for piece in self._markers.pieces(text))
 
     def choice(self, texts: Sequence[str]) -> str:
+        """Return an expression that matches one of the texts."""
         if len(texts) > MAX_ENUM_VALUES:
             raise GrammarBoundsError(f"there are {len(texts)} choices; at most {MAX_ENUM_VALUES} are allowed")
         return "(" + " | ".join(self.literal(text) or '""' for text in texts) + ")"
 
     def json(self, schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> str:
-        """`options` are llguidance's for JSON; a schema may bring its own as `x-guidance`. `is_open`: objects may
-        have properties that are not named, as JSON Schema has it."""
+        """Return an expression that matches JSON values of a schema.
+
+        `options` are llguidance's options for JSON. They have precedence over options in the schema (`x-guidance`).
+        With `is_open`, objects may have properties that the schema does not name, as JSON Schema defines it.
+        """
         check_schema(schema)
         own = schema.get("x-guidance")
         schema = schema if is_open else close_objects(schema)
@@ -76,11 +84,16 @@ class Lark:
         return written
 
     def regex(self, regex: str) -> str:
+        r"""Return an expression that matches a regular expression. In it `\d` matches ASCII digits only."""
         self._count(regex)
         return f"/{regex_to_lark(regex, 'd')}/"
 
     def embedded(self, grammar: str) -> str:
-        """A client's own grammar: GBNF where rules are written `name ::= …`, Lark otherwise. Raises `ValueError`."""
+        """Return an expression that matches the start rule of a client's grammar.
+
+        The grammar is read as GBNF if its rules are written `name ::= ...`, and as Lark otherwise. Raises `ValueError`
+        if GBNF cannot be converted.
+        """
         self._count(grammar)
         name = f"embedded_{len(self._embedded)}"
         if "::=" in grammar:
@@ -100,35 +113,44 @@ class Lark:
             )
 
     def free_text(self, triggers: Sequence[str] = ()) -> str:
-        """Up to the end of the answer. Where every trigger is a token, any token but those."""
+        """Return an expression for free text up to the end of the answer, without the triggers if these are tokens."""
+        # Triggers that are ordinary text cannot be excluded in this way: then the text may also contain them.
         firsts = [self._markers.pieces(trigger)[0] for trigger in triggers]
         tokens = [first for first in firsts if isinstance(first, int)]
         return f"{_other_than(tokens)}*" if tokens and len(tokens) == len(firsts) else "TEXT"
 
     def text_up_to(self, marker: str) -> str:
-        """Anything, then the first `marker`. Where that is a token, other special tokens may come before it,
-        but not the end of the answer."""
+        """Return an expression for any text up to and including the first `marker`.
+
+        If the marker is a token, other special tokens may precede it, but not the end of the answer.
+        """
         first, *rest = self._markers.pieces(marker)
         after = "".join(f" {_quoted(piece)}" for piece in rest)
         if isinstance(first, int):
             return f"{_other_than([first, *sorted(self._markers.ends)])}* {_quoted(first)}{after}"
+        # A lazy rule ends at the first match. It must be a named rule, because expressions cannot be lazy.
         name = f"up_to_{len(self._lines)}"
         self._lines.append(f"{name}[lazy]: TEXT {_quoted(first)}")
         return name + after
 
 
 Rule = Callable[[Lark], str]
-"""What an answer must be like: an expression, once the vocabulary is known."""
+"""A function that returns the expression an answer must match. It gets the `Lark` of the model's vocabulary, which is
+not known yet when the request is read."""
 
 
 def json_rule(schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> Rule:
+    """Return the rule for JSON values of a schema; see `Lark.json`."""
     return lambda lark: lark.json(schema, options, is_open=is_open)
 
 
 def embedded_rule(grammar: str, param: str) -> Rule:
+    """Return the rule for a client's grammar. The rule raises `BadRequestError` for `param` if it is invalid."""
+
     def rule(lark: Lark) -> str:
         try:
             return lark.embedded(grammar)
+        # `GrammarBoundsError` is a `ValueError`; `Vocabulary.write` translates it for all rules.
         except GrammarBoundsError:
             raise
         except (ValueError, RecursionError) as exc:

@@ -1,6 +1,6 @@
-"""Structural tags: free text in which certain tags, once begun, must be completed in a stated form.
+"""Reads structural tags: a description of free text in which tags, once begun, must continue in a given form.
 
-Two spellings: `structures` and `triggers`, as vLLM had them first, and `format`, a tree of parts, as xgrammar has it.
+There are two formats: vLLM's older one with `structures` and `triggers`, and xgrammar's `format`, a tree of parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,17 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.text.grammar.lark import Lark, Rule, embedded_rule, json_rule
 
 MAX_DEPTH = 16
+"""Largest nesting of parts. The reader is recursive, and the grammar grows with each level."""
 
 
 def structural_tag(value: object, param: str) -> Rule:
-    """Raises `BadRequestError`."""
+    """Return the rule for a structural tag. Raises `BadRequestError` for `param` if the tag is invalid."""
     if not isinstance(value, Mapping):
-        raise BadRequestError(f"{param}: a structural tag is an object", param=param)
+        raise BadRequestError(f"{param}: a structural tag must be an object", param=param)
     reader = _Reader(param)
     if "format" in value:
         return reader.part(value["format"], 0)
+    # The older format is converted to a part of the newer one.
     structures = [reader.mapping(one) for one in reader.sequence(value, "structures")]
     tags = [
         {"begin": one.get("begin"), "end": one.get("end"), "content": {"type": "json_schema", **_schema_of(one)}}
@@ -28,15 +30,16 @@ def structural_tag(value: object, param: str) -> Rule:
 
 
 class _Reader:
-    """Turns parts into rules; every error names the parameter."""
+    """Converts the parts of a structural tag to rules. Every error names the request's parameter."""
 
     def __init__(self, param: str) -> None:
         self._param = param
 
     def part(self, value: object, depth: int) -> Rule:
+        """Return the rule for one part. `depth` is the number of parts around it."""
         part = self.mapping(value)
         if depth > MAX_DEPTH:
-            raise self._wrong(f"parts are nested deeper than {MAX_DEPTH}")
+            raise self._error(f"parts are nested more than {MAX_DEPTH} levels deep")
         match part.get("type"):
             case "const_string":
                 text = self.text(part, "value")
@@ -67,12 +70,13 @@ class _Reader:
             case "tags_with_separator":
                 return self._separated(part, depth)
             case other:
-                raise self._wrong(f"parts of type {other!r} are not supported")
+                raise self._error(f"parts of type {other!r} are not supported")
 
     def _tag(self, part: Mapping[str, Any], depth: int, *, without: str = "") -> Rule:
-        """`without`: what has been written of its beginning."""
+        """Return the rule for a tag. `without` is a trigger, the beginning of the tag that already stands before it."""
         begin, end = self.text(part, "begin"), self.text(part, "end", may_be_empty=True)
         content = self.mapping(part.get("content"))
+        # Free text must stop at the end of the tag. Other content has its own end, and the end of the tag follows it.
         is_free = content.get("type") == "any_text" and bool(end)
         inner = self.part(content, depth)
 
@@ -85,14 +89,15 @@ class _Reader:
     def _triggered(self, part: Mapping[str, Any], depth: int) -> Rule:
         triggers = self.sequence(part, "triggers")
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise self._wrong("triggers are texts, none of them empty")
+            raise self._error("triggers must be strings, none of them empty")
+        # Tags are grouped by trigger: after a trigger the model may continue with any tag that begins with it.
         by_trigger: dict[str, list[Rule]] = {}
         for value in self.sequence(part, "tags"):
             tag = self.mapping(value)
             begin = self.text(tag, "begin")
             trigger = next((one for one in triggers if begin.startswith(one)), None)
             if trigger is None:
-                raise self._wrong(f"no trigger begins the tag {begin!r}")
+                raise self._error(f"no trigger is a beginning of the tag {begin!r}")
             by_trigger.setdefault(trigger, []).append(self._tag(tag, depth, without=trigger))
         is_needed, is_once = bool(part.get("at_least_one")), bool(part.get("stop_after_first"))
 
@@ -121,23 +126,26 @@ class _Reader:
         return rule
 
     def mapping(self, value: object) -> Mapping[str, Any]:
+        """Return `value` if it is a JSON object. Raises `BadRequestError` otherwise."""
         if not isinstance(value, Mapping):
-            raise self._wrong("every part of a structural tag is an object")
+            raise self._error("every part of a structural tag must be an object")
         return value
 
     def sequence(self, part: Mapping[str, Any], name: str) -> Sequence[Any]:
+        """Return a field that must be a list with at least one element. Raises `BadRequestError` otherwise."""
         value = part.get(name)
         if not isinstance(value, list) or not value:
-            raise self._wrong(f"{name} must be a list that is not empty")
+            raise self._error(f"{name} must be a list that is not empty")
         return value
 
     def text(self, part: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+        """Return a field that must be a string. Raises `BadRequestError` otherwise."""
         value = part.get(name)
         if not isinstance(value, str) or not (value or may_be_empty):
-            raise self._wrong(f"{name} must be a text")
+            raise self._error(f"{name} must be a string{'' if may_be_empty else ' that is not empty'}")
         return value
 
-    def _wrong(self, what: str) -> BadRequestError:
+    def _error(self, what: str) -> BadRequestError:
         return BadRequestError(f"{self._param}: {what}", param=self._param)
 
 

@@ -1,7 +1,7 @@
-"""The model's vocabulary as llguidance needs it: writes grammars against it, and says what a compiler's verdict means.
+"""The model's vocabulary in the form of llguidance: writes grammars for it, and explains the errors of the compiler.
 
-Nothing is compiled here but in a process of its own (`grammar.compiling`). The instances compile the same text
-against the same tokenizer.json; what passes there passes in them.
+Grammars are compiled in another process (`grammar.compiling`). The instances compile the same text with the same
+tokenizer.json, so a grammar that is valid there is valid in the instances too.
 """
 
 import logging
@@ -18,12 +18,15 @@ from baton_serve.services.router.text.tokenization import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+"""Position in the grammar at the beginning of an error of llguidance."""
+
 _EXCERPT = re.compile(r"\s*\d+ \|")
+"""Beginning of a line that llguidance quotes from the grammar."""
 
 
 class Vocabulary:
-    """`write` may be called from several threads."""
+    """The vocabulary of one model. `write` may be called from several threads."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.ends: frozenset[int] = frozenset()
@@ -31,7 +34,10 @@ class Vocabulary:
         self._tokenizer = tokenizer
 
     def write(self, rule: Rule, *, param: str) -> str:
-        """Return the grammar's text, which is within the bounds. Raises `BadRequestError`."""
+        """Return the text of the grammar for a rule; it is not compiled yet.
+
+        Raises `BadRequestError` for `param` if the rule or the grammar is too large, or the tokenizer is not supported.
+        """
         self.read_or_raise()
         lark = Lark(self)
         try:
@@ -42,31 +48,34 @@ class Vocabulary:
         return grammar
 
     def check(self, grammar: str, verdict: str, *, param: str) -> None:
-        """Raise `BadRequestError` where the compiler's verdict is that something is wrong."""
+        """Raise `BadRequestError` if the compiler's verdict is an error message; it is empty for a valid grammar."""
         if verdict:
             reason = _reason(verdict, is_own=grammar.startswith("{"))
             raise BadRequestError(f"{param}: {reason}", param=param, code="invalid_grammar")
 
     def source(self) -> tuple[str, int | None]:
-        """Return the tokenizer as JSON and the token that ends a sequence, for other processes."""
+        """Return the text of tokenizer.json and the end-of-sequence token, from which another process can be set up."""
         backend = self._tokenizer.backend
         return backend.to_str(), backend.token_to_id(self._tokenizer.special_tokens.get("eos_token", ""))
 
     def read_or_raise(self) -> None:
-        """Raise `BadRequestError` for a tokenizer that llguidance does not know."""
+        """Raise `BadRequestError` if llguidance does not support the tokenizer."""
         _ = self._tokens
 
     def read(self) -> None:
-        """Call at start: it takes a second for 100,000 tokens, and nothing else runs meanwhile."""
+        """Convert the vocabulary for llguidance and log whether that is possible.
+
+        Call it at start: it takes a second for 100,000 tokens and holds the interpreter's lock.
+        """
         try:
             size = self._tokens.vocab_size
         except BadRequestError as exc:
             logger.info("%s", exc.message)
         else:
-            logger.debug("structured output knows %d tokens", size)
+            logger.debug("structured output is ready, the vocabulary has %d tokens", size)
 
     def pieces(self, text: str) -> Sequence[str | int]:
-        """For `Lark`."""
+        """Split a text into special tokens, as ids, and the text between them."""
         found: list[str | int] = []
         start = 0
         encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
@@ -87,12 +96,17 @@ class Vocabulary:
 
 
 def _reason(message: str, *, is_own: bool) -> str:
-    """`is_own`: the client wrote the grammar's text. Otherwise places and excerpts in it would tell it nothing."""
+    """Return the compiler's error message for the client.
+
+    Unless the client wrote the text of the grammar (`is_own`), positions and excerpts are removed: they refer to text
+    that the router has written and the client has never seen.
+    """
     if is_own:
         return message.strip()
     lines: list[str] = []
     is_excerpt = False
-    for line in _PLACE.sub("", message).splitlines():
+    for line in _POSITION.sub("", message).splitlines():
+        # After an excerpt comes a line with only a ^ below the error.
         is_marker = is_excerpt and not line.strip(" ^")
         is_excerpt = _EXCERPT.match(line) is not None
         if line.strip() and not is_excerpt and not is_marker:

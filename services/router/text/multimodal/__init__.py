@@ -1,3 +1,4 @@
-"""Images in chats: which parts of messages they are (`parts`), the tokens that take their place (`places`), and their
-files, from wherever a request says they are (`files`, `web`, `limits`). Imports Pillow only for a request that has one.
+"""Loads the images of chat requests (`image_files`, `web`) and puts their tokens into prompts (`image_tokens`).
+
+Pillow and httpx are imported only when a request has an image.
 """

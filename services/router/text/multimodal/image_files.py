@@ -1,4 +1,4 @@
-"""From an image's URL to its file: within the URL, in a folder that clients may see, or on the web (`web`)."""
+"""Loads image files from URLs: from `data:` URLs, from a local folder that the settings allow, or from the web."""
 
 import asyncio
 import binascii
@@ -21,14 +21,14 @@ from baton_serve.services.router.protocol.image_limits import ImageLimits, image
 from baton_serve.services.router.text.thread_pools import IMAGES
 
 _INLINE_CHARS = 64 * 1024
-"""Longer ones are decoded in a thread, so that running streams go on."""
+"""Longest `data:` URL that is decoded on the event loop. Longer ones are decoded in a thread, so that streams go on."""
 
-_ON_ITS_SIDE = range(5, 9)
-"""Orientations that swap width and height."""
+_ROTATED = range(5, 9)
+"""Values of the EXIF orientation that exchange width and height."""
 
 
 class ImageFile(NamedTuple):
-    """`width` and `height` as it is to be seen."""
+    """An image file that was checked. `width` and `height` are in pixels, after the EXIF orientation is applied."""
 
     digest: bytes
     data: bytes
@@ -37,7 +37,11 @@ class ImageFile(NamedTuple):
 
 
 async def load(urls: Sequence[str], limits: ImageLimits) -> list[ImageFile]:
-    """In their order; each is an image that may be shown. Raises `BadRequestError`."""
+    """Load and check the images at `urls`, and return them in this order.
+
+    Raises `BadRequestError` if one cannot be loaded, is not an image or exceeds a limit.
+    """
+    # An image that a chat shows several times is loaded once.
     distinct = list(dict.fromkeys(urls))
     loaded = await asyncio.gather(*(_load(url, limits) for url in distinct), return_exceptions=True)
     files: dict[str, ImageFile] = {}
@@ -60,36 +64,40 @@ async def _load(url: str, limits: ImageLimits) -> ImageFile:
         case "file":
             return await IMAGES.run(lambda: _checked(_of_file(url, limits), limits))
         case "http" | "https":
-            from baton_serve.services.router.text.multimodal.web import (
-                fetch,  # a tenth of a second that only such images should cost
-            )
+            # Importing httpx takes a tenth of a second. Only a request with such an image should pay for it.
+            from baton_serve.services.router.text.multimodal.web import fetch
 
             found = await fetch(url, limits)
             return await IMAGES.run(_checked, found, limits)
         case _:
-            raise image_error("an image's URL begins with data:, https:, http: or file:")
+            raise image_error("the URL of an image must begin with data:, https:, http: or file:")
 
 
 def _of_data_url(url: str, limits: ImageLimits) -> bytes:
     head, comma, data = url.partition(",")
     kind, *options = head[len("data:") :].lower().split(";")
     if not comma or "base64" not in options or not (kind.startswith("image/") or not kind):
-        raise image_error("a data: URL of an image is data:image/png;base64,…")
+        raise image_error("a data: URL of an image must look like data:image/png;base64,…")
+    # Checked before decoding. The two bytes are the padding, which the estimate counts as data.
     if len(data) // 4 * 3 > limits.max_bytes + 2:
         raise image_too_large_error(limits)
     try:
         return binascii.a2b_base64(data, strict_mode=True)
     except (binascii.Error, ValueError) as exc:
-        raise image_error(f"a data: URL of an image is no base64: {exc}") from exc
+        raise image_error(f"a data: URL of an image is not valid base64: {exc}") from exc
 
 
 def _of_file(url: str, limits: ImageLimits) -> bytes:
     if limits.local_path is None:
-        raise image_error("files are not read: send the image as a data: URL, or start with --allowed-local-media-path")
+        raise image_error(
+            "file: URLs are not allowed: send the image as a data: URL, or start the router with "
+            "--allowed-local-media-path"
+        )
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
-        raise image_error("a file: URL names a path on the router's own machine")
+        raise image_error("a file: URL must name a path on the machine of the router, without another host")
     try:
+        # `resolve` follows links and removes "..", so a path cannot lead out of the folder.
         path = Path(unquote(parts.path)).resolve(strict=True)
         is_allowed = path.is_relative_to(limits.local_path.resolve()) and path.is_file()
         if is_allowed and path.stat().st_size > limits.max_bytes:
@@ -97,29 +105,34 @@ def _of_file(url: str, limits: ImageLimits) -> bytes:
         if is_allowed:
             return path.read_bytes()
     except (OSError, ValueError):
-        pass  # whether there is such a file is nobody's business either
-    raise image_error(f"{unquote(parts.path)[:200]!r} is no file below --allowed-local-media-path")
+        # A missing file and a forbidden one get the same error, which does not reveal what files exist.
+        pass
+    raise image_error(f"{unquote(parts.path)[:200]!r} is not a file below --allowed-local-media-path")
 
 
 def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
-    """Reads no more than the head of the file: whoever shows it finds out about the rest."""
-    from PIL import Image, UnidentifiedImageError  # only requests with images need it
+    """Check the format and size of an image. Only its header is read; the instance that decodes it checks the rest."""
+    # Imported here because only requests with images need it.
+    from PIL import Image, UnidentifiedImageError
 
     if len(data) > limits.max_bytes:
         raise image_too_large_error(limits)
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
-            if image.format in TURNED_FORMATS and image.getexif().get(ORIENTATION_TAG, 1) in _ON_ITS_SIDE:
+            # The number of tokens depends on width and height. The vision tower gets the image after the rotation.
+            if image.format in TURNED_FORMATS and image.getexif().get(ORIENTATION_TAG, 1) in _ROTATED:
                 width, height = height, width
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
-        raise image_error(f"an image is none of {', '.join(FORMATS)}, or broken") from exc
+        raise image_error(
+            f"an image cannot be decoded: it is broken, or its format is not {' or '.join(FORMATS)}"
+        ) from exc
     if width * height > limits.max_pixels:
         raise image_error(
-            f"an image has {width * height} pixels; at most {limits.max_pixels} are read (--max-image-pixels)"
+            f"an image has {width * height} pixels, the limit is {limits.max_pixels} (--max-image-pixels)"
         )
     if is_strip(width, height):
         raise image_error(
-            f"an image of {width} x {height} pixels: one side may be {MAX_ASPECT} times the other at most"
+            f"an image has {width} x {height} pixels: the longer side may be at most {MAX_ASPECT} times the shorter"
         )
     return ImageFile(digest_of(data), data, width, height)

@@ -1,5 +1,7 @@
-"""Where images stand in a prompt: the one token that a chat template writes for each becomes as many as the image is to
-the decoder. Pure."""
+"""Replaces the one image token that a chat template writes for each image by as many as the image has embeddings.
+
+The functions are pure, apart from `expand_placeholders` and `expand_image_tokens`, which load the images.
+"""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -14,16 +16,17 @@ from baton_serve.services.router.text.multimodal.image_files import ImageFile, l
 from baton_serve.services.router.text.sampling_params import ModelLimits, check_prompt
 
 IMAGE_PART_TYPE = "image_url"
+"""The `type` of a content part with an image in OpenAI's chat API."""
 
 
 def image_urls(messages: Sequence[ChatMessage]) -> list[str]:
-    """In the order of the prompt. Raises `BadRequestError` for a part that names none."""
+    """Return the URLs of all images in the order of the prompt. Raises `BadRequestError` for a part without a URL."""
     lists = [message.content for message in messages if isinstance(message.content, list)]
     return [_url_of(part) for parts in lists for part in parts if part.type == IMAGE_PART_TYPE]
 
 
 def image_part(url: str) -> ContentPart:
-    """What other APIs' images become."""
+    """Return a content part with an image. The endpoints of other APIs convert their images to it."""
     return ContentPart(type=IMAGE_PART_TYPE, image_url={"url": url})
 
 
@@ -31,12 +34,12 @@ def _url_of(part: ContentPart) -> str:
     stated = part.image_url
     url = stated.get("url") if isinstance(stated, dict) else stated
     if not isinstance(url, str) or not url:
-        raise image_error('an image is {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}')
+        raise image_error('an image must be {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}')
     return url
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """Tokens, and the files of what some of them stand for, each once."""
+    """A prompt with its images: `media` are the spans of image tokens, `images` the distinct image files."""
 
     token_ids: list[int]
     media: Sequence[MediaSpan] = ()
@@ -44,13 +47,16 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
 
 def repeat_image_tokens(token_ids: Sequence[int], counts: Sequence[int], profile: VisionProfile) -> list[int]:
-    """With so many tokens for each image. Raises `BadRequestError` unless the template has written a token for each,
-    and no text has."""
+    """Return the prompt with `counts[i]` image tokens in the place of the i-th image token.
+
+    Raises `BadRequestError` if the number of image tokens is not the number of images: the chat template has left one
+    out, or the text of a message contains the image token.
+    """
     image_id, count = profile.image_token_id, token_ids.count(profile.image_token_id)
     if count != len(counts):
         raise image_error(
-            f"{len(counts)} images were given, and the chat template has written {count} places for images: text must"
-            " not contain the token that stands for one, and the template must write it for each"
+            f"the request has {len(counts)} images, but its prompt has {count} image tokens: the text of messages must"
+            " not contain the model's image token, and the chat template must write one for each image"
         )
     found: list[int] = []
     lengths = iter(counts)
@@ -62,7 +68,7 @@ def repeat_image_tokens(token_ids: Sequence[int], counts: Sequence[int], profile
 def media_spans(
     token_ids: Sequence[int], counts: Sequence[int], digests: Sequence[bytes], profile: VisionProfile
 ) -> list[MediaSpan]:
-    """Of an expanded prompt."""
+    """Return the positions of the images in a prompt that `repeat_image_tokens` has expanded."""
     spans: list[MediaSpan] = []
     at = 0
     for count, digest in zip(counts, digests, strict=True):
@@ -75,7 +81,11 @@ def media_spans(
 async def expand_placeholders(
     token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile | None, image_limits: ImageLimits
 ) -> list[int]:
-    """`token_ids` as long as they are with the images. Raises `BadRequestError`."""
+    """Return a prompt with the image tokens of its images, for counting tokens.
+
+    The images are loaded only if their number of tokens depends on their size. Raises `BadRequestError` if the images
+    cannot be loaded or do not match the prompt.
+    """
     if profile is None or not urls:
         return list(token_ids)
     least = _expand_to_minimum(token_ids, urls, profile, image_limits)
@@ -91,7 +101,12 @@ async def expand_image_tokens(
     image_limits: ImageLimits,
     limits: ModelLimits,
 ) -> TokenizedPrompt:
-    """What can be refused without a file is refused before one is fetched. Raises `BadRequestError`."""
+    """Load the images of a prompt and return it with their image tokens.
+
+    Raises `BadRequestError` if the images cannot be loaded, do not match the prompt, or leave no room for an answer.
+    """
+    # An image has at least `tokens_per_image` tokens. A prompt that is too long already with these is rejected before
+    # anything is fetched.
     check_prompt(_expand_to_minimum(token_ids, urls, profile, image_limits), limits, param="messages")
     files = await load(urls, image_limits)
     counts = _counts(files, profile)
@@ -105,9 +120,11 @@ async def expand_image_tokens(
 def _expand_to_minimum(
     token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile, image_limits: ImageLimits
 ) -> list[int]:
-    """With as few tokens as images can be."""
+    """Return the prompt with the smallest number of image tokens that its images can have."""
     if len(urls) > image_limits.per_prompt:
-        raise image_error(f"{len(urls)} images, and at most {image_limits.per_prompt} are read (--limit-mm-per-prompt)")
+        raise image_error(
+            f"the request has {len(urls)} images, the limit is {image_limits.per_prompt} (--limit-mm-per-prompt)"
+        )
     return repeat_image_tokens(token_ids, [profile.tokens_per_image] * len(urls), profile)
 
 

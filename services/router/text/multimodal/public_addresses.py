@@ -1,7 +1,7 @@
-"""Which IP addresses are of a host on the open Internet. Pure.
+"""Decides whether an IP address belongs to a host on the public Internet. This module is pure.
 
-The lists are IANA's registries of special-purpose addresses: Python's `is_global` knows neither all of their entries
-nor what is not allocated, and differs from release to release.
+The lists are copied from IANA's registries of special-purpose addresses. Python's `is_global` lacks some of their
+entries, treats addresses that are not allocated as global, and differs between Python releases.
 """
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
@@ -27,8 +27,11 @@ _SPECIAL_V4 = tuple(
         "240.0.0.0/4",  # reserved, and broadcast
     )
 )
+"""IPv4 networks that are not public, from IANA's registry, and one address of Azure."""
+
 _UNICAST_V6 = IPv6Network("2000::/3")
-"""All that is allocated to hosts; link-local, site-local, unique local and multicast addresses lie outside."""
+"""The part of IPv6 that is allocated to hosts. Link-local, site-local, unique local and multicast networks are outside.
+"""
 _SPECIAL_V6 = tuple(
     IPv6Network(network)
     for network in (
@@ -37,17 +40,26 @@ _SPECIAL_V6 = tuple(
         "3fff::/20",  # documentation
     )
 )
+"""IPv6 networks within `_UNICAST_V6` that are not public."""
+
 _NAT64 = IPv6Network("64:ff9b::/96")
+"""Addresses that a NAT64 gateway translates to the IPv4 address in their last 32 bits (RFC 6052)."""
+
 _ISATAP = (0x00005EFE, 0x02005EFE)
-"""Upper half of the interface's identifier; the lower half is an IPv4 address."""
+"""Upper half of the interface identifier of ISATAP (RFC 5214); the lower half is an IPv4 address."""
 
 
 def is_public(address: str) -> bool:
-    """True for a unicast address of one host that is routed globally, and that is not a way to an IPv4 address which is
-    none. Raises `ValueError` for what is no address."""
+    """Return whether `address` is a globally routed unicast address.
+
+    An IPv6 address that contains an IPv4 address must have a public one. Raises `ValueError` if `address` is not an IP
+    address.
+    """
+    # Remove the zone of a link-local address ("fe80::1%eth0").
     ip = ip_address(address.partition("%")[0])
     if isinstance(ip, IPv4Address):
         return not any(ip in network for network in _SPECIAL_V4)
+    # A gateway (NAT64, ISATAP, 6to4) would forward the connection to the embedded address, such as 127.0.0.1.
     within = _within(ip)
     if within is not None and not is_public(str(within)):
         return False
@@ -57,7 +69,7 @@ def is_public(address: str) -> bool:
 
 
 def _within(ip: IPv6Address) -> IPv4Address | None:
-    """The IPv4 address that a gateway would pass on to."""
+    """Return the IPv4 address to which a gateway would forward, or None if the address contains none."""
     if ip in _NAT64:
         return IPv4Address(int(ip) & 0xFFFFFFFF)
     if (int(ip) >> 32) & 0xFFFFFFFF in _ISATAP:

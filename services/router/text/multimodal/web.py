@@ -1,6 +1,9 @@
-"""Fetches an image from where a client says it is: only from hosts that the router's owner named, or, if any may be
-asked, from public addresses alone. The address that was checked is the one that is connected to, and redirects are not
-followed: neither a name nor an answer can lead to what lies behind the router."""
+"""Fetches images from URLs that clients send, protected against server-side request forgery (SSRF).
+
+Images are fetched from the hosts in `--allowed-media-domains`, or with `*` from every host with public addresses only.
+The router connects to the address that it has checked, and does not follow redirects: neither a DNS name nor a response
+can lead it to a host in its own network.
+"""
 
 import asyncio
 import ssl
@@ -21,54 +24,64 @@ _PORTS = {"http": 80, "https": 443}
 
 
 async def fetch(url: str, limits: ImageLimits) -> bytes:
-    """Raises `BadRequestError`."""
+    """Fetch the file at an http(s) URL. Raises `BadRequestError` if the host is not allowed or the fetch fails."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme.lower()]
     except ValueError as exc:
-        raise image_error(f"an image's URL is none: {exc}") from exc
+        raise image_error(f"the URL of an image is invalid: {exc}") from exc
     if not host or parts.username is not None:
-        raise image_error("an image's URL must name a host, and no user")
+        raise image_error("the URL of an image must name a host, and must not contain a user name")
     if host not in limits.domains and ANY_DOMAIN not in limits.domains:
         raise image_error(
-            f"images are not fetched from {host[:100]!r}: send the image itself as a data: URL, or have the router"
-            " started with --allowed-media-domains"
+            f"images are not fetched from {host[:100]!r}: send the image as a data: URL, or start the router with"
+            " --allowed-media-domains"
         )
     try:
         async with asyncio.timeout(limits.fetch_timeout_s):
+            # A host that the settings name may have a private address, such as that of a store in the same cluster.
             address = host if host in limits.domains else await _public_address(host, port)
             return await _get(parts, host, address, limits)
     except TimeoutError:
-        raise image_error(f"{host} did not send the image within {limits.fetch_timeout_s:g} s") from None
+        raise image_error(
+            f"{host} did not send the image within {limits.fetch_timeout_s:g} s (--image-fetch-timeout-s)"
+        ) from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as exc:
         raise image_error(f"the image cannot be fetched from {host}: {exc or type(exc).__name__}") from exc
 
 
 async def _public_address(host: str, port: int) -> str:
-    """Raises `OSError` for a name that has none."""
+    """Resolve a host name and return one of its addresses.
+
+    Raises `OSError` if the name cannot be resolved and `BadRequestError` unless all its addresses are public.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=0)
     addresses = [str(entry[4][0]) for entry in found]
     if not addresses or not all(is_public(address) for address in addresses):
         raise image_error(
-            f"{host[:100]!r} has no public address: images are fetched from private ones only if"
-            " --allowed-media-domains names the host itself"
+            f"{host[:100]!r} has no public address, or also a private one: images are fetched from such a host only if"
+            " --allowed-media-domains names it"
         )
     return addresses[0]
 
 
 async def _get(parts: SplitResult, host: str, address: str, limits: ImageLimits) -> bytes:
+    # The URL has the checked address in place of the host name, so httpx does not resolve the name again: a second
+    # answer of DNS could be a private address (DNS rebinding). The name goes into the Host header and into TLS.
     target = parts._replace(netloc=_netloc(address, parts.port), fragment="").geturl()
     headers = {"host": _netloc(host, parts.port), "accept": "image/*", "accept-encoding": "identity"}
     verify: ssl.SSLContext | bool = _ssl_context() if parts.scheme.lower() == "https" else False
+    # `trust_env=False` ignores proxies and credentials of the environment. `timeout=None`: the caller has a deadline.
     async with (
         httpx.AsyncClient(verify=verify, trust_env=False, timeout=None, follow_redirects=False) as client,
         client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as answer,
     ):
         if answer.is_redirect:
-            raise image_error(f"{host} redirects, and redirects are not followed: name the image's own address")
+            raise image_error(f"{host} sent a redirect, which is not followed: send the final URL of the image")
         if answer.status_code != 200:
-            raise image_error(f"{host} answered with status {answer.status_code} when it was asked for the image")
+            raise image_error(f"{host} answered the request for the image with status {answer.status_code}")
         found = bytearray()
+        # Counted while it arrives: a Content-Length header may be missing or wrong.
         async for data in answer.aiter_raw():
             found += data
             if len(found) > limits.max_bytes:
@@ -83,5 +96,5 @@ def _netloc(host: str, port: int | None) -> str:
 
 @cache
 def _ssl_context() -> ssl.SSLContext:
-    """Reading the certificates takes tens of milliseconds."""
+    # Cached because reading the certificates takes tens of milliseconds.
     return ssl.create_default_context()

@@ -1,4 +1,7 @@
-"""Reasoning in generated text: one line a format. It is taken out before calls of tools are looked for."""
+"""Formats of reasoning in generated text. Reasoning is removed before the rest is searched for tool calls.
+
+To add a format of two tags, add one line to `REASONING_FORMATS`; any other format also needs a module with its scan.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +18,24 @@ __all__ = ["REASONING_FORMATS", "ReasoningFormat"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """`rule`: what may come before an answer that must have a form. `has_special_tokens`: its markers are special
-    tokens, which must not be left out of the text."""
+    """One format of reasoning. Its functions get the rendered prompt, which may already begin or end the reasoning."""
 
     scan: Callable[[Characters, Parts, str], Scan[None]]
+    """Splits a text into reasoning and content."""
     rule: Callable[[Lark, str], str]
+    """Returns the grammar expression for the reasoning that may precede an answer with a grammar of its own."""
     has_special_tokens: bool = False
+    """Whether the markers are special tokens, which the detokenizer must then keep in the text."""
     tags: tuple[str, str] | None = None
+    """The opening and the closing tag, for a format of two tags."""
 
     def prompt_end(self, prompt: str, begun: str) -> str:
-        """`prompt`, cut after the last tag of `begun`, the text of the answer with which it ends: that tag tells what
-        follows. Without any, `begun` is the answer proper, unless the template has put the first tag before it."""
+        """Return the part of the prompt that decides whether the answer continues reasoning or content.
+
+        `begun` is the text of the message that the answer continues (`continue_final_message`), with which the prompt
+        ends. The prompt is cut after the last tag in it. If `begun` has no tag, it is content, unless the template has
+        put the opening tag before it.
+        """
         end, begun = prompt.rstrip(), begun.rstrip()
         if self.tags is None or not begun or not end.endswith(begun):
             return prompt
@@ -36,7 +46,7 @@ class ReasoningFormat:
         return before if before.endswith(self.tags) else before + self.tags[1]
 
     def reader(self, prompt: str) -> PartReader:
-        """`prompt` is the rendered chat: its end may have begun the reasoning, or ended it."""
+        """Return a new `PartReader` for an answer to the rendered chat `prompt`."""
         return PartReader(lambda text, out: self.scan(text, out, prompt))
 
 
@@ -51,6 +61,7 @@ def _tagged(first: str, last: str, *, is_assumed: bool = False, has_special_toke
 
 
 REASONING_FORMATS = {
+    # Answers of DeepSeek-R1 begin with reasoning, often without the opening tag.
     "deepseek_r1": _tagged("<think>", "</think>", is_assumed=True),
     "deepseek_v3": _tagged("<think>", "</think>"),
     "glm45": _tagged("<think>", "</think>"),
@@ -58,3 +69,4 @@ REASONING_FORMATS = {
     "mistral": _tagged("[THINK]", "[/THINK]", has_special_tokens=True),
     "qwen3": _tagged("<think>", "</think>"),
 }
+"""The formats by the value of `--reasoning-parser`; the names are vLLM's."""

@@ -1,6 +1,6 @@
-"""gpt-oss: harmony messages of the channel `analysis` are reasoning.
+"""The reasoning format of gpt-oss: harmony messages of the channel `analysis` are reasoning.
 
-Messages to a tool are handed on as they are, for the tool call format `openai`; all others are content.
+Messages to a tool are passed on with their markers, for the tool call format `openai`. All other messages are content.
 """
 
 from baton_serve.services.router.text.grammar.lark import Lark
@@ -18,6 +18,7 @@ from baton_serve.services.router.text.scanning.parts import Parts
 
 
 def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
+    """Split harmony messages into reasoning and content."""
     header = open_header(prompt)
     if header is None or header.recipient is not None:
         header = yield from next_header(text, out, is_first=True)
@@ -29,6 +30,7 @@ def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
             out.content(header.raw)
         emit = out.reasoning if header.channel == "analysis" and not is_call else out.content
         end = yield from until(text, emit, ENDS)
+        # A message that the next one ends without a marker of its own: the start belongs to the next header.
         if end == START:
             text.back(START)
         elif is_call:
@@ -37,7 +39,10 @@ def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
 
 
 def gpt_oss_rule(lark: Lark, prompt: str) -> str:
-    """What may come before an answer that must have a form: messages to nobody, then the header of the final one."""
+    """Return the expression for the messages before an answer with a grammar, and for the header of the final message.
+
+    The messages have the channel `analysis` or `commentary` and no recipient.
+    """
     channel, message = lark.literal(CHANNEL), lark.literal(MESSAGE)
     again = f"{lark.text_up_to(END)} {lark.literal(START)} {lark.literal('assistant')}"
     header = open_header(prompt)

@@ -1,4 +1,4 @@
-"""Reasoning between two tags at the beginning of an answer. The prompt's end tells whether it has begun, or is over."""
+"""Reasoning formats with two tags at the beginning of an answer. The prompt may already end with one of the tags."""
 
 from baton_serve.services.router.text.grammar.lark import Lark
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space, until
@@ -6,13 +6,17 @@ from baton_serve.services.router.text.scanning.parts import Parts
 
 
 def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> Scan[None]:
-    """`is_assumed`: a text without a first tag is reasoning up to the last tag, unless the prompt says otherwise."""
+    """Split a text into reasoning, up to the closing tag, and content.
+
+    With `is_assumed`, a text without the opening tag is reasoning too, unless the prompt ends with the closing tag.
+    """
     first, last = tags
     end = prompt.rstrip()
     if end.endswith(last):
         return
     text.mark()
     text.back((yield from skip_space(text)))
+    # A model may repeat the opening tag although the prompt ends with it.
     begins = yield from literal(text, first)
     is_open = end.endswith(first)
     if not begins and (is_open or not is_assumed):
@@ -25,7 +29,7 @@ def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], 
 
 
 def tagged_rule(lark: Lark, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> str:
-    """What may come before an answer that must have a form. Empty: nothing."""
+    """Return the expression for the reasoning before an answer with a grammar, or "" if the prompt has ended it."""
     first, last = tags
     end = prompt.rstrip()
     if end.endswith(last):

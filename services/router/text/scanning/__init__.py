@@ -1,1 +1,1 @@
-"""Reading of generated text one character at a time, so that it does not matter in what pieces it came."""
+"""Scans generated text one character at a time, so that the result does not depend on how a stream was split."""

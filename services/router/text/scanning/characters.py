@@ -1,7 +1,7 @@
-"""A text that comes in pieces, read by a generator that waits for the next character. Knows no format.
+"""Lets parsers read a text that arrives in pieces as if it were whole. It is independent of all formats.
 
-A scan is a generator: it waits for characters with `yield from text.next()` and returns its result. Since it never sees
-where one piece ended and the next began, its output cannot depend on that.
+A scan is a generator: it waits for the next character with `yield from text.next()`, and returns its result. It never
+sees where a piece ended, so its output cannot depend on that.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -10,10 +10,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Scan = Generator[None, str, T]
+"""A generator that is sent one character at a time, or the empty string at the end of the text, and returns a `T`."""
 
 
 class Characters:
-    """`next` returns the empty string at the end, and from then on."""
+    """The text of one sequence, for the scans that read it. A scan can put characters back and read them again."""
 
     def __init__(self) -> None:
         self._returned: list[str] = []
@@ -21,6 +22,7 @@ class Characters:
         self._is_over = False
 
     def next(self) -> Scan[str]:
+        """Return the next character. At the end of the text, and after it, return the empty string."""
         if self._returned:
             char = self._returned.pop()
         elif self._is_over:
@@ -34,27 +36,30 @@ class Characters:
         return char
 
     def back(self, text: str) -> None:
-        """`text` was read last and will be read again."""
+        """Put `text`, the characters that were read last, back, so that they are read again."""
         if text:
+            # The list is a stack: its last element is read first.
             self._returned.extend(reversed(text))
             del self._taken[-len(text) :]
 
     def mark(self) -> None:
+        """Begin a new record of the characters that are read."""
         self._taken.clear()
 
     def since_mark(self) -> str:
+        """Return the characters that were read since the last mark. A scan that fails passes them on as content."""
         return "".join(self._taken)
 
 
 def skip_space(text: Characters) -> Scan[str]:
-    """The first character that is no white space, which is taken."""
+    """Read white space and return the first other character, which has been read too."""
     while (char := (yield from text.next())).isspace():
         pass
     return char
 
 
 def literal(text: Characters, wanted: str) -> Scan[bool]:
-    """Takes `wanted` if it is what comes next, else nothing."""
+    """Read `wanted` if it comes next and return True. Otherwise read nothing and return False."""
     seen = ""
     for expected in wanted:
         char = yield from text.next()
@@ -66,18 +71,21 @@ def literal(text: Characters, wanted: str) -> Scan[bool]:
 
 
 def until(text: Characters, emit: Callable[[str], None], markers: Sequence[str]) -> Scan[str]:
-    """Emits what comes before the first marker; returns that marker, taken, or the empty string at the end.
+    """Emit the text before the first marker, and return the marker, which has been read, or "" at the end of the text.
 
-    No marker may be the beginning of another.
+    No marker may be a beginning of another one. Characters that may belong to a marker are held back until it is clear.
     """
     held = ""
     firsts = {marker[0] for marker in markers}
     while char := (yield from text.next()):
+        # Nothing that is emitted is needed again. Without the mark the record would grow with the text.
         text.mark()
         if not held and char not in firsts:
             emit(char)
             continue
         held += char
+        # A marker may begin within the beginning of another that failed, as in "<<tool_call>": drop one character at a
+        # time.
         while held and not any(marker.startswith(held) for marker in markers):
             emit(held[0])
             held = held[1:]
@@ -88,7 +96,11 @@ def until(text: Characters, emit: Callable[[str], None], markers: Sequence[str])
 
 
 def collect(text: Characters, markers: Sequence[str], *, longest: int = 4096) -> Scan[tuple[str, str]]:
-    """What comes before the first marker, and that marker: empty at the end or after `longest` characters."""
+    """Return the text before the first marker, and the marker.
+
+    The marker is "" if the text ends first or has more than `longest` characters. The bound keeps a broken answer from
+    being held back as a whole.
+    """
     held: list[str] = []
     tail = ""
     size = max(len(marker) for marker in markers)

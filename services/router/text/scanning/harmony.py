@@ -1,6 +1,7 @@
-"""Messages in OpenAI's harmony format, as gpt-oss writes them: a header of role, channel and recipient, then a body.
+"""Scans messages in OpenAI's harmony format, which gpt-oss uses: a header (role, channel, recipient), then a body.
 
-Format: https://cookbook.openai.com/articles/openai-harmony. Its markers are special tokens, and are expected as text.
+The format is described in https://cookbook.openai.com/articles/openai-harmony. Its markers are special tokens, so the
+detokenizer must keep special tokens in the text.
 """
 
 import re
@@ -12,6 +13,7 @@ from baton_serve.services.router.text.scanning.parts import Parts
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN, START)
+"""Markers that end the body of a message. The start of the next message ends it too."""
 
 _RECIPIENT = re.compile(r"to=([\w.\-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -19,7 +21,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`raw` ends with the marker that begins the body."""
+    """The header of a message. `raw` is its text up to and including the marker that begins the body."""
 
     raw: str
     channel: str
@@ -27,7 +29,7 @@ class Header:
 
 
 def open_header(prompt: str) -> Header | None:
-    """Of the message within which a prompt ends."""
+    """Return the header of the message within which a prompt ends, or None if the prompt ends between messages."""
     at = prompt.rfind(MESSAGE)
     if at < 0 or any(prompt.rfind(marker) > at for marker in ENDS):
         return None
@@ -36,7 +38,11 @@ def open_header(prompt: str) -> Header | None:
 
 
 def next_header(text: Characters, out: Parts, *, is_first: bool) -> Scan[Header | None]:
-    """What comes before it is content. None at the end, or when a header never ends: it is content then."""
+    """Read up to the body of the next message and return its header, or None at the end of the text.
+
+    Text before the header is content. A header that never ends is content too. `is_first` says that this is the first
+    message of the answer, whose role the prompt may already contain.
+    """
     marker = "to=" if is_first and (yield from _begins_with_recipient(text)) else ""
     while marker in ("", END, CALL, RETURN):
         marker = yield from until(text, out.content, (START, CHANNEL, END, CALL, RETURN))
@@ -56,7 +62,7 @@ def _header(raw: str) -> Header:
 
 
 def _begins_with_recipient(text: Characters) -> Scan[bool]:
-    """The prompt has begun the message, so that a recipient may come without any marker before it."""
+    # The prompt ends with `<|start|>assistant`, so a recipient may follow without a marker.
     if (yield from literal(text, " to=")):
         return True
     return (yield from literal(text, "to="))

@@ -1,4 +1,4 @@
-"""JSON that is still being written. Checks no more than is needed to know where a value ends."""
+"""Scans JSON that is still being generated. It checks only as much as is needed to find the end of a value."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 def json_string(text: Characters) -> Scan[str | None]:
-    """Decoded; its first quote has been taken. None when it is broken."""
+    """Return the decoded string whose opening quote has been read, or None if it is invalid or not complete."""
     raw = ['"']
     is_escaped = False
     while char := (yield from text.next()):
@@ -24,7 +24,10 @@ def json_string(text: Characters) -> Scan[str | None]:
 
 
 def json_value(text: Characters, emit: Callable[[str], None]) -> Scan[None]:
-    """Emits the next value: objects, arrays and scalars as they are written, a string decoded."""
+    """Emit the next value while it arrives: objects, arrays and scalars as they are written, a string decoded.
+
+    Arguments that are a string contain JSON as OpenAI's API sends it, so the string is decoded.
+    """
     char = yield from skip_space(text)
     if char in _CLOSES:
         emit(char)
@@ -41,7 +44,11 @@ def json_value(text: Characters, emit: Callable[[str], None]) -> Scan[None]:
 
 
 def to_json(value: object) -> str:
-    """Raises `ValueError` or `TypeError` for what JSON cannot say, `RecursionError` for what is nested too deep."""
+    """Return the JSON of a value, with characters outside of ASCII as they are.
+
+    Raises `ValueError` or `TypeError` if JSON cannot express the value, and `RecursionError` if it is nested too deep.
+    """
+    # A lone surrogate cannot be encoded as UTF-8. It is written as an escape.
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if _is_utf8(text) else json.dumps(value, allow_nan=False)
 
@@ -64,6 +71,7 @@ def _container(text: Characters, emit: Callable[[str], None], close: str) -> Sca
 
 
 def _decoded(raw: str) -> str | None:
+    # With `strict=False` a string may contain raw newlines and tabs, which models write.
     try:
         decoded = json.loads(raw, strict=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What generated text consists of: content, reasoning and calls of tools. Knows no format and no HTTP."""
+"""The parts of generated text: content, reasoning and tool calls. It is independent of formats and of HTTP."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,17 +9,21 @@ from baton_serve.services.router.text.scanning.characters import Characters, Sca
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    """A piece of the content of an answer."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """A piece of the reasoning before an answer."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The beginning of a call, with a name, or more of the arguments of a call that has begun, without one."""
+    """A piece of a tool call. The first piece of a call has its name; later ones only continue the arguments."""
 
     index: int
     name: str | None
@@ -31,7 +35,7 @@ Part: TypeAlias = Content | Reasoning | Call
 
 @dataclass(slots=True)
 class _Open:
-    """A part that may still grow. `index` and `name` are those of a call."""
+    """A part that may still grow. `index` and `name` are set for a call."""
 
     kind: type[Content] | type[Reasoning] | type[Call]
     index: int = 0
@@ -47,7 +51,11 @@ class _Open:
 
 
 class Parts:
-    """Collects parts. White space and markup around calls vanish with them, but stay in a text without calls."""
+    """Collects the parts that scans emit, until `take`.
+
+    White space and markup are held back until the next part is known: before a call they are dropped, and in a text
+    without calls they are content.
+    """
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -57,6 +65,7 @@ class Parts:
         self._has_reasoning = False
 
     def content(self, text: str) -> None:
+        """Append text of the answer."""
         for char in text:
             if char.isspace():
                 self._held += char
@@ -65,10 +74,11 @@ class Parts:
                 self._held = ""
 
     def markup(self, text: str) -> None:
-        """Content, unless a call comes next."""
+        """Append markup that belongs to a call. It becomes content unless a call comes next."""
         self._held += text
 
     def reasoning(self, text: str) -> None:
+        """Append reasoning, without white space at its beginning and its end."""
         for char in text:
             if char.isspace():
                 self._held_reasoning += char if self._has_reasoning else ""
@@ -78,25 +88,28 @@ class Parts:
                 self._has_reasoning = True
 
     def within_reasoning(self) -> None:
-        """It began before this text: white space may part two of its words."""
+        """Note that the prompt began the reasoning: white space at the beginning of the text then separates words."""
         self._has_reasoning = True
 
     def begin(self, name: str) -> None:
+        """Begin the next tool call."""
         self._held = ""
         self._open.append(_Open(Call, self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Of the call that began last."""
+        """Append to the arguments of the call that began last."""
         if text:
             self._append(Call, text)
 
     def finish(self) -> None:
+        """Emit text that is still held back. Call it at the end of the text."""
         if self._held and not self.num_calls:
             self._append(Content, self._held)
         self._held = ""
 
     def take(self) -> list[Part]:
+        """Return the parts since the last call, and remove them."""
         taken, self._open = self._open, []
         return [part.close() for part in taken]
 
@@ -107,24 +120,27 @@ class Parts:
 
 
 ScanText = Callable[[Characters, Parts], Scan[None]]
+"""A function that scans a whole text and emits its parts."""
 
 
 class PartReader:
-    """Runs one scan over one text. What the scan leaves unread is content."""
+    """Runs one scan over the text of one sequence. Text that remains when the scan has ended is content."""
 
     def __init__(self, scan: ScanText) -> None:
         self._text = Characters()
         self._parts = Parts()
         self._run = self._all(scan)
+        # A generator must run up to its first `yield` before it can be sent a character.
         next(self._run)
 
     def push(self, text: str) -> list[Part]:
+        """Scan the next piece of the text and return the new parts, or pieces of parts."""
         for char in text:
             self._run.send(char)
         return self._parts.take()
 
     def finish(self) -> list[Part]:
-        """The text is over; call once."""
+        """Return the remaining parts. Call it once, at the end of the text."""
         try:
             self._run.send("")
         except StopIteration:
@@ -139,7 +155,7 @@ class PartReader:
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """One part of content, one of reasoning, one of each call."""
+    """Join the parts of a whole text: at most one part of reasoning and one of content, and one for each call."""
     content = "".join(part.text for part in parts if isinstance(part, Content))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls: dict[int, list[Call]] = {}

@@ -1,6 +1,7 @@
-"""Calls of tools in generated text: one format, one file, one line in the table. Whole texts and streams alike.
+"""Formats of tool calls in generated text, for whole texts and streams.
 
-Nothing here raises for anything that a model writes: what is no call is content.
+To add a format, write one module with its scan, and add one line to `TOOL_CALL_FORMATS`. A scan never raises an error
+for a text: text that is not a valid call is content.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,15 @@ __all__ = ["TOOL_CALL_FORMATS", "ToolCallFormat", "Tools"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """`has_special_tokens`: its markers are special tokens, which must not be left out of the text."""
+    """One format of tool calls."""
 
     scan: Callable[[Characters, Parts, Tools], Scan[None]]
+    """Splits a text into content and calls."""
     has_special_tokens: bool = False
+    """Whether the markers are special tokens, which the detokenizer must then keep in the text."""
 
     def reader(self, tools: Tools) -> PartReader:
+        """Return a new `PartReader` for an answer to a request that offers these tools."""
         return PartReader(lambda text, out: self.scan(text, out, tools))
 
 
@@ -40,3 +44,4 @@ TOOL_CALL_FORMATS = {
     "pythonic": ToolCallFormat(pythonic, has_special_tokens=True),
     "qwen3_coder": ToolCallFormat(qwen3_coder),
 }
+"""The formats by the value of `--tool-call-parser`; the names are vLLM's."""

@@ -1,4 +1,4 @@
-"""A call written as a JSON object with `name` and `arguments` (or `parameters`), in any order. Shared by formats."""
+"""Scans a tool call that is a JSON object with `name` and `arguments` (or `parameters`), which several formats use."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,10 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) -> Scan[bool]:
-    """Whether a call began. If not, what was read since the last mark is for the caller to make content of.
+    """Scan one call and return whether it began, that is, whether its name and its arguments were found.
 
-    Arguments are emitted as the model writes them, so they may be no valid JSON, as in OpenAI's API.
+    If not, the caller must make content of the text since the last mark. Arguments are emitted as the model wrote them,
+    so they may be invalid JSON, as in OpenAI's API. With `needs_arguments`, an object with only a name is not a call.
     """
     call = _Call(out)
     if (char := (yield from skip_space(text))) != "{":
@@ -23,6 +24,7 @@ def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) 
         if separator and char == separator:
             char = yield from skip_space(text)
         elif separator:
+            # The object is broken. A call that has begun has been streamed already and cannot be taken back.
             text.back(char)
             return call.is_begun
         separator = ","
@@ -34,8 +36,10 @@ def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) 
 
 
 def call_list(text: Characters, out: Parts) -> Scan[bool]:
-    """Calls between brackets, of which the first comes next. False when the last of them is broken: what was read since
-    the mark is content then."""
+    """Scan a JSON list of calls, whose opening bracket comes next.
+
+    Return False if an element is not a call: the caller must then make content of the text since the last mark.
+    """
     yield from text.next()
     while True:
         if not (yield from call_object(text, out)):
@@ -48,7 +52,7 @@ def call_list(text: Characters, out: Parts) -> Scan[bool]:
 
 
 def _member(text: Characters, call: "_Call") -> Scan[bool]:
-    """One key and its value; the key's first quote has been taken. False when they are broken."""
+    """Scan a key, whose opening quote has been read, and its value. Return False if they are not valid JSON."""
     key = yield from json_string(text)
     char = yield from skip_space(text)
     if key is None or char != ":":
@@ -66,7 +70,10 @@ def _member(text: Characters, call: "_Call") -> Scan[bool]:
 
 
 class _Call:
-    """Begins as soon as both a name and arguments are there."""
+    """The state of one call. It begins as soon as its name and the beginning of its arguments are known.
+
+    Arguments that come before the name are held back.
+    """
 
     def __init__(self, out: Parts) -> None:
         self.name: str | None = None
@@ -76,6 +83,7 @@ class _Call:
         self._has_arguments = False
 
     def named(self, name: str) -> bool:
+        """Set the name, and begin the call if its arguments have been read already."""
         self.name = name
         if self._held is not None:
             self._begin()
@@ -83,6 +91,8 @@ class _Call:
         return True
 
     def arguments(self) -> Callable[[str], None]:
+        """Return the function that takes the text of the arguments which come next."""
+        # An object may have both `arguments` and `parameters`: the first one counts.
         if self._has_arguments:
             return _ignore
         self._has_arguments = True
@@ -93,6 +103,7 @@ class _Call:
         return self._emit
 
     def end(self, *, needs_arguments: bool) -> None:
+        """End the call. A name without arguments is a call with empty arguments, unless `needs_arguments` is set."""
         if self.name is not None and not self.is_begun and not needs_arguments:
             self._begin()
             self._out.arguments("{}")
@@ -102,6 +113,7 @@ class _Call:
         self.is_begun = True
 
     def _emit(self, text: str) -> None:
+        # Clients parse the arguments as an object.
         self._out.arguments("{}" if text == "null" else text)
 
     def _hold(self, text: str) -> None:
@@ -109,4 +121,4 @@ class _Call:
 
 
 def _ignore(_: str) -> None:
-    """For members that say nothing about a call."""
+    """Drop the value of a member that is not part of a call."""

@@ -1,7 +1,7 @@
-"""DeepSeek V3, R1 and V3.1.
+"""The tool call formats of DeepSeek V3, R1 and V3.1.
 
-V3 and R1 write `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a newline and the arguments in a fence of json;
-V3.1 writes `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}`. Both end with `<｜tool▁call▁end｜>`.
+V3 and R1 write `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a newline, and the arguments in a code fence of JSON;
+V3.1 writes `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}`. Both end a call with `<｜tool▁call▁end｜>`.
 """
 
 import re
@@ -19,6 +19,7 @@ _FENCE = re.compile(r"\s*(```)?\s*")
 
 
 def deepseek_v3(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """Split a text into content and calls in either format."""
     is_called = False
     while marker := (yield from until(text, out.content, (ALL_BEGIN, ALL_END, BEGIN, END))):
         if marker == ALL_BEGIN:
@@ -41,6 +42,7 @@ def _call(text: Characters, out: Parts) -> Scan[bool]:
     char = yield from skip_space(text)
     text.back(char)
     name = kind.strip()
+    # V3.1 has the arguments right after the separator. V3 has the name there, and `kind` is "function".
     if char != "{":
         header, end = yield from collect(text, ("{", END), longest=512)
         text.back(end)
@@ -52,6 +54,7 @@ def _call(text: Characters, out: Parts) -> Scan[bool]:
         return False
     out.begin(name)
     yield from json_value(text, out.arguments)
+    # The end of the code fence belongs to the call; other text before the next marker is content.
     rest, end = yield from collect(text, (END, BEGIN, ALL_END))
     text.back(end)
     if not _FENCE.fullmatch(rest):

@@ -1,7 +1,8 @@
-"""Calls that a request insists on: `tool_choice` `required` or a named function. Written under a grammar, read as JSON.
+"""Tool calls that a request demands, with `tool_choice` `required` or a named function.
 
-With `required` the answer is a list, `[{"name": …, "parameters": {…}}, …]`; with a named function it is the arguments
-alone. So no format of the model's own is needed. Each tool's schema stands by itself: its references stay its own.
+The answer is generated under a grammar and parsed as JSON, so the model's own format is not needed. With `required` the
+answer is a list, `[{"name": …, "parameters": {…}}, …]`; with a named function it is only the arguments. The schema of
+each tool is a separate part of the grammar, so that references in it (`$ref`) stay within it.
 """
 
 import json
@@ -19,10 +20,14 @@ from baton_serve.services.router.text.tool_calls.tools import Tools
 Function = Mapping[str, Any]
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function that declares no parameters."""
 
 
 def required_rule(functions: Sequence[Function], *, is_parallel: bool) -> Rule:
-    """Raises `BadRequestError` for tools without a name."""
+    """Return the rule for a list of calls; it has exactly one call unless `is_parallel` is set.
+
+    Raises `BadRequestError` if a tool has no name or its parameters are not an object.
+    """
     tools = [(name_of(function), parameters_of(function)) for function in functions]
 
     def rule(lark: Lark) -> str:
@@ -35,20 +40,25 @@ def required_rule(functions: Sequence[Function], *, is_parallel: bool) -> Rule:
 
 
 def named_rule(function: Function) -> Rule:
+    """Return the rule for the arguments of a function. Raises `BadRequestError` if its parameters are not an object."""
     schema = parameters_of(function)
     return lambda lark: lark.json(schema)
 
 
 def required_calls(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """What a limit left of a further call, without a name or arguments, is nothing."""
+    """Scan the list of calls of an answer under `required_rule`."""
     text.mark()
     char = yield from text.next()
     text.back(char)
+    # If `max_tokens` has cut off the answer within a later call, the incomplete call is dropped. A text without a call
+    # becomes content.
     if (char != "[" or not (yield from call_list(text, out))) and not out.num_calls:
         out.content(text.since_mark())
 
 
 def named_call(name: str) -> Callable[[Characters, Parts, Tools], Scan[None]]:
+    """Return a scan for which the whole text is the arguments of function `name`."""
+
     def scan(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
         out.begin(name)
         while char := (yield from text.next()):
@@ -59,7 +69,7 @@ def named_call(name: str) -> Callable[[Characters, Parts, Tools], Scan[None]]:
 
 
 def name_of(function: Function) -> str:
-    """Raises `BadRequestError`."""
+    """Return the name of a function. Raises `BadRequestError` if it has none."""
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise BadRequestError("tools: every function needs a name", param="tools")
@@ -67,12 +77,12 @@ def name_of(function: Function) -> str:
 
 
 def parameters_of(function: Function) -> Schema:
-    """Raises `BadRequestError`."""
+    """Return the schema of a function's arguments. Raises `BadRequestError` if it is not an object."""
     schema = function.get("parameters")
     if schema is None or schema == {}:
         return NO_PARAMETERS
     if not isinstance(schema, Mapping):
-        raise BadRequestError("tools: parameters must be a JSON schema", param="tools")
+        raise BadRequestError("tools: the parameters of a function must be a JSON schema object", param="tools")
     return schema
 
 

@@ -1,4 +1,7 @@
-"""Hermes 2 Pro, Hermes 3, Qwen 2.5 and Qwen 3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number."""
+"""The tool call format of Hermes 2 Pro, Hermes 3, Qwen 2.5 and Qwen 3.
+
+An answer has any number of calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+"""
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, until
 from baton_serve.services.router.text.scanning.parts import Parts
@@ -9,9 +12,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def hermes(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """Split a text into content and calls."""
     is_called = False
     while marker := (yield from until(text, out.content, (OPEN, CLOSE))):
         if marker == CLOSE:
+            # A closing tag without a call before it is content.
             if not is_called:
                 out.content(CLOSE)
             is_called = False

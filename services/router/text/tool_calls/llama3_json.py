@@ -1,6 +1,7 @@
-"""Llama 3.1 and later: an answer that is `{"name": …, "parameters": {…}}`, several parted by `;`.
+"""The tool call format of Llama 3.1 and later: an answer that is `{"name": …, "parameters": {…}}`.
 
-Nothing marks a call but `<|python_tag|>`, which models leave out: only a text that begins with such an object is one.
+Several calls are separated by `;`. The marker `<|python_tag|>` before a call is often left out by models, so a text has
+calls if and only if it begins with such an object.
 """
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space
@@ -12,9 +13,11 @@ TAG = "<|python_tag|>"
 
 
 def llama3_json(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """Scan a text that consists of calls; any other text is content."""
     text.mark()
     text.back((yield from skip_space(text)))
     yield from literal(text, TAG)
+    # Without a marker, an object that only has a name could be an ordinary answer in JSON.
     while (yield from call_object(text, out, needs_arguments=True)):
         text.mark()
         char = yield from skip_space(text)

@@ -1,6 +1,8 @@
-"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, since tokenizer v11 `[TOOL_CALLS]name{…}` for each call.
+"""The tool call formats of Mistral.
 
-In between came `[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`; that id is not kept.
+Older models write `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; models since tokenizer v11 write
+`[TOOL_CALLS]name{…}` for each call. Versions between them write `[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`, whose id is
+dropped.
 """
 
 import re
@@ -17,6 +19,7 @@ _HEADER = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*[\w\-]+\s*)?(?:\[ARGS\]\
 
 
 def mistral(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """Split a text into content and calls in any of the formats."""
     while (yield from until(text, out.content, (MARK,))):
         out.markup(MARK)
         text.mark()

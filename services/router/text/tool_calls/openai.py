@@ -1,6 +1,7 @@
-"""gpt-oss: harmony messages to `functions.name` are calls; other messages are content, save those of analysis.
+"""The tool call format of gpt-oss: harmony messages to `functions.name` are calls, and other messages are content.
 
-Analysis is reasoning: it is dropped here, and kept by the reasoning parser `gpt_oss`, which runs before.
+Messages of the channel `analysis` are reasoning and are dropped. To keep them, use `--reasoning-parser gpt_oss`, which
+removes them from the text before this scan.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from baton_serve.services.router.text.tool_calls.tools import Tools
 
 
 def openai(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """Split harmony messages into content and calls."""
     is_first = True
     while (header := (yield from next_header(text, out, is_first=is_first))) is not None:
         is_first = False
@@ -25,4 +27,4 @@ def openai(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
 
 
 def _drop(_: str) -> None:
-    """Reasoning that nobody asked for."""
+    """Drop reasoning, which is not sent without a reasoning parser."""

@@ -1,6 +1,7 @@
-"""Llama 3.2, Llama 4 and others: an answer that is a Python list of calls, `[name(key="value", other=3), …]`.
+"""The tool call format of Llama 3.2, Llama 4 and others: a Python list of calls, `[name(key="value", other=3), …]`.
 
-Only a text that begins with such a list is one. An argument is streamed once its value is whole.
+A text has calls only if it begins with such a list. An argument is streamed when its value is complete, because an
+incomplete Python literal cannot be converted to JSON.
 """
 
 import ast
@@ -20,6 +21,7 @@ _MAX_NAME_CHARS = 256
 
 
 def pythonic(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """Scan a text that begins with a list of calls; any other text is content."""
     text.mark()
     text.back((yield from skip_space(text)))
     yield from literal(text, _START)
@@ -39,7 +41,7 @@ def pythonic(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
 
 
 def _call(text: Characters, out: Parts) -> Scan[bool]:
-    """Whether a call began."""
+    """Scan one call and return whether it began."""
     name = yield from skip_space(text)
     while name and _NAME.fullmatch(name) and len(name) < _MAX_NAME_CHARS:
         char = yield from text.next()
@@ -52,6 +54,8 @@ def _call(text: Characters, out: Parts) -> Scan[bool]:
 
 
 def _arguments(text: Characters, out: Parts, name: str) -> Scan[bool]:
+    # The call begins with its first valid argument. Until then nothing has been emitted, and the text can still become
+    # content.
     is_begun = False
     while True:
         written, end = yield from _written(text)
@@ -71,7 +75,7 @@ def _arguments(text: Characters, out: Parts, name: str) -> Scan[bool]:
 
 
 def _written(text: Characters) -> Scan[tuple[str, str]]:
-    """One argument's source, and what ended it: a comma, the last parenthesis, or nothing at the end of the text."""
+    """Return the source of one argument, and the character that ended it: `,` or `)`, or "" at the end of the text."""
     held: list[str] = []
     closes: list[str] = []
     quote = ""
@@ -80,6 +84,7 @@ def _written(text: Characters) -> Scan[tuple[str, str]]:
             return "".join(held), char
         held.append(char)
         if quote:
+            # An escaped quote does not end the string.
             if char == "\\":
                 held.append((yield from text.next()))
             quote = "" if char == quote else quote
@@ -93,20 +98,23 @@ def _written(text: Characters) -> Scan[tuple[str, str]]:
 
 
 def _member(written: str, *, accepts_all: bool) -> str | None:
-    """`key=value` as a member of a JSON object; None when it is none.
+    """Convert a Python keyword argument to a member of a JSON object, or return None if it does not parse.
 
-    `accepts_all`: a value that is no literal becomes a string of its source, since the call has begun already.
+    With `accepts_all`, a value that is not a literal becomes a JSON string of its source text: the start of the call
+    has been streamed already.
     """
     match = _KEY.fullmatch(written)
     if match is None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            # Python warns about unknown escapes such as "\d".
+            warnings.simplefilter("ignore")
             value = ast.literal_eval(match.group(2).strip())
         return f"{to_json(match.group(1))}: {to_json(value)}"
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         source = match.group(2).strip()
-    if source in ("true", "false", "null"):  # models mix the languages
+    # Models mix up Python and JSON.
+    if source in ("true", "false", "null"):
         return f"{to_json(match.group(1))}: {source}"
     return f"{to_json(match.group(1))}: {to_json(source)}" if accepts_all else None

@@ -1,6 +1,7 @@
-"""Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`, values unquoted.
+"""The tool call format of Qwen3-Coder, in which values have no quotes.
 
-The types of values are those of the tool's schema. Strings are streamed as they come, other values once they are whole.
+A call is `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`. The tool's schema gives
+the types of the values. Strings are streamed while they arrive, other values when they are complete.
 """
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, collect, until
@@ -14,6 +15,8 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
 def qwen3_coder(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
+    """Split a text into content and calls."""
+    # Models sometimes leave out `<tool_call>`, so a call begins with `<function=`.
     is_called = False
     while marker := (yield from until(text, out.content, (OPEN, CLOSE, FUNCTION))):
         if marker == FUNCTION:
@@ -36,6 +39,7 @@ def _function(text: Characters, out: Parts, tools: Tools) -> Scan[bool]:
     out.begin(tool)
     out.arguments("{")
     separator = ""
+    # The end of the text or any other tag ends the call: its arguments are always closed with a brace.
     while (yield from until(text, _ignore, (PARAMETER, FUNCTION_END, CLOSE))) == PARAMETER:
         key, end = yield from collect(text, (">", "\n"), longest=256)
         if not end:
@@ -51,7 +55,7 @@ def _function(text: Characters, out: Parts, tools: Tools) -> Scan[bool]:
 
 
 def _string(text: Characters, out: Parts) -> Scan[None]:
-    """Without the newline that follows the tag, and the one that precedes the next."""
+    """Emit a string value as JSON, without the newline after its tag and the one before its closing tag."""
     out.arguments('"')
     if (char := (yield from text.next())) != "\n":
         text.back(char)
@@ -61,13 +65,14 @@ def _string(text: Characters, out: Parts) -> Scan[None]:
 
 
 class _Value:
-    """Escapes a string; its last newline is not part of it."""
+    """Escapes a string for JSON while it arrives. A newline is held back, because the last one is not part of it."""
 
     def __init__(self, out: Parts) -> None:
         self._out = out
         self._newline = ""
 
     def push(self, text: str) -> None:
+        """Emit the next characters of the value."""
         for char in text:
             if char == "\n":
                 char, self._newline = self._newline, char
@@ -83,4 +88,4 @@ def _written(text: Characters) -> Scan[str]:
 
 
 def _ignore(_: str) -> None:
-    """White space between tags."""
+    """Drop white space between tags."""

@@ -1,6 +1,6 @@
-"""What an answer must be like when the model may call tools and `strict` ones must be called as their schemas say.
+"""Grammars for answers that may call `strict` tools, whose arguments must follow their schemas (`tool_choice` `auto`).
 
-One rule a format: free text, and calls in the words of the format. Formats whose arguments are not JSON have none.
+Each format has one rule: free text with calls in this format. Formats whose arguments are not JSON have no rule.
 """
 
 import json
@@ -16,26 +16,29 @@ from baton_serve.services.router.text.tool_calls.llama3_json import TAG
 from baton_serve.services.router.text.tool_calls.mistral import MARK
 
 ANY_ARGUMENTS = {"type": "object"}
+"""The schema of the arguments of a tool that is not strict."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """Expressions of one grammar: what offered tools look like in it."""
+    """Makes the expressions for tool calls in one grammar."""
 
     lark: Lark
     tools: Sequence[tuple[str, Schema]]
+    """Name and schema of the arguments of each tool."""
     is_parallel: bool
+    """True if an answer may have several calls."""
     form: str | None = None
-    """What an answer that calls nothing must be like. None: free text, around calls too."""
+    """The expression for an answer without calls. None allows free text, also around calls."""
 
     def any(self, begin: Callable[[str], str], end: str) -> str:
-        """A call of any tool: `begin` of its name, its arguments, `end`."""
+        """Return an expression for a call of any tool: `begin(name)`, then its arguments, then `end`."""
         lark = self.lark
         ways = [f"({lark.literal(begin(name))} {lark.json(schema)} {lark.literal(end)})" for name, schema in self.tools]
         return f"({' | '.join(ways)})"
 
     def amid_text(self, trigger: str, call: str) -> str:
-        """`call` after each `trigger`, and text around."""
+        """Return an expression for an answer with a `call` after each `trigger`, and text around the calls."""
         lark = self.lark
         if self.form is not None:
             return f"(({lark.literal(trigger)} {call}){'+' if self.is_parallel else ''} | ({self.form}))"
@@ -44,11 +47,15 @@ class ToolCallGrammar:
 
 
 FormatRule = Callable[[ToolCallGrammar], str]
+"""A function that returns the expression for an answer with calls in one format."""
 
 
 def strict_rule(format: FormatRule, functions: Sequence[Function], *, is_parallel: bool, form: Rule | None) -> Rule:
-    """Tools that are not strict take any arguments. `form`: what an answer that calls nothing must be like.
-    Raises `BadRequestError`."""
+    """Return the rule for an answer that may call tools. Tools that are not strict take any arguments.
+
+    `form` is the rule for an answer without calls. Raises `BadRequestError` if a tool has no name, or if its parameters
+    are not an object.
+    """
     tools = [(name_of(one), parameters_of(one) if one.get("strict") is True else ANY_ARGUMENTS) for one in functions]
     return lambda lark: format(ToolCallGrammar(lark, tools, is_parallel, form(lark) if form is not None else None))
 
@@ -77,7 +84,8 @@ def _deepseek_v3(calls: ToolCallGrammar) -> str:
 
 
 def _llama3_json(calls: ToolCallGrammar) -> str:
-    """A text that does not begin as a call is none."""
+    # The format has no reliable marker, so an answer without calls must not begin like a call: its first character must
+    # not be `{`, white space or `<`.
     call = calls.any(lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}")
     more = f'("; " {call})*' if calls.is_parallel else ""
     otherwise = r"/[^{\s<](.|\n)*/" if calls.form is None else calls.form
@@ -90,3 +98,4 @@ STRICT_RULES: dict[str, FormatRule] = {
     "llama3_json": _llama3_json,
     "mistral": _mistral,
 }
+"""Rules by the value of `--tool-call-parser`. A format without a rule supports no strict tools."""

@@ -1,4 +1,4 @@
-"""What a format may want to know of the tools that a request offers: the types of their parameters."""
+"""Looks up the types of tool parameters, for formats that write values without quotes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from baton_serve.services.router.text.scanning.json_text import to_json
 
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array", "str": "string"}
+"""Python's names of types, which some clients write in schemas, with those of JSON Schema."""
 
 
 class Tools:
-    """Schemas come from clients: anything unexpected in them counts as not stated."""
+    """The tools that a request offers. Clients write the schemas, so anything unexpected in them is ignored."""
 
     def __init__(self, functions: Sequence[Mapping[str, object]] = ()) -> None:
         self._types: dict[tuple[str, str], str | None] = {}
@@ -22,12 +23,12 @@ class Tools:
                 self._types[str(function.get("name")), str(name)] = _type(schema)
 
     def is_string(self, tool: str, parameter: str) -> bool:
-        """Whether a value is to be taken as it is written; so it is for parameters that no schema names."""
+        """Return whether a parameter is a string, whose value is taken as written. Unknown parameters are strings."""
         return self._types.get((tool, parameter), "string") == "string"
 
 
 def json_of(written: str) -> str:
-    """JSON of a value that was written without quotes; a string when it is nothing else."""
+    """Return the JSON of a value that was written without quotes. A value that is not valid JSON becomes a string."""
     plain = written.strip()
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
     try:

@@ -1,4 +1,5 @@
-"""Compiles grammars outside the router's own process: what compiles them may crash, take seconds or fill memory.
+"""Compiles grammars in another process than the router's, because a compiler may crash, take seconds or exhaust memory.
 
-`checker` asks, `process` answers. docs/adr/0015-grammar-compilation.md has the reasons.
+`checker` runs in the router and sends grammars; `process` is the other process. The reasons are in
+docs/adr/0015-grammar-compilation.md.
 """

@@ -1,7 +1,7 @@
-"""Asks the compiling process whether a grammar is valid, with a cache, a queue with a limit, and restarts.
+"""Checks grammars with the compiling process. It has a cache of verdicts, a bounded queue, and restarts the process.
 
-Nothing that a grammar does reaches the router: a crash, a limit exceeded and an error are verdicts about that grammar.
-A verdict is kept, so that a grammar that was once compiled costs no process again, and neither does a crash.
+No grammar can harm the router: a crash of its compiler, an exceeded limit and an error all become verdicts about this
+grammar. Verdicts are cached, so a grammar is compiled once, even if its compiler crashes.
 """
 
 import asyncio
@@ -22,18 +22,25 @@ from baton_serve.services.common.lifecycle import RestartPolicy
 from baton_serve.services.router.protocol.errors import RateLimitError, UnavailableError
 from baton_serve.services.router.text.grammar.compiling.process import ENDED, VERDICT, CompileLimits
 
-KEPT_VERDICTS = 4_096
+MAX_CACHED_VERDICTS = 4_096
+"""Number of grammars whose verdicts are cached."""
+
 _MODULE = "baton_serve.services.router.text.grammar.compiling.process"
 _ATTEMPTS = 3
+"""How often a grammar is sent to the compiling process if that process is lost meanwhile."""
+
 _RETRY_S = 0.05
+"""Delay in seconds before the next attempt."""
+
 _READ_BYTES = 1 << 16
 _ANSWER_S = 30.0
-"""A job's time from its start to its answer, the start of the process included. Its own limits end it before."""
+"""Longest time in seconds for one attempt, including the start of the process. `CompileLimits` end a compiler earlier,
+so this only ends an attempt if the process itself hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """`max_running` grammars are compiled at a time, `max_waiting` more wait. Further ones are refused."""
+    """Limits of the queue: `max_running` grammars are compiled at a time, and `max_waiting` more wait."""
 
     max_running: int = 2
     max_waiting: int = 32
@@ -45,6 +52,8 @@ class _LostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Process:
+    """A running compiling process, the socket to it, and the function that ends it."""
+
     child: "subprocess.Popen[bytes]"
     control: socket.socket
     started_at: float
@@ -52,7 +61,10 @@ class _Process:
 
 
 class GrammarChecker:
-    """Of one tokenizer. Used from one event loop at a time; `close` ends its process, as does the end of the router."""
+    """Checks grammars for one tokenizer. Use it from one event loop at a time.
+
+    It owns the compiling process, which ends with `close`, with this object or with the router.
+    """
 
     def __init__(
         self,
@@ -61,7 +73,7 @@ class GrammarChecker:
         limits: CompileLimits | None = None,
         queue: QueueLimits | None = None,
     ) -> None:
-        """`tokenizer` returns the text of tokenizer.json and the token that ends a sequence."""
+        """`tokenizer` returns the text of tokenizer.json and the end-of-sequence token. It is called only once."""
         self._tokenizer = tokenizer
         self._source: tuple[int, int | None] | None = None
         self._limits = limits or CompileLimits()
@@ -76,28 +88,30 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Of the compiling process, where it runs."""
+        """Process id of the compiling process, or None if it does not run."""
         return None if self._process is None else self._process.child.pid
 
     def start(self) -> None:
-        """Start the process, which reads the tokenizer meanwhile. Otherwise the first grammar does this."""
+        """Start the compiling process now and not with the first grammar: it must first load the tokenizer."""
         if self._process is None:
             self._process = self._spawn()
 
     def close(self) -> None:
+        """End the compiling process. A later grammar starts a new one."""
         if self._process is not None:
             self._process.end()
             self._process = None
 
     def known(self, grammar: str) -> str | None:
-        """Return the verdict if this grammar has one already."""
+        """Return the cached verdict on a grammar, or None."""
         return self._recall(_key(grammar))
 
     async def verdict(self, grammar: str) -> str:
-        """Return what is wrong with the grammar, or nothing. Raises `RateLimitError` when too many wait, and
-        `UnavailableError` when the process is lost again and again.
+        """Return the error message for a grammar, which is empty if the grammar is valid.
 
-        Requests for the same grammar share one compilation, which is ended when the last of them is cancelled."""
+        Requests for the same grammar share one compilation, which is cancelled with the last of them. Raises
+        `RateLimitError` if too many grammars wait, and `UnavailableError` if the process is lost repeatedly.
+        """
         key = _key(grammar)
         if (known := self._recall(key)) is not None:
             return known
@@ -106,6 +120,7 @@ class GrammarChecker:
             shared = self._asked[key] = _Shared(asyncio.ensure_future(self._find(key, grammar)))
         shared.num_waiting += 1
         try:
+            # The shield keeps a cancelled request from cancelling the compilation for the others.
             return await asyncio.shield(shared.task)
         finally:
             shared.num_waiting -= 1
@@ -126,7 +141,7 @@ class GrammarChecker:
         finally:
             self._pass_turn()
         self._verdicts[key] = verdict
-        if len(self._verdicts) > KEPT_VERDICTS:
+        if len(self._verdicts) > MAX_CACHED_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
@@ -136,14 +151,16 @@ class GrammarChecker:
             return
         if len(self._waiting) >= self._queue.max_waiting:
             raise RateLimitError(
-                f"{len(self._waiting)} grammars and schemas wait to be compiled already; try again later",
+                f"{len(self._waiting)} other grammars and schemas wait to be compiled: try again later",
                 retry_after_s=1.0,
             )
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
-            await turn  # `_pass_turn` hands its own place on
+            # `_pass_turn` transfers the slot of the caller, so `_num_running` does not change.
+            await turn
         except asyncio.CancelledError:
+            # The slot may have been transferred just before the cancellation: then the next one must get it.
             if turn.done() and not turn.cancelled():
                 self._pass_turn()
             elif turn in self._waiting:
@@ -165,19 +182,26 @@ class GrammarChecker:
                     return self._read(await self._ask(grammar, await self._running()))
             except _LostError:
                 await asyncio.sleep(_RETRY_S)
-            except TimeoutError:  # it neither answers nor ends: whatever else waits for it asks the next one
+            except TimeoutError:
+                # The process neither answers nor ends. Killing it also makes the other grammars that wait for it retry.
                 self._lose()
         raise UnavailableError(
-            "the process that compiles grammars and schemas was lost; try again", code="no_compiler", retry_after_s=1.0
+            f"the process that compiles grammars and schemas ended {_ATTEMPTS} times: try again",
+            code="no_compiler",
+            retry_after_s=1.0,
         )
 
     async def _ask(self, grammar: str, process: _Process) -> bytes:
-        """Raises `_LostError`. A cancellation closes the socket, which ends the compiler."""
+        """Send a grammar to the process and return its raw answer. Raises `_LostError` if the process ends first.
+
+        If this call is cancelled, the socket is closed, which ends the compiler.
+        """
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with ours:
             ours.setblocking(False)
             try:
+                # The message has one byte because a message without data could not carry a descriptor.
                 with theirs:
                     socket.send_fds(process.control, [b"g"], [theirs.fileno()])
                 await loop.sock_sendall(ours, grammar.encode(errors="replace"))
@@ -192,11 +216,13 @@ class GrammarChecker:
         return bytes(parts)
 
     def _read(self, answer: bytes) -> str:
-        """Raises `_LostError` for a compiler that something else has killed."""
+        """Convert a raw answer to a verdict. Raises `_LostError` if the compiler was killed from outside."""
         kind, rest = answer[:1], answer[1:]
         if kind == VERDICT:
             return rest.decode()
         assert kind == ENDED
+        # `process` and the kernel send these signals for exceeded limits. SIGKILL and SIGTERM come from outside, for
+        # example from the kernel's OOM killer, and say nothing about the grammar.
         match int(rest):
             case signal.SIGKILL | signal.SIGTERM:
                 raise _LostError
@@ -204,18 +230,19 @@ class GrammarChecker:
                 return "the grammar or schema is nested too deeply or too complex to be compiled"
             case signal.SIGPROF:
                 return f"the grammar or schema takes more than {self._limits.cpu_s:g} s to be compiled"
-            case signal.SIGABRT:
+            case signal.SIGABRT:  # allocating beyond RLIMIT_AS aborts the process
                 size = self._limits.memory_bytes >> 20
                 return f"the grammar or schema needs more than {size} MiB of memory to be compiled"
             case number:
                 return f"the grammar or schema cannot be compiled: its compiler ended with status {-number}"
 
     async def _running(self) -> _Process:
-        """The process; a new one where it has died, but not at once after each death."""
+        """Return the process. If it has ended, start a new one, with a delay that grows with each early end."""
         if self._process is not None and self._process.child.poll() is not None:
             self._lose()
         if self._process is None:
             await asyncio.sleep(max(0.0, self._starts_from - time.monotonic()))
+        # Checked again: another grammar may have started the process during the sleep.
         if self._process is None:
             self._process = self._spawn()
         return self._process
@@ -228,7 +255,10 @@ class GrammarChecker:
             self.close()
 
     def _spawn(self) -> _Process:
-        """From the event loop's thread: a child is ended with the thread that has started it."""
+        """Start the process. Call it in the event loop's thread.
+
+        The kernel ends the child with the thread that started it (PR_SET_PDEATHSIG), so a pool's thread must not do it.
+        """
         file, eos = self._source = self._source or self._stored()
         os.lseek(file, 0, os.SEEK_SET)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -247,7 +277,7 @@ class GrammarChecker:
         return _Process(child, ours, time.monotonic(), weakref.finalize(self, _end, child, ours))
 
     def _stored(self) -> tuple[int, int | None]:
-        """Return a file of the tokenizer, in memory, and the token that ends a sequence."""
+        """Write the tokenizer to a file in memory. Return its descriptor and the end-of-sequence token."""
         text, eos = self._tokenizer()
         file = os.memfd_create("baton-tokenizer")
         weakref.finalize(self, os.close, file)
@@ -258,7 +288,7 @@ class GrammarChecker:
 
 @dataclass(slots=True)
 class _Shared:
-    """One compilation and how many requests wait for it."""
+    """One compilation, and the number of requests that wait for it."""
 
     task: "asyncio.Task[str]"
     num_waiting: int = 0

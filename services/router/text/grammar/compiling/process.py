@@ -1,15 +1,17 @@
-"""`python -m baton_serve.services.router.text.grammar.compiling.process CONTROL TOKENIZER LIMITS`.
+"""The compiling process: forks one compiler for each grammar. The router's `GrammarChecker` starts it.
 
-Forks a process for each grammar.
+    python -m baton_serve.services.router.text.grammar.compiling.process CONTROL TOKENIZER LIMITS
 
-CONTROL is a socket that brings one socket for each grammar; TOKENIZER is a file with the text of a tokenizer.json;
-LIMITS are `CompileLimits` in JSON. This process reads the tokenizer once, which takes a second for 100,000 tokens, and
-never compiles anything itself: so a grammar that crashes its compiler costs one fork of some milliseconds. It has one
-thread, so that a fork is safe, and ends when the router closes CONTROL.
+CONTROL is the descriptor of a socket over which the router sends one socket for each grammar. TOKENIZER is the
+descriptor of a file with the text of a tokenizer.json. LIMITS are `CompileLimits` in JSON. This process loads the
+tokenizer once, which takes a second for 100,000 tokens, and never compiles anything itself, so a grammar that crashes
+its compiler costs only a fork of some milliseconds. It has a single thread, because a fork copies only the thread that
+forks and would leave the locks of others taken. It ends when the router closes CONTROL.
 
-Through a grammar's socket come its text and the end of the stream. The answer is `VERDICT` and what is wrong with it in
-UTF-8 (nothing, where it is valid), or `ENDED` and the number of the signal that ended its compiler; then the stream
-ends. Closing the socket ends the compiler. No answer at all means that this process has died.
+The router writes the grammar to its socket and then shuts down its side. The answer is `VERDICT` and the error message
+in UTF-8 (empty if the grammar is valid), or `ENDED` and the number of the signal that ended the compiler. Then the
+stream ends. A stream that ends without an answer means that this process has died. If the router closes the socket, the
+compiler ends.
 """
 
 import contextlib
@@ -31,15 +33,24 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from baton_serve.contracts.grammar_bounds import PARSER_LIMITS, STACK_BYTES, GrammarBoundsError, check_grammar
 
 VERDICT, ENDED = b"v", b"e"
+"""First byte of an answer: an error message follows, or the number of a signal."""
+
 MAX_VERDICT_CHARS = 2_000
+"""Longest error message, in characters."""
+
 _PR_SET_PDEATHSIG = 1
+"""Option of prctl(2) that sends a signal to this process when its parent ends."""
+
 _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """For one grammar. `cpu_s` is processor time; `wall_s` ends what waits instead of computing. `memory_bytes` is
-    address space beyond that of the process with the tokenizer. `eos`: the token that ends a sequence."""
+    """Limits for the compilation of one grammar, and the tokenizer's end-of-sequence token `eos`.
+
+    `cpu_s` bounds processor time, and `wall_s` bounds elapsed time, for a compiler that waits and does not compute.
+    `memory_bytes` bounds the address space in addition to that of the process with the tokenizer.
+    """
 
     cpu_s: float = 2.0
     wall_s: float = 10.0
@@ -50,24 +61,28 @@ class CompileLimits:
 
 @dataclass(slots=True)
 class _Running:
+    """A compiler that runs: the socket of its grammar, and the time of the monotonic clock at which it is killed."""
+
     answers: socket.socket
     deadline: float
     is_late: bool = False
 
 
 def main() -> None:
+    """Load the tokenizer and serve grammars until the router closes the control socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), encoding="utf-8") as file:
         text = file.read()
     limits = CompileLimits(**json.loads(sys.argv[3]))
     tokens = LLTokenizer(text, eos_token=limits.eos)
     del text
+    # A compiler may crash by design, and a core file of each crash would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _Forks(control, tokens, limits).serve()
 
 
 class _Forks:
-    """Owns the compilers that run, by pid."""
+    """Starts compilers, waits for their ends and kills them at their deadline. It owns the running ones, by pid."""
 
     def __init__(self, control: socket.socket, tokens: LLTokenizer, limits: CompileLimits) -> None:
         self._control = control
@@ -77,13 +92,16 @@ class _Forks:
         self._wake, wake = os.pipe()
         for end in (self._wake, wake):
             os.set_blocking(end, False)
+        # `select` must return when a compiler ends. The handler does nothing, but without one SIGCHLD would be ignored
+        # and nothing would be written to the wake-up descriptor.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        # Of the router's terminal: this process ends with its router, not with the signal that the router got.
+        # Ctrl-C in a terminal sends SIGINT to the router and to this process. The router drains its requests first, so
+        # this process ends with the router and not with the signal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Until the router closes its end."""
+        """Start a compiler for each grammar until the router closes the control socket."""
         while True:
             now = time.monotonic()
             next_s = min((one.deadline - now for one in self._running.values() if not one.is_late), default=None)
@@ -107,10 +125,12 @@ class _Forks:
     def _start(self, answers: socket.socket) -> None:
         try:
             pid = os.fork()
-        except OSError:  # no memory, or too many processes: no answer, so the router asks again
+        except OSError:
+            # There is too little memory or there are too many processes. Without an answer the router tries again.
             answers.close()
             return
         if pid == 0:
+            # The child must not keep the sockets of other grammars open: the router waits for the end of their streams.
             for other in (self._control, *(one.answers for one in self._running.values())):
                 other.close()
             _compile(answers, self._tokens, self._limits)
@@ -121,6 +141,7 @@ class _Forks:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 one = self._running.pop(ended[0])
                 status = os.waitstatus_to_exitcode(ended[1])
+                # A compiler that exits with 0 has sent its verdict itself.
                 if status != 0:
                     number = signal.SIGPROF if one.is_late else -status
                     with contextlib.suppress(OSError):
@@ -136,31 +157,35 @@ class _Forks:
 
 
 def _compile(answers: socket.socket, tokens: LLTokenizer, limits: CompileLimits) -> NoReturn:
-    """In the forked process: answers and ends, on every path."""
+    """Compile the grammar that comes through `answers`, send the verdict and exit. It runs in the forked process."""
     status = 1
     try:
         _prepare(limits)
         grammar = _read_all(answers)
         _end_with(answers)
         verdict = error_of(grammar, tokens)
-        signal.signal(signal.SIGIO, signal.SIG_IGN)  # of the router, which reads the answer
+        # From now on the router's reading of the answer also raises SIGIO, which must not end this process.
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
         answers.sendall(VERDICT + verdict[:MAX_VERDICT_CHARS].encode(errors="replace"))
         status = 0
     except MemoryError:
+        # llguidance aborts at the memory limit, and Python raises this error. Report both in the same way.
         os.kill(os.getpid(), signal.SIGABRT)
     finally:
+        # `sys.exit` would run the clean-up and flush the buffers of the parent process, which were copied by the fork.
         os._exit(status)
 
 
 def error_of(grammar: str, tokens: LLTokenizer) -> str:
-    """Return what is wrong with a grammar, or nothing. The first mask is made as well: a grammar that is ambiguous
-    enough to exceed the parser's limits at once would fail in every worker."""
+    """Return the error message for a grammar, which is empty if the grammar is valid."""
     try:
         check_grammar(grammar)
     except GrammarBoundsError as exc:
         return str(exc)
     limits = LLParserLimits(**PARSER_LIMITS)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+    # Compute the first token mask as well: a grammar so ambiguous that this exceeds the parser's limits compiles, but
+    # would fail in every instance.
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher.get_error() or "the grammar cannot be compiled" if matcher.is_error() else ""
@@ -168,12 +193,15 @@ def error_of(grammar: str, tokens: LLTokenizer) -> str:
 
 def _prepare(limits: CompileLimits) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Undo what `_Forks` has set up for the signals: the default action of SIGPROF and SIGIO ends the process.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGPROF, signal.SIGIO, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # last words of a crash are no line of the router's log
+    # The message of a crash would appear in the router's log.
+    os.dup2(null, 2)
     _limit(resource.RLIMIT_STACK, limits.stack_bytes)
+    # The limit counts all address space, including what was inherited with the tokenizer.
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     _limit(resource.RLIMIT_AS, used + limits.stack_bytes + limits.memory_bytes)
@@ -193,12 +221,14 @@ def _read_all(answers: socket.socket) -> str:
 
 
 def _end_with(answers: socket.socket) -> None:
-    """Let the kernel end this process (SIGIO) as soon as the router has closed its end."""
+    """Let the kernel end this process with SIGIO as soon as the router closes its end of the socket."""
+    # Compiling is one call of a library, during which no Python code could notice the disconnect.
     fcntl.fcntl(answers, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(answers, fcntl.F_SETFL, fcntl.fcntl(answers, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(answers, 0)
-    if poll.poll(0):  # POLLHUP: it has closed it already
+    # If the router has closed it before O_ASYNC was set, no signal comes. POLLHUP is always reported.
+    if poll.poll(0):
         os._exit(1)
 
 
