@@ -88,7 +88,6 @@ class DecodeHandler:
             with request.span.child("reserve"):
                 reservation = await self._block_queue.reserve(request.work, within_s=ticket.timeout_s)
             report = partial(self._router.send, request.router)
-            # `report` belongs to one router, so it is bound here.
             admission = HandoffAdmission(request, reservation, arrivals, self._engine, report)
             fetched = await self._fetch(request, ticket, admission)
             begun_at = time.monotonic() if fetched is None else fetched.ended_at
@@ -134,7 +133,7 @@ class DecodeHandler:
         except RemoteTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
-                # A lost peer makes the router choose another prefill instance and open the circuit for this one.
+                # With `lost` the router chooses another prefill instance for the replay.
                 lost = ticket.source if isinstance(exc, PEER_FAULTS) else None
                 raise RequestFailed("handoff_failed", _error_text(exc), lost=lost) from exc
             logger.warning("handoff from prefill instance %s failed: %s", ticket.source, _error_text(exc))

@@ -49,7 +49,7 @@ class TimedStepResult:
 
 
 class EngineCalls(Protocol):
-    """Access of request handling to the engine; implemented by `EngineThread`. See there."""
+    """The calls of request handling into the engine; implemented by `EngineThread`, which documents them."""
 
     def call(
         self, action: Callable[[EnginePort], T], *, then: Callable[[T], None] | None = None
@@ -59,7 +59,7 @@ class EngineCalls(Protocol):
 
 
 class PoolingEngineCalls(Protocol):
-    """Access of request handling to a pooling engine; implemented by `EngineThread`."""
+    """The calls of request handling into a pooling engine; implemented by `EngineThread`."""
 
     def call(self, action: Callable[[PoolingPort], T]) -> asyncio.Future[T]: ...
 
@@ -73,9 +73,9 @@ class EngineThread(Generic[E]):
     loop's thread, except `give_up` and `deliver`, which any thread may call.
     """
 
-    def __init__(self, build: Callable[[], E], turns: TimeSlicer | None = None) -> None:
+    def __init__(self, build: Callable[[], E], time_slicer: TimeSlicer | None = None) -> None:
         self._build = build
-        self._turns = turns or NoTimeSlicing()
+        self._time_slicer = time_slicer or NoTimeSlicing()
         self._commands: SimpleQueue[_Command[E, object] | None] = SimpleQueue()
         self._attached = threading.Event()
         self._is_broken = False
@@ -114,18 +114,17 @@ class EngineThread(Generic[E]):
         `on_stats` is called after `on_step_result` of the steps that changed the statistics.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_turn = on_step_result
+        self._on_step_result = on_step_result
         self._on_stats = on_stats
         self._on_broken = on_broken
         self._attached.set()
 
     def call(self, action: Callable[[E], T], *, then: Callable[[T], None] | None = None) -> asyncio.Future[T]:
-        """Run `action` in the engine thread, after all earlier commands and before the next step; return a future of
-        its result.
+        """Run `action` in the engine thread, before the next step, and return a future of its result.
 
-        `then` is called on the event loop with the result, before the results of any later step are delivered. A task
-        that awaits the future may run after those. The future raises what `action` raised, or `EngineBroken` if the
-        engine has stopped.
+        Commands run in the order of their calls. `then` is called on the event loop with the result, before the results
+        of any later step are delivered; a task that awaits the future may run after those. The future raises what
+        `action` raised, or `EngineBroken` if the engine has stopped.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if self._is_broken:
@@ -185,9 +184,10 @@ class EngineThread(Generic[E]):
     def _run(self, engine: E) -> None:
         stats, stats_at, is_due, is_idle = engine.stats(), 0.0, False, True
         while True:
-            # With statistics due, wait briefly for a command; if none comes, take the statistics. Without, block.
+            # While statistics are due, wait only briefly: they are reported after this wait. Else block until a command
+            # arrives.
             idle_wait_s = STATS_DELAY_S if is_due else None
-            commands = self._take(idle_wait_s if is_idle else min(self._turns.wait_s(), POLL_INTERVAL_S))
+            commands = self._take(idle_wait_s if is_idle else min(self._time_slicer.wait_s(), POLL_INTERVAL_S))
             if commands is None:
                 return
             if is_due:
@@ -196,7 +196,7 @@ class EngineThread(Generic[E]):
                 if is_idle and not commands:
                     continue
             # Commands run even while the step waits for its time slice; they are short.
-            must_wait = self._turns.wait_s() > 0
+            must_wait = self._time_slicer.wait_s() > 0
             if must_wait and not commands:
                 continue
             for command in commands:
@@ -212,18 +212,18 @@ class EngineThread(Generic[E]):
             at = time.monotonic()
             is_idle = not engine.has_work()
             if is_idle:
-                self._turns.rest()
-            self.deliver(self._on_turn, TimedStepResult(result, at))
+                self._time_slicer.rest()
+            self.deliver(self._on_step_result, TimedStepResult(result, at))
             # Report at once if capacity may have changed (a request began or ended), else at most every
             # STATS_INTERVAL_S.
             is_due = is_idle or bool(commands) or _frees_something(result) or at - stats_at > STATS_INTERVAL_S
 
     def _step(self, engine: E) -> StepResult:
-        self._turns.begin()
+        self._time_slicer.begin()
         try:
             return engine.step()
         finally:
-            self._turns.end()
+            self._time_slicer.end()
 
     def _take(self, wait_s: float | None) -> "list[_Command[E, object]] | None":
         """Return all queued commands, or None if the thread must stop.

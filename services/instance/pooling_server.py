@@ -104,9 +104,9 @@ class PoolingServer(DrainableServer):
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats
 
-    def on_step_result(self, turn: TimedStepResult) -> None:
+    def on_step_result(self, step: TimedStepResult) -> None:
         answers: dict[RouterId, list[Pooled]] = {}
-        for output in turn.result.pooled:
+        for output in step.result.pooled:
             # None if the request was cancelled while the step that computed it was running.
             request = self._requests.get(output.request_id)
             if request is not None:
@@ -117,7 +117,7 @@ class PoolingServer(DrainableServer):
         for router, pooled in answers.items():
             for frame in frames(pooled):
                 self._router.send(router, Batch(list(frame)))
-        for inner, message, code in turn.result.failed:
+        for inner, message, code in step.result.failed:
             if (request := self._requests.get(inner)) is not None:
                 self._end(request, Failed(request_id=request.request_id, code=code, message=message))
 

@@ -40,7 +40,7 @@ from baton_serve.services.instance.addresses import (
     tcp,
 )
 from baton_serve.services.instance.components import InstanceService, MakeHandler, RoleDependencies
-from baton_serve.services.instance.cpu_sharing.time_slicing import core_turns
+from baton_serve.services.instance.cpu_sharing.time_slicing import make_time_slicer
 from baton_serve.services.instance.drain.drain_state import DrainController
 from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
@@ -94,7 +94,7 @@ class InstanceProcess:
         self._counter = TransferMetrics(self._metrics)
         self._engine_thread = engine_thread(settings, role)
         self._transfer: TransferNode | None = None
-        self._handover: DrainMigration | None = None
+        self._drain_migration: DrainMigration | None = None
         self._adapter_changes: AdapterLoader | None = None
         self._renew_record: Callable[[], Awaitable[None]] = _do_nothing
         self._started_at = time.monotonic()
@@ -175,7 +175,7 @@ class InstanceProcess:
         lifecycle.on_stop("sharing", sharing.close)
         lifecycle.on_stop("transfer", transfer.close)
         puller = Puller(thread, transfer, block_tokens=engine.layout.block_tokens, counter=self._counter)
-        self._handover = DrainMigration(
+        self._drain_migration = DrainMigration(
             identity,
             engine=thread,
             router=self._rpc,
@@ -185,7 +185,7 @@ class InstanceProcess:
             max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
         )
         # Stops before the transfer node: fetches of a drain migration write to the KV cache and use the node.
-        lifecycle.on_stop("adoptions", self._handover.close)
+        lifecycle.on_stop("drain migration", self._drain_migration.close)
         parts = RoleDependencies(thread, transfer, self._rpc, self._counter, puller, engine.image_reader)
         serving = RequestServer(
             identity,
@@ -234,10 +234,10 @@ class InstanceProcess:
 
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
         match message:
-            case Adopt() if self._handover is not None and not self._serving.is_draining:
-                self._handover.on_migrate_in(message)
-            case Heirs() if self._handover is not None:
-                self._handover.on_migration_tickets(message)
+            case Adopt() if self._drain_migration is not None and not self._serving.is_draining:
+                self._drain_migration.on_migrate_in(message)
+            case Heirs() if self._drain_migration is not None:
+                self._drain_migration.on_migration_tickets(message)
             case LoadAdapter() | UnloadAdapter() if self._adapter_changes is not None:
                 self._adapter_changes.on_message(router, message)
             case LoadAdapter() | UnloadAdapter():
@@ -284,7 +284,7 @@ class InstanceProcess:
             announce=announce,
             request_stop=lifecycle.request_stop,
             timeout_s=settings.drain_timeout_s,
-            hand_on=self._handover.hand_on if self._handover is not None else _do_nothing,
+            migrate_out=self._drain_migration.migrate_out if self._drain_migration is not None else _do_nothing,
         )
         # The sum of all phases that `finish` waits for, and 5 s for ending what is left.
         deadline_s = settings.drain_timeout_s + settings.kv_lease_s + settings.drain_handover_s + 5.0
@@ -375,7 +375,7 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
 
     Raises `StartFailed` if a flag or the role does not fit the model.
     """
-    kind, slicer = model_kind(settings), core_turns(settings, role, yield_to_processes)
+    kind, slicer = model_kind(settings), make_time_slicer(settings, role, yield_to_processes)
     if kind == "generate":
         thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, role, thread.give_up), slicer)
         return thread

@@ -135,10 +135,10 @@ class RequestServer(DrainableServer):
         for request in self.table.of_router(router):
             self._abort(request, None)
 
-    def on_step_result(self, turn: TimedStepResult) -> None:
-        for router, answers in self.table.apply(turn.result, turn.at).items():
+    def on_step_result(self, step: TimedStepResult) -> None:
+        for router, answers in self.table.apply(step.result, step.at).items():
             self._router.send(router, Batch(answers))
-        self._events.publish(turn.result.events)
+        self._events.publish(step.result.events)
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats

@@ -65,10 +65,11 @@ class PrefillHandler:
         """Fail the ticket of a refused request, so that its decode instance does not wait for the blocks."""
         if isinstance(message, Prefill) and message.ticket is not None:
             try:
-                # A transfer can only be failed after it was opened; opening may fail for an expired ticket.
+                # A transfer must be opened before it can fail; opening raises, for example, if the ticket is used
+                # already.
                 self._transfer.open(message.ticket)
             except TransferError as exc:
-                logger.info("ticket %s: %s", message.ticket.ticket, exc)
+                logger.info("cannot fail ticket %s of a refused request: %s", message.ticket.ticket, exc)
             else:
                 self._transfer.fail(message.ticket.ticket, reason)
 

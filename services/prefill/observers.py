@@ -96,5 +96,7 @@ class HandoffObserver(PrefillObserver):
 
     def _stop_publishing(self, exc: LocalTransferError) -> None:
         """Stop publishing. The ticket has just ended; the task that awaits its release will report the reason."""
-        logger.debug("ticket %s: %s", self._ticket, exc, extra={"request_id": self._request_id})
+        logger.debug(
+            "stopped publishing KV blocks for ticket %s: %s", self._ticket, exc, extra={"request_id": self._request_id}
+        )
         self.is_open = False

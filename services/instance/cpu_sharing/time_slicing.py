@@ -122,7 +122,7 @@ def pause_s(step_s: float, share: float) -> float:
     return min(step_s * (1 - share) / share, MAX_WAIT_S)
 
 
-def core_turns(settings: InstanceSettings, role: Role, yield_to_others: YieldToOthers) -> TimeSlicer:
+def make_time_slicer(settings: InstanceSettings, role: Role, yield_to_others: YieldToOthers) -> TimeSlicer:
     """Return the time slicer for `--core-turns`. Call it in the process that computes the model.
 
     Raises `StartFailed` if the shared file cannot be used.

@@ -40,12 +40,12 @@ class DrainController:
         announce: Callable[[], Awaitable[None]],
         request_stop: Callable[[str], None],
         timeout_s: float,
-        hand_on: Callable[[], Awaitable[None]],
+        migrate_out: Callable[[], Awaitable[None]],
     ) -> None:
-        """`hand_on` moves the most used blocks to another instance. It is called once, after all requests have ended,
-        and must limit its own duration."""
-        self._hand_on = hand_on
-        self._handing: asyncio.Task[None] | None = None
+        """`migrate_out` moves the most used blocks to another instance. It is called once, after all requests have
+        ended, and must limit its own duration."""
+        self._migrate_out = migrate_out
+        self._migrating: asyncio.Task[None] | None = None
         self._serving = serving
         self._announce = announce
         self._request_stop = request_stop
@@ -70,9 +70,9 @@ class DrainController:
         await self._serving.drain(self._timeout_s)
         # An operator's drain and the shutdown may both call this: the blocks are handed on only once. The shield keeps
         # the hand-over running if one of the two callers is cancelled.
-        if self._handing is None:
-            self._handing = asyncio.create_task(_all_of(self._hand_on), name="handover")
-        await asyncio.shield(self._handing)
+        if self._migrating is None:
+            self._migrating = asyncio.create_task(_all_of(self._migrate_out), name="drain migration")
+        await asyncio.shield(self._migrating)
 
     async def ask(self, *, exit_afterwards: bool) -> None:
         """Start a drain that an operator requested. Return when new work is refused; the drain continues."""

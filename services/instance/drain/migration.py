@@ -46,7 +46,7 @@ class DrainMigration:
         self._migration_tickets: asyncio.Future[list[TicketId]] | None = None
         self._migrations_in: set[asyncio.Task[int]] = set()
 
-    async def hand_on(self) -> None:
+    async def migrate_out(self) -> None:
         """Hand the most used blocks to another instance.
 
         Return when they have been fetched, if no router or instance takes them, or after `timeout_s`. Never raises.
@@ -88,20 +88,20 @@ class DrainMigration:
 
     def on_migrate_in(self, message: Adopt) -> None:
         """Start to fetch the most used blocks of another instance, which is draining."""
-        adoption = asyncio.get_running_loop().create_task(self._migrate_in(message), name="adopt")
-        self._migrations_in.add(adoption)
+        migration = asyncio.get_running_loop().create_task(self._migrate_in(message), name="migrate in")
+        self._migrations_in.add(migration)
         # asyncio keeps only weak references to tasks: the set keeps them alive.
-        adoption.add_done_callback(self._migrations_in.discard)
+        migration.add_done_callback(self._migrations_in.discard)
 
     async def close(self) -> None:
         """Cancel all running fetches and wait for their end. Call it before the transfer node is closed."""
-        for adoption in self._migrations_in:
-            adoption.cancel()
+        for migration in self._migrations_in:
+            migration.cancel()
         if self._migrations_in:
             await asyncio.wait(self._migrations_in)
 
     async def _migrate_in(self, message: Adopt) -> int:
-        num_blocks = await self._puller.adopt(message.ticket, message.names, is_awaited=True)
+        num_blocks = await self._puller.fetch_blocks(message.ticket, message.names, is_awaited=True)
         logger.info(
             "fetched KV blocks of a draining instance", extra={"source": message.ticket.source, "blocks": num_blocks}
         )

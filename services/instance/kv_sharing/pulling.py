@@ -58,10 +58,10 @@ class Puller:
         # At least the last token is computed here, because its logits give the first token.
         num_full = min(pull.num_blocks, (len(work.token_ids) - 1) // size)
         names = hash_blocks(work.root, work.token_ids[: num_full * size], size, media=work.media)
-        arrived = await self.adopt(pull.ticket, names, span=request.span)
+        arrived = await self.fetch_blocks(pull.ticket, names, span=request.span)
         request.pulled = PulledPrefix(pull.ticket.source, arrived * size, self._clock() - began)
 
-    async def adopt(
+    async def fetch_blocks(
         self, ticket: Ticket, names: Sequence[BlockHash], *, span: Span = NO_SPAN, is_awaited: bool = False
     ) -> int:
         """Fetch the blocks `names` as far as they are missing here, and return how many have arrived.

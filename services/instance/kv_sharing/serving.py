@@ -59,7 +59,7 @@ class KVSharing:
             # The ticket may be expired or of another generation of this process.
             self._transfer.open(ticket)
         except LocalTransferError as exc:
-            logger.debug("ticket %s: %s", ticket.ticket, exc)
+            logger.debug("cannot serve ticket %s: %s", ticket.ticket, exc)
             return
         if len(self._shares) >= self._max_shares:
             self._transfer.fail(

@@ -27,10 +27,10 @@ def draining(log: list[str]) -> tuple[DrainController, FakeServing]:
     async def announce() -> None:
         log.append("announce")
 
-    async def hand_on() -> None:
+    async def migrate_out() -> None:
         log.append("hand on")
 
-    made = DrainController(serving, announce=announce, request_stop=log.append, timeout_s=7.0, hand_on=hand_on)
+    made = DrainController(serving, announce=announce, request_stop=log.append, timeout_s=7.0, migrate_out=migrate_out)
     return made, serving
 
 

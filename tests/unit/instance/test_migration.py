@@ -26,7 +26,7 @@ def handover_of(*, timeout_s: float = 5.0) -> tuple[Bench, DrainMigration]:
 def test_hot_blocks_are_offered_and_waited_for_until_they_were_read() -> None:
     async def test() -> None:
         b, handover = handover_of()
-        leaving = asyncio.create_task(handover.hand_on())
+        leaving = asyncio.create_task(handover.migrate_out())
         await settle()
         (hot,) = b.router.answers()
         assert isinstance(hot, HotBlocks)
@@ -44,12 +44,12 @@ def test_hot_blocks_are_offered_and_waited_for_until_they_were_read() -> None:
 def test_nobody_to_inherit_or_no_answer_delays_nothing_for_long() -> None:
     async def test() -> None:
         _, handover = handover_of()
-        leaving = asyncio.create_task(handover.hand_on())
+        leaving = asyncio.create_task(handover.migrate_out())
         await settle()
         handover.on_migration_tickets(Heirs([]))
         await leaving
         _, late = handover_of(timeout_s=0.01)
-        await late.hand_on()
+        await late.migrate_out()
 
     run(test())
 

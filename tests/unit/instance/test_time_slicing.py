@@ -20,7 +20,7 @@ from baton_serve.services.instance.cpu_sharing.time_slicing import (
     BoundedTimeSlicer,
     NoTimeSlicing,
     YieldingTimeSlicer,
-    core_turns,
+    make_time_slicer,
     pause_s,
 )
 from baton_serve.services.instance.errors import StartFailed
@@ -144,8 +144,8 @@ def test_the_role_decides_and_a_file_that_cannot_be_used_stops_the_start(path: P
     def settings(core_turns: str | None) -> InstanceSettings:
         return InstanceSettings(model="/m", core_turns=core_turns)
 
-    assert type(core_turns(settings(None), "prefill", print)) is NoTimeSlicing
-    assert isinstance(core_turns(settings(str(path)), "prefill", print), YieldingTimeSlicer)
-    assert isinstance(core_turns(settings(str(path)), "decode", print), BoundedTimeSlicer)
+    assert type(make_time_slicer(settings(None), "prefill", print)) is NoTimeSlicing
+    assert isinstance(make_time_slicer(settings(str(path)), "prefill", print), YieldingTimeSlicer)
+    assert isinstance(make_time_slicer(settings(str(path)), "decode", print), BoundedTimeSlicer)
     with pytest.raises(StartFailed, match="--core-turns"):
-        core_turns(settings(str(path / "no" / "folder")), "decode", print)
+        make_time_slicer(settings(str(path / "no" / "folder")), "decode", print)
