@@ -1,7 +1,7 @@
-"""The life of a process: start, serve until a signal, stop in reverse order with a deadline for each phase.
+"""Runs the life of a process: start, serve until a signal, stop in reverse order with a deadline for each phase.
 
-Exit status: 0 after a stop that was asked for, 1 after a failure, 2 when starting again could not help (a bad setting,
-a broken model, a port in use). Knows nothing of what it starts.
+The exit status is 0 after a requested stop, 1 after a failure, and 2 if a restart could not help (a bad setting, a
+broken model, a port in use). Every process's `main` uses `run`; supervisors use `RestartPolicy`.
 """
 
 import asyncio
@@ -19,13 +19,14 @@ import uvloop
 from baton_serve.services.common.errors import ConfigurationError
 
 _CANCEL_INTERVAL_S = 0.1
+"""Time after which `cancel_all` cancels a task that still runs again."""
 
 
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Cancels them until they have ended, however they do.
+    """Cancel tasks and wait until all have ended, whether by the cancellation, an error or a result.
 
-    Once is not enough before Python 3.12: `asyncio.wait_for`, within libraries too, forgets a cancellation that comes
-    in the turn in which what it waits for is done.
+    Tasks are cancelled repeatedly. Before Python 3.12, `asyncio.wait_for`, which libraries use too, loses a
+    cancellation that arrives in the same iteration of the event loop as the result it waits for.
     """
     running = set(tasks)
     while running:
@@ -34,32 +35,43 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
         ended, running = await asyncio.wait(running, timeout=_CANCEL_INTERVAL_S)
         for task in ended:
             if not task.cancelled():
-                task.exception()  # told where it happened, or nobody's concern any more
+                # Mark the exception as retrieved, or asyncio logs it. An error that matters was logged where it was
+                # raised.
+                task.exception()
 
 
 MIN_DELAY_S = 0.5
+"""Delay before the first restart; it doubles with each further short life."""
 MAX_DELAY_S = 15.0
+"""Longest delay before a restart."""
 MAX_FAILED_STARTS = 5
-"""A process that has never become ready is given up after this many short lives in a row."""
+"""Number of consecutive short lives after which a process that has never become ready is not restarted any more."""
 STABLE_LIFE_S = 20.0
+"""A process that lived for at least this time was stable: its next restart comes after the shortest delay."""
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Of one process, over all its lives. `has_served`: it has become ready in one of them."""
+    """Decides when a process that has died is started again. There is one per process, for all its lives.
+
+    `has_served` is True once the process has become ready in any of its lives.
+    """
 
     short_lives: int = 0
     failed_starts: int = 0
     has_served: bool = False
 
     def next_delay_s(self, *, lived_s: float, has_served: bool) -> float | None:
-        """Return the delay before the next start, in seconds, or None to give the process up. `has_served`: it became
-        ready in the life that has ended."""
+        """Return the delay before the next start in seconds, or None if the process should not be restarted.
+
+        `lived_s` and `has_served` (it became ready) describe the life that has ended.
+        """
         self.has_served = self.has_served or has_served
         self.short_lives = 1 if lived_s >= STABLE_LIFE_S else self.short_lives + 1
         self.failed_starts = 0 if lived_s >= STABLE_LIFE_S else self.failed_starts + 1
         if self.failed_starts >= MAX_FAILED_STARTS and not self.has_served:
             return None
+        # The exponent is bounded, since a process that has served once is restarted without a limit.
         return float(min(MAX_DELAY_S, MIN_DELAY_S * 2 ** min(self.short_lives - 1, 10)))
 
 
@@ -67,20 +79,29 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
 EXIT_HOPELESS = 2
+"""Exit status that asks the supervisor not to restart the process."""
 _FORCED_EXIT_S = 3.0
+"""Time beyond all deadlines of the stop after which the process is ended by force."""
 DUPLICATE_SIGNAL_S = 0.25
-"""`timeout`, systemd and others signal a process and its group: what comes twice within this time was meant once."""
+"""Signals within this time of the first one count as the same: `timeout`, systemd and others signal a process twice,
+once directly and once through its process group."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
+    """One step of stopping the process."""
+
     name: str
     stop: Callable[[], Awaitable[None]]
     deadline_s: float
 
 
 class Lifecycle:
-    """Given to the process's `start`, which registers how to stop each thing right after it started it."""
+    """Collects how to stop the parts of a process, and ends the process.
+
+    `run` passes it to the process's `start`, which calls `on_stop` right after it has started each part. All methods
+    run on the event loop.
+    """
 
     def __init__(self) -> None:
         self._phases: list[_Phase] = []
@@ -91,7 +112,10 @@ class Lifecycle:
         self.error: BaseException | None = None
 
     def on_stop(self, name: str, stop: Callable[[], Awaitable[None]], *, deadline_s: float = 5.0) -> None:
-        """Phases run last registered first. One that misses its deadline is cancelled; the next one runs."""
+        """Register a phase of the stop. The phase that was registered last runs first.
+
+        A phase that misses its deadline is cancelled, and the next one runs.
+        """
         self._phases.append(_Phase(name, stop, deadline_s))
 
     @property
@@ -99,39 +123,51 @@ class Lifecycle:
         return self._stopping.is_set()
 
     def request_stop(self, reason: str) -> None:
+        """Stop the process with status 0. Further calls do nothing."""
         if not self.is_stopping:
             logger.info("stopping: %s", reason)
             self._stopping.set()
 
     def signalled(self, name: str, now: float) -> None:
-        """A second signal, later than `DUPLICATE_SIGNAL_S`, cuts the deadlines short. `now` in seconds."""
+        """Handle a signal at the time `now` in seconds: the first one stops the process, a second one hurries the stop.
+
+        A second signal counts only later than `DUPLICATE_SIGNAL_S` after the first. It cancels the running phase and
+        all phases after it.
+        """
         if self._signalled_at is not None and now - self._signalled_at > DUPLICATE_SIGNAL_S:
             self._forced.set()
         self._signalled_at = self._signalled_at if self._signalled_at is not None else now
         self.request_stop(name)
 
     def fail(self, error: BaseException) -> None:
-        """Stops the process because a part of it has ended that must not."""
+        """Stop the process with status 1, because a part has failed without which it cannot work."""
+        # Only the first error is logged; later ones usually follow from it.
         if self.error is None:
             self.error = error
-            logger.error("this process cannot go on and stops: %s", error)
+            logger.error("stopping this process after a failure: %s", error)
         self._stopping.set()
 
     async def stopping(self) -> None:
+        """Wait until the process should stop."""
         await self._stopping.wait()
 
     def arm(self, status: int) -> None:
-        """From now on a thread stuck in foreign code cannot keep the process from ending."""
+        """Start a timer that ends the process by force if the stop takes longer than all its deadlines together.
+
+        Without it a thread that hangs in foreign code, such as a driver, would keep the process alive.
+        """
         longest_s = sum(phase.deadline_s for phase in self._phases) + _FORCED_EXIT_S
         self._exit_timer = threading.Timer(longest_s, os._exit, [status or EXIT_FAILURE])
         self._exit_timer.daemon = True
         self._exit_timer.start()
 
     def disarm(self) -> None:
+        """Cancel the timer of `arm`."""
         if self._exit_timer is not None:
             self._exit_timer.cancel()
 
     async def stop_all(self) -> None:
+        """Run all phases, the last registered one first."""
         while self._phases:
             await self._stop_one(self._phases.pop())
 
@@ -141,13 +177,13 @@ class Lifecycle:
         await asyncio.wait({task, hurry}, timeout=phase.deadline_s, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if not task.done():
-            how = "cut short by a second signal" if self._forced.is_set() else f"not done in {phase.deadline_s:g} s"
-            logger.warning("stopping: %s: %s", phase.name, how)
+            how = "cut short by a second signal" if self._forced.is_set() else f"not done after {phase.deadline_s:g} s"
+            logger.warning("stopping %s: %s", phase.name, how)
             task.cancel()
-            # Not waited for without end: what ignores its cancellation must not keep the process.
+            # The wait has a timeout: a task that ignores its cancellation must not keep the process alive.
             await asyncio.wait({task}, timeout=0.5)
         elif not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed to stop", phase.name, exc_info=error)
+            logger.error("stopping %s has failed", phase.name, exc_info=error)
 
 
 def run(
@@ -156,10 +192,10 @@ def run(
     program: str,
     expected: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Runs `start`, then serves until SIGINT, SIGTERM or `fail`. Returns the exit status.
+    """Run `start`, then serve until SIGINT, SIGTERM or `Lifecycle.fail`. Return the exit status.
 
-    `start` returns when everything runs. What it raises of `expected`, `ConfigurationError` or `OSError` is told in one
-    line; anything else is our bug and gets a traceback.
+    `start` returns when everything runs. If it raises an error of `expected`, `ConfigurationError` or `OSError`, one
+    line is printed. Any other error is a bug and is logged with its traceback.
     """
     lifecycle = Lifecycle()
     try:
@@ -180,6 +216,7 @@ async def _run_loop(
     status = await _start_and_serve(start, lifecycle, program, expected)
     lifecycle.arm(status)
     await lifecycle.stop_all()
+    # Printed after the stop, so that the reason is the last line: supervisors show the last line of a process.
     if status == EXIT_HOPELESS and lifecycle.error is not None:
         print_error(program, lifecycle.error)
     return status
@@ -199,12 +236,12 @@ async def _start_and_serve(
     stopping = asyncio.create_task(lifecycle.stopping())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
+        # A signal came during the start. Phases registered so far are run by the caller.
         starting.cancel()
         await asyncio.wait({starting}, timeout=1.0)
     elif (error := starting.exception()) is not None:
         stopping.cancel()
         if isinstance(error, expected):
-            # Told when everything has stopped, so that it is the last line.
             lifecycle.error = error
             return EXIT_HOPELESS
         logger.error("%s could not start", program, exc_info=error)
@@ -214,6 +251,6 @@ async def _start_and_serve(
 
 
 def print_error(program: str, error: BaseException) -> None:
-    """One line for a human on stderr."""
+    """Print an error as one line on stderr, behind the program's name."""
     sys.stderr.write(f"{program}: {' '.join(str(error).split()) or type(error).__name__}\n")
     sys.stderr.flush()

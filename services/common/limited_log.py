@@ -1,4 +1,4 @@
-"""Warnings about what others send, which could come without end."""
+"""Logs warnings that a peer can cause, at a limited rate, so that a faulty or hostile peer cannot fill the log."""
 
 import logging
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class LimitedLog:
-    """At most one line in `every_s`; the next one says how many were left out."""
+    """Logs at most one line in `every_s` seconds. The next line says how many were left out."""
 
     def __init__(
         self, logger: logging.Logger, *, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic
@@ -18,7 +18,7 @@ class LimitedLog:
         self._num_left_out = 0
 
     def warning(self, message: str, *values: object) -> None:
-        """As a logger's."""
+        """Log a warning like `Logger.warning`, or count it as left out."""
         now = self._clock()
         if now < self._next_at:
             self._num_left_out += 1

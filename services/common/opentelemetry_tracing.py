@@ -1,7 +1,7 @@
-"""`Tracing` through OpenTelemetry: spans leave in batches, from a thread of the SDK, as OTLP over HTTP.
+"""Implements `Tracing` with OpenTelemetry: a thread of its SDK sends spans in batches as OTLP over HTTP.
 
-The SDK's own variables are obeyed (OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER, OTEL_BSP_SCHEDULE_DELAY, …). A
-collector that is away costs spans, never a request.
+The SDK's own variables have effect (OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER, OTEL_BSP_SCHEDULE_DELAY, …). If
+the collector is down, spans are lost, but requests are not affected.
 """
 
 import asyncio
@@ -24,9 +24,13 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class OpenTelemetryTracing(Tracing):
-    """`url` is the collector's, path included; `service` and `instance` name this process."""
+    """Records spans. One per process.
+
+    `url` is that of the collector with its path. `service` and `instance` name this process in traces.
+    """
 
     def __init__(self, url: str, *, service: str, instance: str) -> None:
+        # The exporter uses urllib3, which would log each connection.
         logging.getLogger("urllib3").setLevel(logging.WARNING)
         resource = Resource.create(
             {"service.name": service, "service.instance.id": instance, "service.version": VERSION}
@@ -37,30 +41,32 @@ class OpenTelemetryTracing(Tracing):
 
     def span(self, name: str, headers: Mapping[str, str], *, at: float | None = None) -> Span:
         context = _propagator.extract(headers)
-        # Of each request anew: the two clocks drift apart.
+        # Computed for each request, because the two clocks drift apart.
         epoch_ns = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(name, context, trace.SpanKind.SERVER, start_time=_nanoseconds(at, epoch_ns))
         return _RecordedSpan(self._tracer, span, epoch_ns)
 
     async def close(self) -> None:
-        """In a thread that nobody waits for at exit: a collector that does not answer must not keep the process."""
+        """Send the remaining spans, in a daemon thread: a collector that hangs must not keep the process alive."""
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
 
-        def tell() -> None:
-            if not closed.done():
+        def set_closed() -> None:
+            if not closed.done():  # The caller may have been cancelled.
                 closed.set_result(None)
 
         def shut_down() -> None:
             self._provider.shutdown()
             if not loop.is_closed():
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(set_closed)
 
         threading.Thread(target=shut_down, name="traces", daemon=True).start()
         await closed
 
 
 class _RecordedSpan(Span):
+    """A span that is sent to the collector. `epoch_ns` is the zero of `time.monotonic` in nanoseconds since 1970."""
+
     is_recording = True
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, epoch_ns: int) -> None:
@@ -89,5 +95,5 @@ class _RecordedSpan(Span):
 
 
 def _nanoseconds(at: float | None, epoch_ns: int) -> int:
-    """Since 1970."""
+    """Return a moment of `time.monotonic()`, None being now, in nanoseconds since 1970."""
     return epoch_ns + (time.monotonic_ns() if at is None else round(at * 1e9))

@@ -1,4 +1,7 @@
-"""Who is there: instances register, routers look. One port, two implementations, chosen by the URL's scheme."""
+"""The registry of instances: instances register in it, and routers read it.
+
+It has one interface (`port`) and two implementations, in a router's memory and in Redis; the URL's scheme selects one.
+"""
 
 from baton_serve.services.common.registry.factory import (
     check_registry_url,

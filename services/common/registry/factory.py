@@ -1,4 +1,7 @@
-"""Chooses the registry's implementation by URL. Only clusters that use Redis load its library: a tenth of a second."""
+"""Chooses the implementation of the registry by its URL.
+
+Redis' library is loaded only for URLs of Redis, because its import takes a tenth of a second.
+"""
 
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -13,13 +16,16 @@ _REDIS = ("redis", "rediss", "unix")
 
 
 def check_registry_url(url: str) -> None:
-    """Raises `ConfigurationError`."""
+    """Check that a URL is one of a registry. Raises `ConfigurationError` if it is not."""
     if not _is_of_redis(url):
         _zeromq_address(url)
 
 
 def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
-    """`key` is that of ZeroMQ; Redis has its own ways. Raises `ConfigurationError`."""
+    """Return the client with which an instance registers. Raises `ConfigurationError` for a wrong URL.
+
+    `key` encrypts a `memory://` registry, which uses ZeroMQ. Redis is protected by its own password and TLS.
+    """
     if _is_of_redis(url):
         from baton_serve.services.common.registry.redis_registry import RedisRegistryClient
 
@@ -28,12 +34,18 @@ def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
 
 
 def hosted_registry(url: str, on_message: Callable[[ToRegistry], None], key: ClusterKey | None = None) -> RegistryView:
-    """The view of a `memory://` registry; `on_message` hears all that it is told. Raises `ConfigurationError`."""
+    """Return a view that hosts a `memory://` registry and passes each message of an instance to `on_message`.
+
+    Raises `ConfigurationError` for a wrong URL.
+    """
     return MemoryRegistryView(_zeromq_address(url), key=key, on_message=on_message)
 
 
 def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:
-    """Raises `ConfigurationError`. With `memory://` the view hosts the registry itself."""
+    """Return the router's view of a registry. With `memory://` the view hosts the registry itself.
+
+    Raises `ConfigurationError` for a wrong URL.
+    """
     if _is_of_redis(url):
         from baton_serve.services.common.registry.redis_registry import RedisRegistryView
 
@@ -42,21 +54,26 @@ def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:
 
 
 def _is_of_redis(url: str) -> bool:
-    """False for what Redis' client would take for this machine, such as `redis:/HOST`."""
+    """Return whether the URL is a complete URL of Redis."""
+    # Redis' client would connect to this machine if the host is missing, as in `redis:/HOST`.
     parts = urlsplit(url)
     return parts.scheme in _REDIS and bool(parts.path if parts.scheme == "unix" else parts.hostname)
 
 
 def _zeromq_address(url: str) -> str:
-    """Of `memory://HOST:PORT`, or on one machine `memory:///PATH` and `memory:///@NAME` (no port, no file)."""
+    """Return the ZeroMQ address of `memory://HOST:PORT`, `memory:///PATH` or `memory:///@NAME`.
+
+    The last two are for one machine: a Unix socket with a path, or an abstract one, which needs neither a port nor a
+    file. Raises `ConfigurationError` for any other URL.
+    """
     parts = urlsplit(url)
     if parts.scheme == "memory" and not parts.netloc and len(parts.path) > 1:
         return "ipc://" + (parts.path.removeprefix("/") if parts.path.startswith("/@") else parts.path)
     try:
         is_whole = parts.scheme == "memory" and bool(parts.hostname) and parts.port is not None
-    except ValueError:
+    except ValueError:  # `parts.port` raises it for a port that is not a number.
         is_whole = False
     if not is_whole:
         allowed = "memory://HOST:PORT, redis://…, rediss://… or unix:///PATH"
-        raise ConfigurationError(f"registry {url!r} is no registry's URL (allowed: {allowed})")
+        raise ConfigurationError(f"--registry {url!r} is not a registry URL; use {allowed}")
     return f"tcp://{parts.netloc}"

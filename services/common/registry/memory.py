@@ -1,6 +1,6 @@
-"""The registry inside the router, for a cluster on one machine: a ZeroMQ ROUTER that takes `Register` and `Leave`.
+"""The registry inside a router, for clusters with one router: a ZeroMQ ROUTER that receives `Register` and `Leave`.
 
-It is lost with its router; instances fill the next router's by renewing.
+Its records are lost when the router ends. Instances fill the registry of the next router with their renewals.
 """
 
 import asyncio
@@ -26,21 +26,28 @@ from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, b
 logger = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 2.0
+"""Longest time that an instance waits for the registry's answer."""
 _EXPIRY_CHECK_S = 0.2
+"""Time between two searches for expired records."""
 _CONNECT_CHECK_S = 0.01
+"""Time between two attempts to send while the connection is being made."""
 _QUEUE_LENGTH = 10_000
+"""Maximum number of queued messages per connection."""
 _REASONS = {
     zmq.Event.ACCEPT_FAILED: "a process of another user",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "it broke off the handshake",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it has not this cluster's key",
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "it has not this cluster's key",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it does not have this cluster's key (--cluster-key-file)",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "it does not have this cluster's key (--cluster-key-file)",
 }
-"""What ZeroMQ reports of connections that come to nothing, and what that means here."""
+"""ZeroMQ's events for connections that fail, and what they mean here."""
 
 
 class MemoryRegistryView:
-    """Hosts the registry. Bind to port 0 and `url` is, after `start`, what instances are given. `on_message` hears
-    every message, once the view knows what it says."""
+    """Hosts the registry in a router, on its event loop. Implements `RegistryView`.
+
+    With port 0 in `address` a free port is taken; after `start`, `url` is the URL for instances. `on_message` is called
+    with each valid message after the view has applied it.
+    """
 
     def __init__(
         self,
@@ -63,11 +70,12 @@ class MemoryRegistryView:
 
     @property
     def url(self) -> str:
+        """The `memory://` URL of this registry."""
         kind, _, where = self._address.partition("://")
         return "memory://" + (where if kind == "tcp" else "/" + where.removeprefix("/"))
 
     async def start(self, on_change: Callable[[], None]) -> None:
-        """Raises `zmq.ZMQError` when the address is in use."""
+        """Bind the address and serve. Raises `zmq.ZMQError` if the address is in use."""
         self._on_change = on_change
         socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
         self._address = bind(socket, self._address, self._key)
@@ -93,6 +101,7 @@ class MemoryRegistryView:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        # `term` blocks until queued messages have left, so it must not run on the event loop.
         await asyncio.to_thread(self._context.term)
 
     def _on_refusal(self, frames: Frames) -> None:
@@ -104,7 +113,7 @@ class MemoryRegistryView:
         try:
             message = self._decoder.decode(frames[-1])
         except WireError as exc:
-            self._log.warning("registration refused: %s", exc)
+            self._log.warning("a message to the registry is ignored, it cannot be decoded: %s", exc)
             return
         match message:
             case Register(record=record, ttl_s=ttl_s):
@@ -116,7 +125,8 @@ class MemoryRegistryView:
             assert self._socket is not None
             self._socket.send([frames[0], encode(Registered(generation))])
         except PeerUnreachable as exc:
-            logger.info("a registration could not be answered: %s", exc)
+            # Harmless: the instance sends its next renewal on a new connection.
+            logger.info("cannot answer a registration: %s", exc)
         self._on_message(message)
         if is_news:
             call_each("a change of the registry", [self._on_change])
@@ -124,14 +134,17 @@ class MemoryRegistryView:
     async def _expire(self) -> None:
         while self._socket is not None:
             await asyncio.sleep(_EXPIRY_CHECK_S)
-            # Renewals that arrived while this process was busy come first.
+            # Read renewals that arrived while this process was busy, or they would come too late for their records.
             self._socket.drain()
             if self._table.expire(asyncio.get_running_loop().time()):
                 call_each("a change of the registry", [self._on_change])
 
 
 class MemoryRegistryClient:
-    """Speaks to the registry in a router. One call at a time."""
+    """Registers an instance with the registry in a router. Implements `RegistryClient`.
+
+    Calls run one after the other, since an answer does not say which message it answers.
+    """
 
     def __init__(
         self, address: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S, key: ClusterKey | None = None
@@ -143,22 +156,24 @@ class MemoryRegistryClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: ZmqLoopSocket | None = None
         self._reply: asyncio.Future[Generation] | None = None
-        self._turn = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
 
     async def register(self, record: InstanceRecord, ttl_s: float) -> None:
-        generation = await self._ask(Register(record, ttl_s))
+        generation = await self._call(Register(record, ttl_s))
+        # The answer is the generation that is in force now.
         if generation != record.generation:
             raise Superseded(f"{record.instance}: another process has registered under this name")
 
     async def leave(self, instance: InstanceId, generation: Generation) -> None:
-        await self._ask(Leave(instance, generation))
+        await self._call(Leave(instance, generation))
 
     async def close(self) -> None:
         self._disconnect()
         await asyncio.to_thread(self._context.term)
 
-    async def _ask(self, message: Register | Leave) -> Generation:
-        async with self._turn:
+    async def _call(self, message: Register | Leave) -> Generation:
+        """Send a message and return the generation of the answer. Raises `RegistryUnavailable` after the timeout."""
+        async with self._call_lock:
             if self._socket is None:
                 self._connect()
             assert self._socket is not None
@@ -168,14 +183,18 @@ class MemoryRegistryClient:
                     await self._send(message)
                     return await self._reply
             except (TimeoutError, PeerUnreachable) as exc:
-                # With the socket goes the message: a registry that comes back must not find old ones.
+                # Closing the socket also drops the queued message: a registry that comes back must not receive an old
+                # record, and its answer must not be taken for that of the next message.
                 self._disconnect()
-                key = "no cluster key" if self._key is None else "the same cluster key"
-                reason = f"no answer from the registry at {self._address} (is a router there, with {key}?)"
+                key = "without a cluster key" if self._key is None else "with the same --cluster-key-file"
+                reason = f"no answer from the registry at {self._address} (does a router run there, {key}?)"
                 raise RegistryUnavailable(reason) from exc
 
     async def _send(self, message: Register | Leave) -> None:
-        """A registration waits for the connection; leaving does not, for who is gone has forgotten us."""
+        """Send a message; a registration waits for the connection. Raises `PeerUnreachable` for `Leave` without one.
+
+        A registry that cannot be reached loses the record anyway, when it ends or when the record expires.
+        """
         while True:
             assert self._socket is not None
             try:
@@ -187,8 +206,9 @@ class MemoryRegistryClient:
 
     def _connect(self) -> None:
         socket = new_socket(self._context, zmq.DEALER, queue_length=_QUEUE_LENGTH)
+        # Queue messages only for a connection that exists, so that `send` fails as long as no registry is there.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)  # In milliseconds; the default is 100.
         connect(socket, self._address, self._key)
         self._socket = ZmqLoopSocket(socket, self._receive)
         self._socket.start()
@@ -202,7 +222,7 @@ class MemoryRegistryClient:
         try:
             answer = self._decoder.decode(frames[-1])
         except WireError as exc:
-            logger.warning("answer of the registry refused: %s", exc)
+            logger.warning("an answer of the registry is ignored, it cannot be decoded: %s", exc)
             return
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(answer.generation)

@@ -1,10 +1,13 @@
-"""The registry in Redis, for clusters over several hosts.
+"""The registry in Redis, for clusters on several hosts or with several routers.
 
-`baton:instance:<id>` is a record (MessagePack) with a TTL, `baton:instances` the set of ids, `baton:generations:<id>`
-the generations of an instance scored by the order of their first registration, `baton:epoch` a mark that vanishes when
-the store is emptied, and `baton:changes` the channel of news. Each operation is one script, so no two of them can
-interleave; the scripts name keys that they compute, so Redis Cluster is not supported. Nothing here lies on the path
-of a token.
+    baton:instance:<id>     a record (MessagePack) with a TTL
+    baton:instances         the set of all ids
+    baton:generations:<id>  the generations of an instance, scored by the order of their first registration
+    baton:epoch             a random mark, which disappears when the store is emptied
+    baton:changes           the channel on which changes are published
+
+Each operation is one Lua script, so operations cannot interleave. The scripts compute names of keys. Redis Cluster does
+not allow that, so it is not supported. No token passes through Redis.
 """
 
 import asyncio
@@ -31,11 +34,14 @@ logger = logging.getLogger(__name__)
 
 CHANNEL = "baton:changes"
 REFRESH_S = 1.0
+"""Time between two reads of all records when no change is published."""
 GRACE_S = 15.0
-"""After an outage: how long a record of the last view is kept for its instance to register again."""
+"""Time after an outage for which records of the last view are kept, so that their instances can register again."""
 _GENERATIONS_TTL_S = 86_400
+"""Time for which the generations of an instance that does not renew any more are remembered."""
 
-# An instance that left is marked by the member `left`, newer than all its generations so far.
+# When an instance leaves, the member `left` is added with the highest score. Then no earlier generation is the newest
+# one, so none of them can register again.
 _REGISTER = f"""
 local newest = redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')
 if not redis.call('ZSCORE', KEYS[2], ARGV[1]) then
@@ -60,6 +66,7 @@ redis.call('SREM', 'baton:instances', ARGV[2])
 redis.call('PUBLISH', '{CHANNEL}', 'left ' .. ARGV[1] .. ' ' .. ARGV[2])
 return 1
 """
+# An id without a record has expired; it is removed from the set here, since Redis expires the record alone.
 _LOOK = """
 redis.call('SET', 'baton:epoch', ARGV[1], 'NX')
 local found = {redis.call('GET', 'baton:epoch')}
@@ -72,6 +79,8 @@ return found
 
 
 class _Script(Protocol):
+    """A Lua script that is registered with a client, with the types that redis-py's stubs lack."""
+
     async def __call__(self, *, keys: list[str], args: list[bytes | str | int]) -> object: ...
 
 
@@ -80,7 +89,7 @@ def _script(client: redis.asyncio.Redis, text: str) -> _Script:
 
 
 class RedisRegistryClient:
-    """The instance's side."""
+    """Registers an instance in Redis. Implements `RegistryClient`."""
 
     def __init__(self, url: str) -> None:
         self._redis = connect_redis(url)
@@ -89,6 +98,7 @@ class RedisRegistryClient:
         self._last: InstanceRecord | None = None
 
     async def register(self, record: InstanceRecord, ttl_s: float) -> None:
+        # A renewal that changes the load alone is not published: routers get the load by RPC.
         is_news = self._last is None or without_load(self._last) != without_load(record)
         args: list[bytes | str | int] = [str(record.generation), encode(record), max(1, round(ttl_s * 1000))]
         in_force = await self._run(self._register, record.instance, [*args, int(is_news), record.instance])
@@ -112,7 +122,10 @@ class RedisRegistryClient:
 
 
 class RedisRegistryView:
-    """The router's side: looks when told of news, and once per `REFRESH_S` anyway, since news can be missed."""
+    """Reads the records when a change is published, and every `REFRESH_S`, because a publication can be missed.
+
+    Implements `RegistryView`.
+    """
 
     def __init__(self, url: str, *, refresh_s: float = REFRESH_S, grace_s: float = GRACE_S) -> None:
         self._refresh_s = refresh_s
@@ -160,16 +173,19 @@ class RedisRegistryView:
             try:
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as news:
                     await news.subscribe(CHANNEL)
+                    # Changes before this subscription were missed, so read once now.
                     self._is_due.set()
                     while True:
                         message = await news.get_message(timeout=REDIS_TIMEOUT_S / 2)
                         if message is not None:
                             self._take_news(bytes(message["data"]).decode().split(" ", 2))
             except (RedisError, OSError):
-                # `_refresh` meets the same outage and reports it.
+                # `_refresh` also fails during the outage, and logs it.
                 await asyncio.sleep(self._refresh_s)
 
     def _take_news(self, words: list[str]) -> None:
+        # Remove an instance that has left at once, without a read: requests must not be placed on it any more. During
+        # the grace period after an outage a read would not remove it either.
         if words[0] == "left" and len(words) == 3:
             record = self._records.get(InstanceId(words[2]))
             if record is not None and str(record.generation) == words[1]:
@@ -182,11 +198,11 @@ class RedisRegistryView:
             found = cast(list[bytes], await self._look(keys=[], args=[secrets.token_hex(8)]))
         except (RedisError, OSError) as exc:
             if self._is_connected:
-                logger.warning("registry lost, serving on from the last view: %s", exc)
+                logger.warning("the connection to the registry is lost, using the last known instances: %s", exc)
                 self._is_connected = False
                 call_each("a change of the registry", [self._on_change])
             elif not self._has_looked:
-                logger.warning("the registry does not answer: no instance is known until it does: %s", exc)
+                logger.warning("the registry does not answer, no instances are known until it does: %s", exc)
             self._has_looked = True
             return
         self._has_looked = True
@@ -196,7 +212,7 @@ class RedisRegistryView:
         now = asyncio.get_running_loop().time()
         was_connected, self._is_connected = self._is_connected, True
         if self._epoch is not None and (epoch != self._epoch or not was_connected):
-            # An outage, or a store that was emptied: instances need time to register again.
+            # After an outage, or if the store was emptied, instances need time to register again.
             self._grace_ends = now + self._grace_s
         self._epoch = epoch
         kept = self._records if now < self._grace_ends else {}
@@ -204,7 +220,7 @@ class RedisRegistryView:
         before = {name: without_load(record) for name, record in self._records.items()}
         self._records = records
         if not was_connected:
-            logger.info("registry connected", extra={"instances": len(records)})
+            logger.info("connected to the registry", extra={"instances": len(records)})
         if not was_connected or before != {name: without_load(record) for name, record in records.items()}:
             call_each("a change of the registry", [self._on_change])
 
@@ -212,5 +228,5 @@ class RedisRegistryView:
         try:
             return self._decoder.decode(data)
         except WireError as exc:
-            logger.warning("record in the registry refused: %s", exc)
+            logger.warning("a record in the registry is ignored, it cannot be decoded: %s", exc)
             return None

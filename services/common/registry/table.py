@@ -1,4 +1,4 @@
-"""The rules of a registry over a plain table: no I/O, no clock (`now` is passed in)."""
+"""Applies the rules of a registry to a table in memory. It is pure: no I/O and no clock (`now` is passed in)."""
 
 from dataclasses import dataclass, field
 
@@ -7,26 +7,32 @@ from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.services.common.registry.port import without_load
 
 GENERATIONS_KEPT = 64
-"""How many generations of one instance are remembered, so that an old one is known as such."""
+"""Number of generations of one instance that are remembered. One that is forgotten would be taken for a new one."""
 
 
 @dataclass(slots=True)
 class _Row:
+    """The state of one instance. It stays after the instance has left, so that an old generation is recognized."""
+
     generations: list[Generation] = field(default_factory=list)
-    """In the order of their first registration; the last one is the only one that may speak."""
+    """Generations in the order of their first registration. Only the last one may renew or leave."""
     has_left: bool = False
     record: InstanceRecord | None = None
     expires: float = 0.0
 
 
 class RecordTable:
-    """Live records by instance."""
+    """Holds the live records. Used by the registry in a router."""
 
     def __init__(self) -> None:
         self._rows: dict[InstanceId, _Row] = {}
 
     def register(self, record: InstanceRecord, ttl_s: float, now: float) -> tuple[Generation, bool]:
-        """Which generation is in force now, and whether the table changed other than in load."""
+        """Add or renew a record, unless it is of an older generation.
+
+        Return the generation that is in force now, which differs from the record's if it was rejected (0 if this
+        generation has left), and whether the table has changed in more than a load.
+        """
         row = self._rows.setdefault(record.instance, _Row())
         if record.generation not in row.generations:
             row.generations = [*row.generations[1 - GENERATIONS_KEPT :], record.generation]
@@ -40,7 +46,7 @@ class RecordTable:
         return record.generation, is_news
 
     def leave(self, instance: InstanceId, generation: Generation) -> bool:
-        """Whether a record was removed. Of an unknown generation nothing is remembered."""
+        """Remove the record of a generation and return whether there was one. Any other generation has no effect."""
         row = self._rows.get(instance)
         if row is None or not row.generations or row.generations[-1] != generation:
             return False
@@ -49,12 +55,13 @@ class RecordTable:
         return was_there
 
     def expire(self, now: float) -> bool:
-        """Whether any record's time was up."""
+        """Remove the records whose TTL has ended at `now`. Return whether there was any."""
         due = [row for row in self._rows.values() if row.record is not None and row.expires <= now]
         for row in due:
             row.record = None
         return bool(due)
 
     def records(self) -> list[InstanceRecord]:
+        """Return the live records, ordered by instance."""
         live = [row.record for row in self._rows.values() if row.record is not None]
         return sorted(live, key=lambda record: record.instance)
