@@ -1,1 +1,1 @@
-"""The HTTP/1.1 server of every process."""
+"""The HTTP/1.1 server that routers and instances use, for ASGI applications."""

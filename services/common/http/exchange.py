@@ -1,7 +1,7 @@
-"""One request and its answer: ASGI's `receive` and `send`, and what ASGI has no word for.
+"""One HTTP request and its response: ASGI's `receive` and `send`, and functions that ASGI lacks.
 
-The application finds it as `scope["extensions"][EXTENSION]`. An answer's head leaves with the first piece of its body,
-and an answer that is sent in one piece leaves in one write.
+The application finds the exchange in `scope["extensions"][EXTENSION]`. The head of a response is written together with
+the first piece of its body, so a response with one piece takes one write.
 """
 
 import asyncio
@@ -20,29 +20,47 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 _STATUS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _MAX_UNREAD_BYTES = 64 * 1024
+"""Bytes of a body that wait for the application before reading from the connection pauses."""
 _FAILED = b"Internal Server Error"
 
 
 class HttpConnection(Protocol):
-    """Where requests come from and answers go to."""
+    """The connection of an exchange: `services.common.http.protocol.HttpProtocol`."""
 
     is_write_paused: bool
+    """True while the client takes data more slowly than it is written."""
 
     def default_head(self) -> bytes:
-        """Lines of every answer's head."""
+        """Return the header lines that every response has."""
 
-    def write(self, data: bytes) -> None: ...
-    async def writable(self) -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
+    def write(self, data: bytes) -> None:
+        """Write `data` at the end of this iteration of the event loop."""
+
+    async def writable(self) -> None:
+        """Wait until the client takes data fast enough again (`is_write_paused` is False)."""
+
+    def pause_reading(self) -> None:
+        """Read nothing more from the client for now."""
+
+    def resume_reading(self) -> None:
+        """Read again, if nothing else prevents it."""
 
     def break_off(self) -> None:
-        """The end of an answer that has no end. What is not written yet leaves only if the client takes it."""
+        """Close the connection within an unfinished response, so that the client notices that it is incomplete.
 
-    def completed(self, exchange: "Exchange") -> None: ...
+        Data that is not written yet is still sent if the client takes it.
+        """
+
+    def completed(self, exchange: "Exchange") -> None:
+        """Go on with the next request: the response of `exchange` has been written."""
 
 
 class Exchange:
+    """One request and its response. It belongs to a connection, which calls the methods `on_…`.
+
+    All methods run on the event loop.
+    """
+
     __slots__ = (
         "_connection",
         "_head",
@@ -69,12 +87,12 @@ class Exchange:
     def __init__(self, connection: HttpConnection, *, is_http_10: bool, is_head: bool, keeps_alive: bool) -> None:
         self.keeps_alive = keeps_alive
         self.expects_continue = False
-        """The client sends its body only when it is told to."""
+        """True if the client waits for "100 Continue" before it sends its body."""
         self.is_complete = False
         self.is_gone = False
-        """The connection ended before the answer."""
+        """True if the connection was lost before the response was complete."""
         self.is_writable = False
-        """A body has begun whose length was not said, somebody is there, and takes what is written."""
+        """True while `write` may be called: a streamed response has begun, and the client takes data fast enough."""
         self._connection = connection
         self._write = connection.write
         self._is_http_10 = is_http_10
@@ -92,26 +110,33 @@ class Exchange:
         self._missing: int | None = None
 
     async def run(self, app: App, scope: Scope) -> None:
-        """The application's answer, or what must be said when there is none."""
+        """Run the application. If it fails or sends no complete response, answer with status 500 or break off."""
         try:
             await app(scope, self.receive, self.send)
         except Exception:
-            logger.exception("an application failed")
+            logger.exception("the HTTP application failed with an unexpected error")
         finally:
             if not (self.is_complete or self.is_gone):
                 self._break_off()
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """`on_gone` is called when the client goes before it has got its answer; at once if it has gone."""
+        """Call `on_gone` when the connection is lost before the response is complete; at once if it is lost already.
+
+        There is one callback; None removes it.
+        """
         self._on_gone = on_gone
         if self.is_gone and on_gone is not None:
             on_gone()
 
     def write(self, data: bytes) -> None:
-        """A piece of the body, not empty, where `is_writable`: what `send` does, without waiting for anything."""
+        """Write a piece of a streamed body. It must not be empty, and `is_writable` must be True.
+
+        It does the same as `send`, but without a coroutine: a router calls it for every token.
+        """
         self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def receive(self) -> Message:
+        """Return the next piece of the request's body or the disconnect, as ASGI's `receive`."""
         if self.expects_continue and not self.is_gone:
             self.expects_continue = False
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -129,7 +154,10 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": not self._is_received}
 
     async def send(self, message: Message) -> None:
-        """To a client that has gone it does nothing."""
+        """Send a part of the response, as ASGI's `send`. Do nothing if the connection is lost.
+
+        Raises `RuntimeError` if the application sends parts in a wrong order or a body of a wrong length.
+        """
         if self._connection.is_write_paused and not self.is_gone:
             await self._connection.writable()
         if self.is_gone:
@@ -140,14 +168,14 @@ class Exchange:
         elif kind == "http.response.start":
             self._begin(message["status"], message.get("headers", ()))
         else:
-            raise RuntimeError(f"no part of an HTTP answer: {kind}")
+            raise RuntimeError(f"the message type {kind!r} is not part of an HTTP response")
 
     def on_write_paused(self, is_paused: bool) -> None:
-        """From the connection: the client takes less than it is sent, or again enough."""
+        """Called by the connection when the client takes data too slowly, and when it has caught up."""
         self.is_writable = self._is_streaming and not is_paused
 
     def on_body(self, body: bytes) -> None:
-        """From the connection: a piece of the request's body."""
+        """Called by the connection with a piece of the request's body. After the response it is discarded."""
         if not self.is_complete:
             self._unread.append(body)
             self._num_unread += len(body)
@@ -156,13 +184,13 @@ class Exchange:
             self._notify()
 
     def on_received(self) -> None:
-        """From the connection: the request is whole."""
+        """Called by the connection when the request is complete."""
         self._is_received = True
         self.expects_continue = False
         self._notify()
 
     def on_lost(self) -> None:
-        """From the connection: it has ended."""
+        """Called by the connection when it has ended."""
         if self.is_complete or self.is_gone:
             return
         self.is_gone = True
@@ -173,9 +201,10 @@ class Exchange:
 
     def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self._head is not None or self.is_started:
-            raise RuntimeError("an answer begins once")
+            raise RuntimeError("the response has begun already")
         if self.expects_continue:
-            self.keeps_alive = False  # what comes next may be the body or not
+            # The client was never asked for its body, so it may send the body or the next request: nobody can know.
+            self.keeps_alive = False
         lines = self._lines(headers)
         self._is_bodiless = self._is_bodiless or status in (204, 304)
         if self._missing is None and not self._is_bodiless:
@@ -183,13 +212,16 @@ class Exchange:
             if self._is_chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
             else:
-                self.keeps_alive = False  # its end is the connection's
+                self.keeps_alive = False  # HTTP/1.0 has no chunks: closing the connection marks the end of the body.
         if not self.keeps_alive:
             lines.append(b"connection: close\r\n")
         self._head = b"".join((_STATUS[status], self._connection.default_head(), *lines, b"\r\n"))
 
     def _lines(self, headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-        """Those that say where the body ends are this end's own."""
+        """Return the application's header lines without those about the connection and the encoding of the body.
+
+        These two are decided here. Raises `RuntimeError` for a header that contains a line break.
+        """
         lines = []
         for name, value in headers:
             name = name.lower()
@@ -200,15 +232,17 @@ class Exchange:
                 continue
             elif name == b"transfer-encoding":
                 continue
+            # A line break in a value, for example from a client's text, would let that client write headers (response
+            # splitting).
             line = b"%b: %b\r\n" % (name, value)
             if line.count(b"\n") != 1 or line.count(b"\r") != 1 or b"\0" in line:
-                raise RuntimeError("a header of an answer would be more than a line")
+                raise RuntimeError(f"the response header {name!r} contains a line break or a NUL")
             lines.append(line)
         return lines
 
     def _send_body(self, body: bytes, *, is_last: bool) -> None:
         if self.is_complete or not (self.is_started or self._head is not None):
-            raise RuntimeError("a body lies between a head and its end")
+            raise RuntimeError("a body must come after the head of the response and before its end")
         data = self._framed(body, is_last=is_last)
         if self._head is not None:
             self.is_started = True
@@ -223,12 +257,13 @@ class Exchange:
             self._connection.completed(self)
 
     def _framed(self, body: bytes, *, is_last: bool) -> bytes:
+        """Return a piece of the body as it is written: unchanged, as a chunk, or empty if the response has no body."""
         if self._is_bodiless:
             return b""
         if self._missing is not None:
             self._missing -= len(body)
             if self._missing < 0 or (is_last and self._missing):
-                raise RuntimeError("a body is as long as its head says")
+                raise RuntimeError("the length of the body differs from its Content-Length")
             return body
         if not self._is_chunked:
             return body
@@ -236,7 +271,8 @@ class Exchange:
         return data + b"0\r\n\r\n" if is_last else data
 
     def _break_off(self) -> None:
-        """There will be no answer, or no end of it."""
+        """End a response that the application has not completed: with status 500, or by closing the connection."""
+        # Once bytes are written, an error status is impossible. Closing without an end shows that it is incomplete.
         if self.is_started:
             self._connection.break_off()
             return

@@ -1,12 +1,15 @@
-"""A timer that is moved with each request, nearly always to a later time, and almost never ends."""
+"""A timer for deadlines that are moved with each request, almost always to a later time, and that rarely expire."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class LateTimer:
-    """Calls one function at one time. Moving it to a later time costs an assignment: the loop's own timer stays where
-    it is, and looks again when it ends."""
+    """Calls one function at one time.
+
+    Moving it to a later time costs only an assignment: the event loop's timer is left alone. When that timer expires,
+    it is set again for the later time.
+    """
 
     __slots__ = ("_at", "_handle", "_loop", "_then")
 
@@ -21,30 +24,32 @@ class LateTimer:
         return self._at is not None
 
     def set(self, at: float, then: Callable[[], object]) -> None:
-        """Call `then` at the loop's time `at`, and nothing that was set before."""
+        """Call `then` at the time `at` of the event loop. This replaces an earlier setting."""
         self._at, self._then = at, then
         if self._handle is not None:
+            # The loop's timer comes first, and `_check` then sets it to the new time.
             if self._handle.when() <= at:
                 return
             self._handle.cancel()
-        self._handle = self._loop.call_at(at, self._look)
+        self._handle = self._loop.call_at(at, self._check)
 
     def clear(self) -> None:
+        """Call nothing. The event loop's timer may still expire once, without effect."""
         self._at = self._then = None
 
     def close(self) -> None:
-        """Clear it and give the loop's timer back."""
+        """Clear the setting and cancel the event loop's timer."""
         self.clear()
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._handle = None
         if self._at is None:
             return
         if self._at > self._loop.time():
-            self._handle = self._loop.call_at(self._at, self._look)
+            self._handle = self._loop.call_at(self._at, self._check)
             return
         then = self._then
         self.clear()

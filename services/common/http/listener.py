@@ -1,4 +1,4 @@
-"""Accepts the connections of an HTTP server: as many as there are slots and descriptors for, and refuses others."""
+"""Accepts connections for an HTTP server, as long as there are slots and file descriptors, and refuses others."""
 
 import asyncio
 import errno
@@ -13,18 +13,25 @@ from baton_serve.services.common.http.slots import Slot, Slots
 logger = logging.getLogger(__name__)
 
 _ACCEPTS_PER_TURN = 64
+"""Maximum number of connections that are accepted before the event loop does other work."""
 _PAUSE_S = 0.2
+"""Time without accepting after the process or the system ran out of file descriptors or memory."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors of `accept` that pass when other connections are closed."""
 _REASON = b"This server has too many connections."
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b" % (len(_REASON), _REASON)
 )
 _LOG_EVERY_S = 10.0
+"""Shortest time between two warnings about refused connections."""
 
 
 class Listener:
-    """Owns each accepted socket until a protocol has it. `listening` stays its caller's."""
+    """Accepts connections on a socket and makes a protocol for each, on the event loop.
+
+    It owns an accepted socket until its protocol has it. The caller owns and closes `listening`.
+    """
 
     def __init__(
         self,
@@ -48,10 +55,11 @@ class Listener:
         self._logged_at = -_LOG_EVERY_S
 
     def start(self) -> None:
+        """Accept connections from now on."""
         self._loop.add_reader(self._listening, self._accept_all)
 
     def close(self) -> None:
-        """Accept nothing more. Connections that a protocol has stay."""
+        """Accept no more connections. Connections that have their protocol stay open."""
         self._loop.remove_reader(self._listening)
         if self._resuming is not None:
             self._resuming.cancel()
@@ -60,6 +68,7 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
+        """Wait until accepted connections have their protocol or are closed."""
         if self._connecting:
             await asyncio.wait(self._connecting)
 
@@ -80,11 +89,13 @@ class Listener:
             self._take(connection, address[0])
 
     def _pause(self, reason: OSError) -> None:
-        """Until something may have been closed. New connections wait in the kernel's queue."""
+        """Stop accepting for a moment, until connections may have been closed."""
+        # Without the pause the loop would spin: the socket stays readable, because new connections wait in the kernel's
+        # queue.
         if not self._is_exhausted:
             self._is_exhausted = True
             logger.warning(
-                "no connection can be accepted: %s; %d are open (raise ulimit -n, or lower --max-connections)",
+                "cannot accept connections: %s; %d are open (raise `ulimit -n`, or lower --max-connections)",
                 reason.strerror,
                 len(self._slots),
             )
@@ -102,6 +113,7 @@ class Listener:
             self._refuse(connection, address)
             return
         connection.setblocking(False)
+        # Nagle's algorithm would hold back a token until the client has acknowledged the previous one.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         task = self._loop.create_task(self._connect(connection, slot))
         slot.on_evicted = task.cancel
@@ -128,21 +140,23 @@ class Listener:
                 logger.debug("a connection from %s has failed: %s", slot.address, failure)
 
     def _refuse(self, connection: socket.socket, address: str) -> None:
-        """With an answer, where it need not be encrypted and leaves at once."""
+        """Close a connection, after a response with status 503 if that needs neither TLS nor waiting."""
         with connection:
             connection.setblocking(False)
             if self._tls is None:
                 try:
                     connection.send(_REFUSAL)
                     connection.shutdown(socket.SHUT_WR)
-                    connection.recv(64 * 1024)  # closing with unread data would take the answer back
+                    # Closing with unread data would reset the connection, and the client would lose the response.
+                    connection.recv(64 * 1024)
                 except OSError:
                     pass
         self._num_refused += 1
         now = self._loop.time()
         if now - self._logged_at >= _LOG_EVERY_S:
             logger.warning(
-                "%d connections refused, the last from %s: %d are open (see --max-connections)",
+                "refused %d connections, the last one from %s: %d are open"
+                " (see --max-connections and --max-connections-per-address)",
                 self._num_refused,
                 address,
                 len(self._slots),

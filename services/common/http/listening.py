@@ -1,4 +1,4 @@
-"""Sockets that processes listen on."""
+"""Creates the TCP sockets on which processes listen."""
 
 import socket
 
@@ -6,10 +6,14 @@ from baton_serve.services.common.errors import ConfigurationError
 
 
 def bind_tcp(host: str, port: int, *, shares_port: bool = False, listens: bool = True) -> socket.socket:
-    """A listening-ready socket; without `listens` one that only holds the port. Raises `ConfigurationError` that names
-    the address."""
+    """Return a socket that is bound to an address and listens; the caller closes it.
+
+    Without `listens` the socket only reserves the port. With `shares_port` other processes of this user may bind it
+    too. Raises `ConfigurationError`, which names the address, if it cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
+    # Without it a restart would fail for a minute, while old connections are in TIME_WAIT.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         if shares_port:

@@ -1,8 +1,9 @@
-"""HTTP/1.1 for an ASGI application, with what a server on an open network needs: heads of requests are bounded in size
-and time, bodies, idle connections and what comes after an answer in time; and with what a busy one wants: what one turn
-of the event loop writes leaves at its end.
+"""Serves an ASGI application over HTTP/1.1, with the limits that a server on an open network needs.
 
-`httptools` parses, `Exchange` answers, uvicorn's `Server` accepts connections and waits for them when it stops.
+The size of a request's head is limited, and the time for its head, its body, idle connections and data after a
+response. Everything that one iteration of the event loop writes is sent together at its end. `httptools` parses
+requests, `Exchange` writes responses, `Listener` accepts connections, and uvicorn's `Server` waits for running requests
+when it stops.
 """
 
 import asyncio
@@ -26,11 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 _REFUSAL = "baton.refusal"
-_NO_HOST = b"A request of HTTP/1.1 has one Host header."
+"""Key of the scope for the reason why a request is answered with status 400 and not by the application."""
+_NO_HOST = b"A request of HTTP/1.1 must have exactly one Host header."
 
 
 class HttpProtocol(asyncio.Protocol):
-    """One connection. `services.common.http.exchange.Connection`."""
+    """One connection, on the event loop. Implements `services.common.http.exchange.HttpConnection`.
+
+    Clients may send several requests without waiting (pipelining). They are answered one after the other.
+    """
 
     def __init__(
         self,
@@ -41,7 +46,7 @@ class HttpProtocol(asyncio.Protocol):
         writes: WriteCoalescer,
         slot: Slot,
     ) -> None:
-        """`config` and `server_state` are of uvicorn's server. `slot` is released when the connection has ended."""
+        """`config` and `server_state` belong to uvicorn's server. `slot` is released when the connection has ended."""
         self.is_write_paused = False
         self._app = cast(App, config.loaded_app)
         self._root_path = config.root_path
@@ -57,7 +62,7 @@ class HttpProtocol(asyncio.Protocol):
         self._head_bytes = 0
         self._head_since = 0.0
         self._timer = LateTimer(self._loop)
-        """Of what the client has to do next."""
+        """The deadline for the next action of the client."""
         self._url = b""
         self._target: tuple[bytes, dict[str, Any]] = (b"", {})
         self._headers: list[tuple[bytes, bytes]] = []
@@ -67,12 +72,14 @@ class HttpProtocol(asyncio.Protocol):
         self._waiting: deque[tuple[Exchange, Scope]] = deque()
         self._is_read_paused = False
         self._is_ending = False
-        self._is_deaf = False
-        """What comes is not even parsed: the connection is about to be closed."""
+        self._ignores_input = False
+        """True if input is not parsed any more, because the connection is about to be closed."""
         self._lingers_until: float | None = None
-        """An answer was sent, and something that is discarded still comes."""
+        """Time until which input is discarded after a response that was sent before its request was complete."""
         self._lingering_bytes = 0
         self._writability: asyncio.Event | None = None
+
+    # The following methods are called by asyncio's transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -95,8 +102,10 @@ class HttpProtocol(asyncio.Protocol):
         self._slot.release()
         self._timer.close()
         self._give_up_exchanges()
+        # Tasks that wait in `writable` must wake up, to find that the client is gone.
         self.resume_writing()
-        del self._parser  # it knows this connection: there is no cycle to collect
+        # The parser refers to this object. Without the cycle its memory is freed at once, not by the collector.
+        del self._parser
 
     def data_received(self, data: bytes) -> None:
         if self._lingers_until is not None:
@@ -104,9 +113,10 @@ class HttpProtocol(asyncio.Protocol):
             if self._lingering_bytes > self._limits.lingering_bytes:
                 self._close()
                 return
-        if self._is_deaf:
+        if self._ignores_input:
             self._await_input()
             return
+        # If neither a head was completed nor a body was being read, all of `data` belongs to an incomplete head.
         num_heads, is_body = self._num_heads, not self._is_in_head
         try:
             self._feed(data)
@@ -135,12 +145,12 @@ class HttpProtocol(asyncio.Protocol):
             self._writability.set()
 
     def shutdown(self) -> None:
-        """From the server: an answer that has begun may end, then the connection does."""
+        """Close the connection after the response that is being written. Called by uvicorn's server when it stops."""
         self._is_ending = True
         if self._answering is None:
             self._close()
 
-    # What the parser finds.
+    # The following methods are called by httptools' parser.
 
     def on_message_begin(self) -> None:
         self._url = b""
@@ -153,7 +163,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._is_in_head:
-            return  # what follows a chunked body is of no use to anybody here
+            return  # Trailers after a chunked body are ignored.
         name = name.lower()
         self._headers.append((name, value))
         if name == b"host":
@@ -163,7 +173,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._parser.should_upgrade():
-            return  # `_feed` reads it again
+            return  # `_feed` parses this head again, without the upgrade.
         self._is_in_head = False
         self._num_heads += 1
         self._head_bytes = 0
@@ -179,12 +189,14 @@ class HttpProtocol(asyncio.Protocol):
         scope["http_version"], scope["method"], scope["headers"] = version, method, self._headers
         scope["extensions"] = {EXTENSION: exchange}
         self._receiving = exchange
+        # RFC 9112, section 3.2: two Host headers can make a proxy and this server see different hosts.
         if self._num_hosts != 1 and (self._num_hosts or version != "1.0"):
             exchange.keeps_alive = False
             scope[_REFUSAL] = _NO_HOST
         if self._answering is None:
             self._start(exchange, scope)
         else:
+            # A pipelined request. Reading pauses, so that a client cannot queue requests without end.
             self._waiting.append((exchange, scope))
             self.pause_reading()
 
@@ -199,9 +211,10 @@ class HttpProtocol(asyncio.Protocol):
             self._receiving = None
             self._lingers_until = None
 
-    # What exchanges ask for.
+    # The following methods are called by exchanges; `HttpConnection` describes them.
 
     def default_head(self) -> bytes:
+        # uvicorn replaces the list once a second, because of the Date header.
         headers = self._server.default_headers
         if self._default[0] is not headers:
             self._default = (headers, b"".join(b"%b: %b\r\n" % (name, value) for name, value in headers))
@@ -226,6 +239,7 @@ class HttpProtocol(asyncio.Protocol):
             self._await_input()
 
     def break_off(self) -> None:
+        # A client that does not read would keep a closing connection open, so its connection is aborted.
         if self.is_write_paused:
             self._transport.abort()
         else:
@@ -234,7 +248,7 @@ class HttpProtocol(asyncio.Protocol):
     def completed(self, exchange: Exchange) -> None:
         self._answering = None
         if self._is_ending or not exchange.keeps_alive:
-            if self._receiving is None and not self._is_deaf:
+            if self._receiving is None and not self._ignores_input:
                 self._close()
             else:
                 self._linger_and_close()
@@ -247,8 +261,12 @@ class HttpProtocol(asyncio.Protocol):
         self._await_input()
 
     def _feed(self, data: bytes) -> None:
-        """Who asks for another protocol (h2c, say) is answered in this one. The parser takes what follows such a head
-        for that protocol: it is given the head again without the wish. Raises `httptools.HttpParserError`."""
+        """Parse `data`. Raises `httptools.HttpParserError`.
+
+        A request to switch to another protocol, such as h2c, is answered in HTTP/1.1, as RFC 9110 allows.
+        """
+        # The parser would take everything after such a head for the other protocol. So a new parser gets the head again
+        # without the Upgrade header, and then the rest of the data.
         rest = memoryview(data)
         while rest:
             try:
@@ -258,7 +276,7 @@ class HttpProtocol(asyncio.Protocol):
                 rest = rest[exc.args[0] :]
             version, method = self._parser.get_http_version(), self._parser.get_method()
             if method == b"CONNECT":
-                raise httptools.HttpParserInvalidMethodError("this is no proxy")
+                raise httptools.HttpParserInvalidMethodError("this server is not a proxy")
             fields = [b"%b: %b" % field for field in self._headers if field[0] != b"upgrade"]
             start = b"%b %b HTTP/%b" % (method, self._url, version.encode("ascii"))
             self._parser = self._new_parser()
@@ -266,29 +284,32 @@ class HttpProtocol(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # An answer may come before the rest of what a client sends on a connection that is to be closed.
+        # A response may be sent before the client has sent everything. After "connection: close" the parser must not
+        # treat that rest as an error.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
     def _close(self) -> None:
-        """What is not written yet gets some time to leave."""
+        """Close the connection. Data that is not written yet is still sent, for at most `send_timeout_s`."""
         self._pending_writes.flush()
         self._transport.close()
         self._slot.idles()
         self._timer.set(self._loop.time() + self._limits.send_timeout_s, self._transport.abort)
 
     def _linger(self) -> None:
-        """What comes from now on belongs to a request that was answered before it was whole."""
+        """Discard input from now on: it belongs to a request that was answered before it was complete."""
         self._lingers_until = self._loop.time() + self._limits.lingering_time_s
         self._lingering_bytes = 0
 
     def _linger_and_close(self) -> None:
-        """As `_close`, for a client that still sends: were the connection closed at once, TCP would reset it, and the
-        client would lose the answer."""
+        """Close the connection of a client that still sends, after discarding its data for a while.
+
+        If it were closed at once, TCP would reset it, and the client would lose the response.
+        """
         self._pending_writes.flush()
         if self._transport.is_closing():
             return
-        self._is_deaf = True
+        self._ignores_input = True
         self._linger()
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -297,7 +318,7 @@ class HttpProtocol(asyncio.Protocol):
         self._await_input()
 
     def _await_input(self) -> None:
-        """Set the time by which the client has to send something, and what this connection counts for."""
+        """Set the deadline for the client's next data, and report to the slot what the connection is doing."""
         if self._receiving is None and self._answering is not None:
             self._slot.works()
             self._timer.clear()
@@ -310,6 +331,7 @@ class HttpProtocol(asyncio.Protocol):
             self._timer.set(min(now + limits.lingering_timeout_s, self._lingers_until), self._close)
         elif self._receiving is not None:
             self._slot.works()
+            # Here the client waits for the server and not the server for the client.
             if self._is_read_paused or self._receiving.expects_continue:
                 self._timer.clear()
             else:
@@ -327,7 +349,7 @@ class HttpProtocol(asyncio.Protocol):
     def _on_slow_body(self) -> None:
         self._refuse(
             b"408 Request Timeout",
-            b"Nothing of the request's body came for %g seconds." % self._limits.body_timeout_s,
+            b"The client sent no data of the request's body for %g seconds." % self._limits.body_timeout_s,
         )
 
     def _give_up_exchanges(self) -> None:
@@ -345,7 +367,10 @@ class HttpProtocol(asyncio.Protocol):
         task.add_done_callback(self._server.tasks.discard)
 
     def _target_of(self, url: bytes) -> dict[str, Any]:
-        """The same dictionary for the same address as before: clients ask for one again and again."""
+        """Return the parts of the scope that depend on the URL.
+
+        The last result is kept, because a client mostly requests the same path on a connection.
+        """
         if self._target[0] != url:
             parsed = httptools.parse_url(url)
             raw = parsed.path or b""
@@ -359,13 +384,16 @@ class HttpProtocol(asyncio.Protocol):
         return self._target[1]
 
     def _refuse(self, status: bytes, reason: bytes = b"") -> None:
-        """Close the connection with an answer. The answer to an earlier request may end before, and takes its place."""
+        """Answer a bad request with an error status and close the connection.
+
+        If an earlier request is still being answered, its response is completed in place of the error.
+        """
         if self._answering is not None and self._answering is not self._receiving:
-            self._is_ending = self._is_deaf = True
+            self._is_ending = self._ignores_input = True
             self._receiving = None
             self._timer.clear()
         elif self._answering is not None and self._answering.is_started:
-            self._transport.abort()  # nothing can be written into an answer that has begun
+            self._transport.abort()  # A response that has begun cannot become an error.
         elif not self._transport.is_closing():
             length = str(len(reason)).encode()
             lines = (b"HTTP/1.1 " + status, b"connection: close", b"content-length: " + length, b"", reason)

@@ -1,4 +1,4 @@
-"""Runs an ASGI app inside a running event loop, and leaves signals to the process."""
+"""Runs an ASGI application on the event loop of a process. Signals are left to `lifecycle`."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class HttpServer:
-    """Binds in `start`, so a port in use is known at once. `port` is then the real one."""
+    """The HTTP server of one process. `start` binds the port; then `port` is the actual one, also if it was 0."""
 
     def __init__(
         self,
@@ -34,13 +34,14 @@ class HttpServer:
         root_path: str = "",
         limits: HttpLimits | None = None,
     ) -> None:
-        """Raises `ConfigurationError` for a key and a certificate that cannot be used."""
+        """Check the TLS files. Raises `ConfigurationError` if the key or the certificate cannot be used."""
         _check_tls(ssl_keyfile, ssl_certfile)
         self.host = host
         self.port = port
         config = uvicorn.Config(
             app,
             http=cast(type[asyncio.Protocol], HttpProtocol),
+            # Clients could write any address into X-Forwarded-For.
             proxy_headers=False,
             log_config=None,
             access_log=False,
@@ -54,8 +55,10 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, *, shares_port: bool = False) -> None:
-        """Returns when connections are accepted. With `shares_port` other processes of this user may listen there too,
-        and the kernel deals connections out among them. Raises `ConfigurationError` when the address is not to be had.
+        """Bind the port and return when connections are accepted.
+
+        With `shares_port` other processes of this user may listen there too, and the kernel distributes connections
+        among them. Raises `ConfigurationError` if the address cannot be bound.
         """
         bound = bind_tcp(self.host, self.port, shares_port=shares_port)
         self.port = bound.getsockname()[1]
@@ -63,11 +66,15 @@ class HttpServer:
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({self._serving, ready}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
+        # If serving has ended already, the start has failed: raise its error.
         if self._serving.done():
             self._serving.result()
 
     async def close(self, *, grace_s: float = 5.0, on_grace_over: Callable[[], None] | None = None) -> None:
-        """Accepts nothing more; running requests get `grace_s`, then `on_grace_over` may end them with an answer."""
+        """Accept no more connections, and wait at most `grace_s` for running requests.
+
+        Then `on_grace_over` is called, which may end them with a response, and after another second they are cut off.
+        """
         self._server.should_exit = True
         if self._serving is None:
             return
@@ -85,7 +92,7 @@ def _check_tls(keyfile: str | None, certfile: str | None) -> None:
             raise ConfigurationError("--ssl-keyfile needs --ssl-certfile")
         return
     try:
-        # An empty password: nobody is there to be asked for one.
+        # Without a password OpenSSL would ask for one on the terminal if the key is encrypted.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
     except OSError as exc:
         files = f"--ssl-certfile {certfile}" + (f" with --ssl-keyfile {keyfile}" if keyfile is not None else "")
@@ -93,7 +100,7 @@ def _check_tls(keyfile: str | None, certfile: str | None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with this repository's way to accept connections."""
+    """uvicorn's server, but connections are accepted by `Listener` with its limits."""
 
     def __init__(self, config: uvicorn.Config, limits: HttpLimits) -> None:
         super().__init__(config)
@@ -116,10 +123,12 @@ class _Server(uvicorn.Server):
         ]
         for listener in listeners:
             listener.start()
+        # uvicorn calls `close` and `wait_closed` of these when it stops.
         self.servers = cast(list[asyncio.base_events.Server], listeners)
         self.started = True
         self.ready.set()
 
+    # uvicorn would install its own signal handlers here.
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

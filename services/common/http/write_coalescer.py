@@ -1,5 +1,7 @@
-"""Writes to many connections that leave together at the end of the event loop's turn. uvloop writes at once: each piece
-would be a system call, and each might wake a process at the other end that sleeps again before the next.
+"""Collects the writes to all connections and sends them at the end of the event loop's iteration.
+
+uvloop writes each piece at once. Each would be a system call, and could wake up a process at the other end, which would
+go to sleep again before the next piece.
 """
 
 import asyncio
@@ -7,22 +9,27 @@ import os
 
 
 class WriteCoalescer:
-    """All connections share one: of a turn it costs one callback, however many connections were written to."""
+    """Sends what was written in one iteration of the event loop. All connections of a server share one.
+
+    An iteration costs one callback, for any number of connections.
+    """
 
     def __init__(self) -> None:
         self.due: list[PendingWrites] = []
 
     def of(self, transport: asyncio.Transport) -> "PendingWrites":
+        """Return the object through which one connection writes."""
         return PendingWrites(transport, self)
 
     def flush(self) -> None:
+        """Send the data of all connections that were written to."""
         due, self.due = self.due, []
         for unsent in due:
             unsent.flush()
 
 
 class PendingWrites:
-    """What one connection was given and has not written yet."""
+    """Holds the data of one connection that is not sent yet."""
 
     __slots__ = ("_data", "_descriptor", "_more", "_transport", "_writes")
 
@@ -34,6 +41,8 @@ class PendingWrites:
         self._more: list[bytes] | None = None
 
     def add(self, data: bytes) -> None:
+        """Send `data`, which must not be empty, at the end of this iteration of the event loop."""
+        # Mostly there is one piece, which needs no list.
         if not self._data:
             self._data = data
             due = self._writes.due
@@ -46,7 +55,7 @@ class PendingWrites:
             self._more.append(data)
 
     def flush(self) -> None:
-        """Nothing is written to a connection that is being closed."""
+        """Send the collected data now. It is dropped if the connection is being closed."""
         data = self._data
         if not data:
             return
@@ -56,20 +65,23 @@ class PendingWrites:
         transport = self._transport
         if transport.is_closing():
             return
+        # If the transport still has unsent data, writing past it would change the order.
         if self._descriptor is None or transport.get_write_buffer_size():
             transport.write(data)
             return
-        # Cheaper than the transport's own queue, which is for what the kernel does not take (docs/log/router.md).
+        # A direct write is cheaper than the transport's (docs/log/router.md). The transport gets only the rest that the
+        # kernel does not take.
         try:
             written = os.write(self._descriptor, data)
-        except OSError:  # it takes nothing now, or never again: the transport waits, or finds out
+        except OSError:
+            # The kernel's buffer is full or the connection is broken. The transport handles either.
             written = 0
         if written < len(data):
             transport.write(data[written:])
 
 
 def _descriptor(transport: asyncio.Transport) -> int | None:
-    """Where bytes may be written beside the transport, while it has none to write: what is encrypted has no such."""
+    """Return the descriptor for direct writes, or None if the transport encrypts the data (TLS)."""
     connection = transport.get_extra_info("socket")
     if connection is None or transport.get_extra_info("sslcontext") is not None:
         return None

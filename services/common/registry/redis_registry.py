@@ -202,7 +202,7 @@ class RedisRegistryView:
                 self._is_connected = False
                 call_each("a change of the registry", [self._on_change])
             elif not self._has_looked:
-                logger.warning("the registry does not answer, no instances are known until it does: %s", exc)
+                logger.warning("the registry does not answer, no instance is known until it does: %s", exc)
             self._has_looked = True
             return
         self._has_looked = True
