@@ -345,5 +345,5 @@ def test_instances_fill_a_restarted_router_s_registry_by_renewing() -> None:
 )
 def test_a_url_of_no_registry_is_refused_with_what_is_allowed(url: str) -> None:
     for make in (registry_client, registry_view, check_registry_url):
-        with pytest.raises(ConfigurationError, match="allowed: memory://HOST:PORT, redis://"):
+        with pytest.raises(ConfigurationError, match="use memory://HOST:PORT, redis://"):
             make(url)

@@ -1,1 +1,1 @@
-"""Messages between processes over ZeroMQ."""
+"""Messages between processes over ZeroMQ: RPC between routers and instances, and block events."""

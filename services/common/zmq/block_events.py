@@ -1,6 +1,6 @@
-"""Which blocks an instance caches, from the instance (PUB) to every router (SUB), numbered without gaps.
+"""Publishes which KV blocks an instance caches, from the instance (PUB) to every router (SUB).
 
-A subscriber that finds a gap says so; asking for a snapshot and applying it is the caller's part.
+Batches are numbered without gaps. A subscriber reports a gap; its caller then requests a snapshot and applies it.
 """
 
 import asyncio
@@ -18,10 +18,14 @@ from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, b
 logger = logging.getLogger(__name__)
 
 _QUEUE_LENGTH = 10_000
+"""Maximum number of batches that are queued for one subscriber; further ones are dropped."""
 
 
 class EventPublisher:
-    """`sequence` is the number of the last batch published: a `Snapshot` taken now is valid after it."""
+    """Publishes the block events of one instance, on its event loop.
+
+    `sequence` is the number of the last published batch. A `Snapshot` taken now contains all batches up to it.
+    """
 
     def __init__(
         self,
@@ -40,12 +44,12 @@ class EventPublisher:
         self._socket: zmq.Socket[bytes] | None = None
 
     async def start(self) -> None:
-        """Binds; `address` is then the one to connect to."""
+        """Bind the address. `address` is then the one for subscribers."""
         self._socket = new_socket(self._context, zmq.PUB, queue_length=_QUEUE_LENGTH)
         self.address = bind(self._socket, self.address, self._key)
 
     def publish(self, events: list[BlockEvent]) -> None:
-        """Never blocks: a subscriber that does not keep up misses batches, and notices by the gap."""
+        """Send a batch without blocking. A subscriber that is too slow misses batches, and notices the gap."""
         if not events or self._socket is None:
             return
         self.sequence += 1
@@ -60,10 +64,10 @@ class EventPublisher:
 
 
 class EventSubscriber:
-    """Follows one generation of one instance.
+    """Receives the block events of one generation of one instance, on the event loop of a router.
 
-    `on_gap` is called when batches are missing before the next one handed on (the first one after `start` too, unless
-    it is number 1); one call per gap. Batches go to `on_batch` in order, without repeats.
+    `on_batch` gets the batches in order and without repeats. `on_gap` is called once before a batch if batches before
+    it are missing. After `start` it is also called for the first batch, unless that is number 1.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class EventSubscriber:
         key: ClusterKey | None = None,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        """`context` stays the caller's."""
+        """The caller owns and closes `context`. Without one the subscriber makes its own."""
         self._address = address
         self._generation = generation
         self._on_batch = on_batch
@@ -89,6 +93,7 @@ class EventSubscriber:
         self._sequence = 0
 
     async def start(self) -> None:
+        """Connect. Events arrive from then on; earlier ones are not repeated."""
         socket = new_socket(self._context, zmq.SUB, queue_length=_QUEUE_LENGTH)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         connect(socket, self._address, self._key)
@@ -96,7 +101,7 @@ class EventSubscriber:
         self._socket.start()
 
     def rebase(self, sequence: int) -> None:
-        """A snapshot valid after batch `sequence` was applied: what it contains is not handed on again."""
+        """Note that a snapshot was applied that contains all batches up to `sequence`: they are not passed on again."""
         self._sequence = max(self._sequence, sequence)
 
     async def close(self) -> None:
@@ -110,8 +115,9 @@ class EventSubscriber:
         try:
             batch = self._decoder.decode(frames[-1])
         except WireError as exc:
-            logger.warning("event batch from %s refused: %s", self._address, exc)
+            logger.warning("a batch of block events from %s is ignored, it cannot be decoded: %s", self._address, exc)
             return
+        # An address may be used by the next generation of the instance before this subscriber is closed.
         if batch.generation != self._generation or batch.sequence <= self._sequence:
             return
         if batch.sequence != self._sequence + 1:

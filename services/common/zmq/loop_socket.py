@@ -1,8 +1,7 @@
-"""A ZeroMQ socket inside asyncio: frames come in through a callback, sends never block.
+"""A socket of the ZeroMQ library on the event loop: received frames go to a callback, and sending never blocks.
 
-Reads its socket until it is empty on every wake-up, straight from the event loop. Measured over TCP loopback with
-200-byte messages under uvloop: 128,000 messages/s and 167 us a round trip, against 22,000/s and 257 us for
-`zmq.asyncio`. Knows nothing of what the frames mean.
+At each wake-up the socket is read until it is empty. With messages of 200 bytes over TCP loopback under uvloop this
+handles 128,000 messages/s with round trips of 167 us; `zmq.asyncio` handles 22,000/s with 257 us.
 """
 
 import asyncio
@@ -23,14 +22,18 @@ logger = logging.getLogger(__name__)
 
 Frames = list[bytes]
 _READS_PER_TURN = 512
+"""Maximum number of messages that are read before the event loop does other work."""
 _PING_EVERY_MS = 10_000
-_MOST_SILENT_MS = 30_000
-_ASKED_READS = 2
+"""Time between two PINGs of the library on each connection."""
+_MAX_SILENCE_MS = 30_000
+"""Time without an answer to a PING after which the library closes a connection."""
+_POLLED_READS = 2
+"""Number of reads before which the socket is polled. Polling is cheaper than a read that finds nothing."""
 _READABLE = int(zmq.POLLIN)
 
 
 class ZmqLoopSocket:
-    """Owns `socket` from `start` to `close`. Every method belongs to the event loop's thread."""
+    """Owns `socket` from `start` to `close`. All methods must be called on the event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[Frames], None]) -> None:
         self._socket = socket
@@ -39,12 +42,14 @@ class ZmqLoopSocket:
         self._is_drain_due = False
 
     def start(self) -> None:
+        """Receive frames from now on."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self.drain)
+        # The descriptor is edge-triggered: it does not report frames that arrived before.
         self._drain_soon()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Raises `PeerUnreachable` when there is no route to the receiver or its queue is full."""
+        """Queue a message. Raises `PeerUnreachable` if the receiver is not connected or its queue is full."""
         try:
             if len(frames) == 1:
                 self._socket.send(frames[0], zmq.NOBLOCK)
@@ -54,17 +59,18 @@ class ZmqLoopSocket:
             raise PeerUnreachable("the receiver does not read: its queue is full") from exc
         except zmq.ZMQError as exc:
             raise PeerUnreachable(f"the receiver is gone: {exc}") from exc
-        # The descriptor is edge-triggered and a send consumes its edge, so look for input ourselves.
+        # A send can consume an edge of the edge-triggered descriptor, so input must be looked for here.
         self._drain_soon()
 
     def drain(self) -> None:
-        """Hands on all frames that have arrived, some at a time so that the loop's other work gets its turn."""
+        """Pass on all frames that have arrived, in portions, so that the event loop can do other work in between."""
         self._is_drain_due = False
         for count in range(_READS_PER_TURN):
+            # A callback may have closed this socket.
             if self._loop is None:
                 return
-            # Mostly there is nothing or one message: asking costs a third of a receive that fails.
-            if count < _ASKED_READS and not cast(int, self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            # Mostly at most one message is there. Polling costs a third of a read that finds nothing.
+            if count < _POLLED_READS and not cast(int, self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -73,11 +79,11 @@ class ZmqLoopSocket:
             try:
                 self._on_frames(frames)
             except Exception:
-                logger.exception("a received message could not be handled")
+                logger.exception("handling a received message has failed")
         self._drain_soon()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Unsent frames get `linger_ms` to leave, in ZeroMQ's own thread."""
+        """Close the socket. Queued frames are still sent for at most `linger_ms`, by ZeroMQ's own thread."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
@@ -90,22 +96,25 @@ class ZmqLoopSocket:
 
 
 def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, queue_length: int) -> zmq.Socket[bytes]:
-    """A socket that drops its queue when closed, bounds frames, speaks IPv6 where an address asks for it, and ends
-    connections whose other end does not answer a PING."""
+    """Return a socket of type `kind` with the options that all sockets here share; the caller closes it.
+
+    It drops its queue when it is closed, limits the size of frames, and closes connections that do not answer a PING.
+    """
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, queue_length)
     socket.setsockopt(zmq.RCVHWM, queue_length)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_EVERY_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _MOST_SILENT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _MAX_SILENCE_MS)
     return socket
 
 
 def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> str:
-    """Binds to `address` (`tcp://HOST:0` picks a free port) and returns the address that peers connect to.
+    """Bind to `address` and return the address for peers; with `tcp://HOST:0` a free port is taken.
 
-    With a key, only who has it too can connect, and all is encrypted. To a Unix socket only this user and root can.
+    With a key, messages are encrypted, and only processes that have the key can connect. A Unix socket accepts only
+    processes of this user and of root.
     """
     if address.startswith("ipc:"):
         for uid in {ROOT, os.geteuid()}:
@@ -113,6 +122,7 @@ def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None)
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+    # Without this option ZeroMQ rejects IPv6 addresses.
     if ":[" in address or "//[" in address:
         socket.setsockopt(zmq.IPV6, 1)
     socket.bind(address)
@@ -120,6 +130,8 @@ def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None)
 
 
 def connect(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> None:
+    """Connect to `address`, encrypted with a key. Returns at once; the library connects in its own thread."""
+    # The whole cluster shares one key pair, so it is the key of both ends.
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)

@@ -1,7 +1,7 @@
-"""Messages between routers and instances: one ZeroMQ ROUTER per instance, one DEALER per (router, instance).
+"""RPC between routers and instances: a ZeroMQ ROUTER per instance, and a DEALER per pair of router and instance.
 
-Carries `contracts.messages` and tells each side, once, when the other is gone. What a request is, or what is to be done
-about a lost peer, is for the caller to know.
+It carries `contracts.messages`, and calls each side back once when it has lost the other. The caller decides what to do
+with requests then.
 """
 
 import asyncio
@@ -23,21 +23,26 @@ from baton_serve.services.common.zmq.zmtp_sockets import ZmtpDealer, ZmtpRouter
 logger = logging.getLogger(__name__)
 
 RouterId = NewType("RouterId", bytes)
-"""Names one connection of one router: a router that comes back has a new one."""
+"""Identifies one connection of one router. A router that reconnects gets a new one."""
 
 HEARTBEAT_S = 1.0
+"""Time between two heartbeats of a router."""
 ROUTER_TIMEOUT_S = 10.0
+"""Time without a message after which an instance reports a router as lost."""
 INSTANCE_TIMEOUT_S = 3.0
+"""Time without a message after which a router reports an instance as lost."""
 _LINGER_MS = 300
+"""Time for sending queued messages when a connection is closed."""
 _MAX_LOST_ROUTERS = 256
-"""Remembered, of one instance; each has its own router's timeout to give its connection up."""
+"""Number of lost routers that an instance remembers. A router gives up its connection after its own timeout."""
 
 
 class InstanceServer:
-    """The instance's end. Reports a router as lost when a message cannot reach it or when it has been silent.
+    """The instance's end of the RPC, on its event loop.
 
-    A lost router that is alive after all gets no answer on this connection, so that it gives it up as well: it must not
-    wait for requests that have been given up here.
+    A router is lost if a message cannot be sent to it or if it was silent for `router_timeout_s`. If a lost router is
+    still alive, its messages are ignored, so that it reports the instance as lost too. Otherwise it would wait for
+    requests that this instance has ended already.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class InstanceServer:
         self._log = LimitedLog(logger)
         self._last_received: dict[RouterId, float] = {}
         self._lost: dict[RouterId, None] = {}
-        """The last ones, oldest first."""
+        """The routers that were lost last, the oldest first."""
         self._router: Router | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -63,7 +68,10 @@ class InstanceServer:
         on_message: Callable[[RouterId, ToInstance], None],
         on_router_lost: Callable[[RouterId], None],
     ) -> None:
-        """Binds; `address` is then the one to connect to. Raises `OSError` or `zmq.ZMQError` when it is in use."""
+        """Bind the address and serve. `address` is then the one for routers.
+
+        Raises `OSError` or `zmq.ZMQError` if it is in use.
+        """
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._loop = asyncio.get_running_loop()
@@ -75,10 +83,11 @@ class InstanceServer:
         self._watch = asyncio.create_task(self._watch_routers(), name="rpc-watch")
 
     def routers(self) -> list[RouterId]:
+        """Return the routers that are connected."""
         return list(self._last_received)
 
     def send(self, router: RouterId, message: ToRouter) -> None:
-        """Never blocks. To a router that is lost it does nothing."""
+        """Send a message without blocking. Do nothing if the router is lost."""
         if router not in self._last_received or self._router is None:
             return
         try:
@@ -87,6 +96,7 @@ class InstanceServer:
             self._lose(router, str(exc))
 
     async def close(self) -> None:
+        """Close all connections. Messages that are queued are still sent for a moment."""
         if self._watch is not None:
             self._watch.cancel()
         if self._router is not None:
@@ -95,12 +105,12 @@ class InstanceServer:
 
     def _receive(self, peer: bytes, frame: bytes) -> None:
         router = RouterId(peer)
-        if router in self._lost:
+        if router in self._lost:  # See the docstring of the class.
             return
         try:
             message = self._decoder.decode(frame)
         except WireError as exc:
-            self._log.warning("message of router %s refused: %s", router.hex(), exc)
+            self._log.warning("a message of router %s is ignored, it cannot be decoded: %s", router.hex(), exc)
             return
         self._last_received[router] = self._loop.time()
         self._on_message(router, message)
@@ -109,9 +119,10 @@ class InstanceServer:
         while self._router is not None:
             due = self._loop.time() + self._router_timeout_s / 10
             await asyncio.sleep(self._router_timeout_s / 10)
-            # As of when this should have looked: what came while this process was busy may not have been read yet.
+            # Compare with the time at which this check was due and not with the present: if this process was busy in
+            # between, heartbeats may have arrived that are not read yet.
             oldest = due - self._router_timeout_s
-            for router in [router for router, heard in self._last_received.items() if heard < oldest]:
+            for router in [router for router, received_at in self._last_received.items() if received_at < oldest]:
                 self._lose(router, f"no heartbeat for {self._router_timeout_s:g} s")
 
     def _lose(self, peer: bytes, reason: str) -> None:
@@ -120,13 +131,16 @@ class InstanceServer:
             self._lost[router] = None
             if len(self._lost) > _MAX_LOST_ROUTERS:
                 del self._lost[next(iter(self._lost))]
-            logger.info("router %s is lost: %s", router.hex(), reason)
-            # Later, since the caller may be in the middle of a loop over this router's requests.
+            logger.info("lost the connection to router %s: %s", router.hex(), reason)
+            # Called later, because a caller of `send` may be in a loop over this router's requests.
             self._loop.call_soon(self._on_router_lost, router)
 
 
 class Router(Protocol):
-    """A bound address with a connection for each peer, which it names. Messages have one frame."""
+    """The end that binds an address: one connection per peer, each with an id. Messages have one frame.
+
+    Implemented by `ZmtpRouter` and `CurveRouter`, which describe the methods.
+    """
 
     async def start(self, address: str) -> str: ...
     def send(self, peer: bytes, message: bytes) -> None: ...
@@ -134,7 +148,10 @@ class Router(Protocol):
 
 
 class DealerSocket(Protocol):
-    """A connection that messages of one frame go over. Tells once when it is lost; `drain` hands on what has come."""
+    """The end that connects. Messages have one frame. It calls back once when the connection is lost.
+
+    Implemented by `ZmtpDealer` and `CurveDealer`, which describe the methods.
+    """
 
     def start(self) -> None: ...
     def send(self, message: bytes) -> None: ...
@@ -143,9 +160,9 @@ class DealerSocket(Protocol):
 
 
 class InstanceLink:
-    """A router's end of the connection to one generation of an instance.
+    """A router's end of the connection to one generation of an instance, on its event loop.
 
-    Once lost it stays lost: close it and make another.
+    A link that is lost stays lost. The caller closes it and makes a new one.
     """
 
     def __init__(
@@ -159,8 +176,10 @@ class InstanceLink:
         key: ClusterKey | None = None,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        """`on_lost` gets the reason, once: the connection broke, or nothing came for `timeout_s`. `context` stays the
-        caller's: links that share one share its thread."""
+        """`on_lost` is called once with the reason: the connection broke, or no message came for `timeout_s`.
+
+        The caller owns and closes `context`. Links that share a context share its thread.
+        """
         self._address = address
         self._on_message = on_message
         self._on_lost = on_lost
@@ -175,10 +194,11 @@ class InstanceLink:
         self._watch: asyncio.Task[None] | None = None
         self._last_received = 0.0
         self.is_ready = False
-        """True from the instance's first `LoadReport` until it is lost."""
+        """True from the instance's first `LoadReport` until the instance is lost."""
         self.is_lost = False
 
     async def start(self) -> None:
+        """Connect and send heartbeats. Returns before the connection exists; `on_lost` reports a failure."""
         if self._key is None or _is_unix_socket(self._address):
             self._dealer = ZmtpDealer(self._address, on_message=self._receive, on_lost=self._lose)
         else:
@@ -193,14 +213,21 @@ class InstanceLink:
         self._watch = asyncio.create_task(self._send_heartbeat(), name="rpc-heartbeat")
 
     def prepare(self, message: ToInstance) -> Callable[[], None]:
-        """Encode `message` and return what sends it. Raises `WireError`; sending the result never does."""
+        """Encode `message` and return a function that sends it.
+
+        Raises `WireError` if the message is too long. The returned function never raises: a caller can first encode the
+        messages for several instances and then send either all or none.
+        """
         frame = encode(message)
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"a message of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
         return partial(self._send, frame)
 
     def send(self, message: ToInstance) -> None:
-        """Never blocks. When the instance is lost it does nothing: `on_lost` was called, or is about to be."""
+        """Send a message without blocking. Raises `WireError` if it is too long.
+
+        Do nothing if the instance is lost: `on_lost` was called, or will be called soon.
+        """
         self.prepare(message)()
 
     def _send(self, frame: bytes) -> None:
@@ -212,6 +239,7 @@ class InstanceLink:
             self._lose(str(exc))
 
     async def close(self) -> None:
+        """Close the connection without calling `on_lost`. Queued messages are still sent for a moment."""
         self.is_lost = True
         self.is_ready = False
         if self._watch is not None:
@@ -228,9 +256,12 @@ class InstanceLink:
         try:
             message = self._decoder.decode(frame)
         except WireError as exc:
-            self._log.warning("message of the instance at %s refused: %s", self._address, exc)
+            self._log.warning(
+                "a message of the instance at %s is ignored, it cannot be decoded: %s", self._address, exc
+            )
             return
         self._last_received = self._loop.time()
+        # The instance answers each heartbeat with a report, so the first one proves that both directions work.
         if isinstance(message, LoadReport):
             self.is_ready = True
         self._on_message(message)
@@ -241,7 +272,8 @@ class InstanceLink:
             self.send(Heartbeat())
             due = loop.time() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
-            # A stall of this process is no silence of the instance: read what has come, forgive what was slept over.
+            # If this process has stalled, messages of the instance are still unread. Do not count the stall as silence,
+            # and read them first, or a busy router would report healthy instances as lost.
             self._last_received += max(0.0, loop.time() - due)
             if self._dealer is not None:
                 self._dealer.drain()
@@ -256,5 +288,8 @@ class InstanceLink:
 
 
 def _is_unix_socket(address: str) -> bool:
-    """Its two ends know each other's user: no key could add to that, and nobody can listen in between."""
+    """Return whether an address is a Unix socket.
+
+    It needs no encryption: each end checks the other's user, and the kernel carries the messages.
+    """
     return address.startswith("ipc:")

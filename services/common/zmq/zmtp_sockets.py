@@ -1,8 +1,7 @@
-"""DEALER and ROUTER on connections of the event loop, for what is not encrypted: TCP, and Unix sockets between
-processes of one user.
+"""DEALER and ROUTER on the event loop, for connections without encryption: TCP, and Unix sockets of one user.
 
-The library gives its sockets to a thread of its own: each message then wakes two threads on its way. Here a message is
-written and read by the loop itself. Either end may have the library at its other end.
+The ZeroMQ library would handle a socket in its own thread, so that each message wakes up two threads. Here the event
+loop itself reads and writes messages. The peer may use the library.
 """
 
 import asyncio
@@ -23,17 +22,23 @@ from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, frame_me
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
+"""Longest time for the peer's handshake."""
 SILENCE_S = 30.0
+"""Longest time between two reads from a peer."""
 ANY_UNIX_SOCKET = "ipc://@*"
-"""To start a `ZmtpRouter` at: a name that nobody else can have taken before."""
+"""Address for `ZmtpRouter.start`: an abstract Unix socket with a random name that no other process can know before."""
 _ABSTRACT = "ipc://@"
 _RECONNECT_S = 0.1
+"""Time between two attempts to connect."""
 _MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
-"""To one peer, connected or not. One message more is taken."""
+"""Maximum size of the messages that are queued for one peer. A queue below it still accepts one message of any size."""
 
 
 class ZmtpDealer:
-    """`zmq.rpc.Dealer`. Connects, again and again until somebody listens; is lost with its connection."""
+    """A router's connection to an instance. Implements `services.common.zmq.rpc.DealerSocket`.
+
+    It tries to connect until a process listens. Once connected, the loss of the connection is final.
+    """
 
     def __init__(
         self,
@@ -43,23 +48,24 @@ class ZmtpDealer:
         on_lost: Callable[[str], None],
         max_unsent_bytes: int = _MAX_UNSENT_BYTES,
     ) -> None:
-        """`address` is `tcp://HOST:PORT`, or `ipc://@NAME` of a process of this user."""
+        """`address` is `tcp://HOST:PORT`, or `ipc://@NAME` for a Unix socket of a process of this user."""
         self._address = address
         self._connection = _Connection(b"DEALER", on_message, on_lost, max_unsent_bytes)
         self._connecting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Connect in a task. Messages can be sent at once; they are queued."""
         self._connecting = asyncio.create_task(self._connect(), name="zmtp-connect")
 
     def send(self, message: bytes) -> None:
-        """Raises `PeerUnreachable` when the peer takes nothing of what it is sent."""
+        """Queue a message. Raises `PeerUnreachable` if the queue is full, because the peer does not read."""
         self._connection.send(message)
 
     def drain(self) -> None:
-        """What has come was handed on as it came."""
+        """Do nothing: messages are passed on as soon as they arrive."""
 
     def close(self, linger_ms: int = 0) -> None:
-        """Unsent messages get `linger_ms` to leave."""
+        """Close the connection. Queued messages are still sent for at most `linger_ms`."""
         if self._connecting is not None:
             self._connecting.cancel()
         self._connection.close(linger_ms)
@@ -68,7 +74,8 @@ class ZmtpDealer:
         while True:
             try:
                 await self._open()
-            except OSError:  # nobody listens yet: whoever waits for an answer gives up, not this
+            except OSError:
+                # No process listens yet. This loop goes on until `InstanceLink` gives up after its own timeout.
                 await asyncio.sleep(_RECONNECT_S)
             else:
                 return
@@ -76,6 +83,7 @@ class ZmtpDealer:
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         if self._address.startswith(_ABSTRACT):
+            # asyncio cannot connect to an abstract address by its path, so the socket is connected first.
             connecting = socket.socket(socket.AF_UNIX)
             try:
                 connecting.setblocking(False)
@@ -90,7 +98,10 @@ class ZmtpDealer:
 
 
 class ZmtpRouter:
-    """`services.common.zmq.rpc.Router`. Closes connections that are silent: every peer sends a heartbeat."""
+    """An instance's end for all routers. Implements `services.common.zmq.rpc.Router`.
+
+    It closes connections that are silent, because every router sends heartbeats.
+    """
 
     def __init__(
         self,
@@ -102,14 +113,16 @@ class ZmtpRouter:
     ) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
-        self._patience = (handshake_s, silence_s)
+        self._timeouts = (handshake_s, silence_s)
         self._log = LimitedLog(logger)
         self._connections: dict[bytes, _Connection] = {}
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, address: str) -> str:
-        """Raises `OSError` when the address is in use. At a Unix socket only this user's processes and root's are
-        answered."""
+        """Bind `address` and return the one for peers. Raises `OSError` if it is in use.
+
+        On a Unix socket only processes of this user and of root are accepted.
+        """
         loop = asyncio.get_running_loop()
         if address.startswith(_ABSTRACT):
             address = f"{_ABSTRACT}baton-{secrets.token_hex(16)}" if address == ANY_UNIX_SOCKET else address
@@ -123,13 +136,14 @@ class ZmtpRouter:
         return f"tcp://{parts.netloc.rpartition(':')[0]}:{bound.getsockname()[1]}"
 
     def send(self, peer: bytes, message: bytes) -> None:
-        """Raises `PeerUnreachable`."""
+        """Queue a message. Raises `PeerUnreachable` if the peer is gone or its queue is full."""
         connection = self._connections.get(peer)
         if connection is None:
             raise PeerUnreachable("the receiver is gone")
         connection.send(message)
 
     async def close(self, linger_ms: int = 0) -> None:
+        """Close all connections. Queued messages are still sent for at most `linger_ms`."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections.values():
@@ -137,6 +151,7 @@ class ZmtpRouter:
         self._connections.clear()
 
     def _accept(self) -> "_Connection":
+        # Random, so that the id of a lost connection never names a later one.
         peer = secrets.token_bytes(8)
 
         def on_lost(reason: str) -> None:
@@ -147,7 +162,7 @@ class ZmtpRouter:
             b"ROUTER",
             lambda message: self._on_message(peer, message),
             on_lost,
-            patience=self._patience,
+            timeouts=self._timeouts,
             log=self._log,
         )
         self._connections[peer] = connection
@@ -155,10 +170,10 @@ class ZmtpRouter:
 
 
 class _Connection(asyncio.Protocol):
-    """One end of one connection; `on_lost` is called once, unless it is closed here.
+    """One end of one connection. `on_lost` is called once, unless the connection is closed here.
 
-    What one turn of the loop sends leaves together at its end, and not before the handshake's: sooner, the library at
-    the other end would take a message for an error.
+    Messages of one iteration of the event loop are sent together at its end. None is sent before the handshake is
+    complete, because the ZeroMQ library would treat it as an error.
     """
 
     def __init__(
@@ -168,12 +183,15 @@ class _Connection(asyncio.Protocol):
         on_lost: Callable[[str], None],
         max_unsent_bytes: int = _MAX_UNSENT_BYTES,
         *,
-        patience: tuple[float, float] | None = None,
+        timeouts: tuple[float, float] | None = None,
         log: LimitedLog | None = None,
     ) -> None:
-        """`patience`: seconds for the handshake, and between two reads after it. None: the caller has its own."""
+        """`timeouts` are the longest times for the handshake and between two later reads, in seconds.
+
+        None means no timeouts: a dealer's caller watches the connection itself.
+        """
         self._socket_type = socket_type
-        self._patience = patience
+        self._timeouts = timeouts
         self._log = log or LimitedLog(logger)
         self._timer: LateTimer | None = None
         self._on_message = on_message
@@ -187,6 +205,7 @@ class _Connection(asyncio.Protocol):
         self._is_closed = False
 
     def send(self, message: bytes) -> None:
+        """Queue a message. Raises `PeerUnreachable` if the queue is full."""
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
         if written + self._num_unsent > self._max_unsent_bytes:
             raise PeerUnreachable("the receiver does not read: its queue is full")
@@ -198,6 +217,7 @@ class _Connection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._flush)
 
     def close(self, linger_ms: int = 0) -> None:
+        """Close the connection without calling `on_lost`. Queued messages are still sent for at most `linger_ms`."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.close()
@@ -205,6 +225,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._flush()
             self._transport.close()
+            # A peer that does not read would keep a closing transport open for ever.
             asyncio.get_running_loop().call_later(linger_ms / 1e3, self._transport.abort)
 
     def _flush(self) -> None:
@@ -216,19 +237,22 @@ class _Connection(asyncio.Protocol):
             if not self._transport.is_closing():
                 self._transport.write(data)
 
+    # The next three methods without an underscore are called by asyncio's transport.
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if self._is_closed:
             self._transport.abort()
         elif (uid := stranger(transport.get_extra_info("socket"))) is not None:
+            # Any user of the machine may connect to, or listen at, an abstract Unix socket.
             self._log.warning("a connection is refused: the other end is a process of another user (uid %d)", uid)
             self._lose("the other end is a process of another user")
         else:
             self._transport.write(handshake(self._socket_type))
-            if self._patience is not None:
+            if self._timeouts is not None:
                 loop = asyncio.get_running_loop()
                 self._timer = LateTimer(loop)
-                self._timer.set(loop.time() + self._patience[0], self._on_silence)
+                self._timer.set(loop.time() + self._timeouts[0], self._on_silence)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -237,25 +261,26 @@ class _Connection(asyncio.Protocol):
                     return
                 self._deliver(message)
         except ZmtpError as exc:
-            self._log.warning("a connection ends: %s", exc)
+            self._log.warning("a connection is closed after a protocol error: %s", exc)
             self._lose("the handshake failed")
         if self._reader.is_ready:
             self._on_ready_data()
         if self._unsent and not self._is_flush_due:
-            self._flush()  # the handshake may just have ended
+            self._flush()  # Messages were held back until the end of the handshake, which may be in `data`.
 
     def _on_ready_data(self) -> None:
-        if self._timer is not None and self._patience is not None:
-            self._timer.set(asyncio.get_running_loop().time() + self._patience[1], self._on_silence)
+        if self._timer is not None and self._timeouts is not None:
+            self._timer.set(asyncio.get_running_loop().time() + self._timeouts[1], self._on_silence)
         pong, self._reader.pong = self._reader.pong, None
         if pong is None or self._transport is None or self._transport.is_closing():
             return
+        # A peer that sends PINGs but never reads must not fill the buffer with answers.
         if self._transport.get_write_buffer_size() < self._max_unsent_bytes:
             self._transport.write(pong)
 
     def _on_silence(self) -> None:
-        """Nothing says that the other end is there; a peer that is not may have left without a word."""
-        self._lose("nothing came for too long")
+        """Give up a silent peer: its host may have failed without closing the connection."""
+        self._lose("the peer was silent for too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("the connection broke")
@@ -264,7 +289,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._on_message(message)
         except Exception:
-            logger.exception("a received message could not be handled")
+            logger.exception("handling a received message has failed")
 
     def _lose(self, reason: str) -> None:
         if not self._is_closed:
@@ -273,7 +298,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:
-    """Raises `OSError` when `where` is in use."""
+    """Return a socket that is bound to `where`. Raises `OSError` if the address is in use."""
     bound = socket.socket(family)
     try:
         if family != socket.AF_UNIX:
@@ -286,4 +311,5 @@ def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:
 
 
 def _abstract_path(address: str) -> str:
+    """Return the kernel's form of an abstract address, which begins with a NUL and is not a file."""
     return "\0" + address.removeprefix(_ABSTRACT)

@@ -138,7 +138,7 @@ async def silent_after(begin: bytes) -> list[str]:
     ids=["nothing", "half a handshake", "a handshake", "an empty message"],
 )
 def test_a_connection_that_is_silent_ends(begin: bytes) -> None:
-    assert asyncio.run(silent_after(begin)) == ["nothing came for too long"]
+    assert asyncio.run(silent_after(begin)) == ["the peer was silent for too long"]
 
 
 def test_a_connection_whose_peer_is_there_stays() -> None:
