@@ -1,1 +1,4 @@
-"""What every process needs: settings, logs, registry, messages, events, lifecycle, HTTP. Never torch or kvtransfer."""
+"""Code that every process uses: settings, logs, registry, RPC, block events, lifecycle, HTTP.
+
+It never imports torch or kvtransfer, so that the router starts quickly.
+"""

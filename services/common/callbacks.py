@@ -1,4 +1,4 @@
-"""Callbacks of several independent receivers: an error of one must not keep the others from being called."""
+"""Calls several independent callbacks, so that an error of one does not prevent the others from being called."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -7,12 +7,13 @@ logger = logging.getLogger(__name__)
 
 
 def call_each(what: str, callbacks: Iterable[Callable[[], object]]) -> None:
-    """Call all of `callbacks` in order. An exception of one is logged with its traceback, as an error of `what`.
+    """Call all of `callbacks` in order. Log an exception of a callback with its traceback and the text `what`.
 
-    `asyncio.CancelledError` and other exceptions that end a task or the process are passed on.
+    `asyncio.CancelledError` and other exceptions that end a task or the process are raised.
     """
     for callback in callbacks:
         try:
             callback()
         except Exception:
+            # Each callback belongs to another request or component, which must not suffer from this error.
             logger.exception("%s has failed", what)

@@ -1,7 +1,7 @@
-"""`python -m baton_serve.services.common.die_with_parent PID MODULE …` runs a module that ends with its parent PID.
+"""`python -m baton_serve.services.common.die_with_parent PID MODULE …` runs a module that is killed with its parent.
 
-So a `kill -9` of the supervisor leaves no orphans (Linux's PR_SET_PDEATHSIG, set here and not between fork and exec,
-where other threads' locks may be held for ever).
+PID is the parent. With Linux's PR_SET_PDEATHSIG, `kill -9` of a supervisor leaves no orphans. It is set here and not in
+the supervisor between fork and exec: Python code there can deadlock on locks that other threads held during the fork.
 """
 
 import ctypes
@@ -14,10 +14,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Arrange the signal, then run the module as `__main__` with the remaining arguments."""
     parent, module = int(sys.argv[1]), sys.argv[2]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # If the parent died before `prctl`, the kernel sends no signal.
     if os.getppid() != parent:
-        sys.exit(f"{module}: the process that started this one is gone")
+        sys.exit(f"{module}: the parent process {parent} has ended already")
     del sys.argv[1:3]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,38 +1,38 @@
-"""Errors of the processes, split by fault. Engine and kvtransfer have trees of their own.
+"""Errors of the services, divided by which side is at fault. The engine and kvtransfer have their own errors.
 
 ServiceError
-├── LocalError              this process is at fault: never retried
-│   └── ConfigurationError  a flag, variable, key or value that cannot be; one line for a human
-└── RemoteError             a peer or the link to it: may be retried
-    ├── RegistryUnavailable the registry does not answer; the caller serves on and tries again
+├── LocalError              this process is at fault; never retried
+│   └── ConfigurationError  a wrong flag, variable, key or value; shown to the user as one line
+└── RemoteError             a peer or the connection to it is at fault; may be retried
+    ├── RegistryUnavailable the registry does not answer; the caller goes on serving and tries again
     ├── Superseded          a newer generation of this instance has registered
-    └── PeerUnreachable     a message could not be handed to its receiver
+    └── PeerUnreachable     a message could not be queued for its receiver
 """
 
 
 class ServiceError(Exception):
-    """Root of this tree."""
+    """The base class of all errors of the services."""
 
 
 class LocalError(ServiceError):
-    """This process is at fault."""
+    """This process is at fault, so a retry cannot help."""
 
 
 class ConfigurationError(LocalError):
-    """The message is one line that names what is wrong and what is allowed."""
+    """A setting is wrong. The message is one line that names the setting, the fault and what is allowed."""
 
 
 class RemoteError(ServiceError):
-    """A peer or a link is at fault."""
+    """A peer or the connection to it is at fault, so a retry may help."""
 
 
-class RegistryUnavailable(RemoteError):  # noqa: N818 - a state of the world, named as such
-    """The registry did not answer in time. The instance keeps serving; its next renewal registers it again."""
+class RegistryUnavailable(RemoteError):  # noqa: N818 - it names a state of the cluster
+    """The registry did not answer in time. The instance goes on serving; its next renewal registers it again."""
 
 
 class Superseded(RemoteError):  # noqa: N818
-    """Another process has registered under this instance's name since. The older one should stop."""
+    """Another process has registered under the id of this instance later. The older process should stop."""
 
 
 class PeerUnreachable(RemoteError):  # noqa: N818
-    """The receiver is gone, or does not read and its queue is full."""
+    """The receiver of a message is gone, or it does not read and its queue is full."""

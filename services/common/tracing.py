@@ -1,8 +1,8 @@
-"""Spans: where a request's time went in each process, tied together by the W3C trace context that travels with it.
+"""Spans, which record how a request spends its time in each process, connected by the W3C trace context.
 
-`Tracing` and `Span` do nothing but pass the context on, so a process that does not trace breaks no trace. Only with
---otlp-traces-endpoint is OpenTelemetry loaded (`services.common.opentelemetry_tracing`). Times are moments of
-`time.monotonic()`; None is now. A span ends once, and whoever starts one ends it.
+`Tracing` and `Span` only pass the context on, so that a process without tracing does not interrupt a trace. With
+--otlp-traces-endpoint OpenTelemetry is loaded (`services.common.opentelemetry_tracing`). Times are moments of
+`time.monotonic()`; None means now. The code that starts a span must end it, once.
 """
 
 import asyncio
@@ -15,37 +15,43 @@ from baton_serve.services.common.errors import ConfigurationError
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 _MAX_HEADER_CHARS = 512
+"""Longest header that is passed on. The specification asks for at least 512 characters."""
 _DEFAULT_PATH = "/v1/traces"
 
 Attributes = Mapping[str, str | bool | int | float]
 
 
 class Span:
-    """`with` ends it: with the error that left the block if one did, and as of `over_at` where that was said."""
+    """A span that records nothing and passes the trace context on.
+
+    As a context manager it ends with the block: at `over_at` if that is set, and with the error that leaves the block.
+    """
 
     is_recording = False
-    """Whether anybody will see what is set."""
+    """True if attributes are recorded. Code can skip computing them otherwise."""
     over_at: float | None = None
+    """Time at which the work of this span ended, if it is earlier than the end of the block."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._headers = headers
 
     @property
     def headers(self) -> dict[str, str]:
-        """The context for spans below this one in other processes."""
+        """The headers that make spans of other processes children of this one."""
         return dict(self._headers)
 
     def child(self, name: str, *, at: float | None = None) -> "Span":
+        """Start a span below this one, in the same process."""
         return self
 
     def set(self, attributes: Attributes) -> None:
-        """Adds attributes; those of the same name are replaced."""
+        """Set attributes. An attribute with the same name is replaced."""
 
     def over(self, at: float) -> None:
-        """What it stands for was over then, though the task that says so may run later."""
+        """Note that the work of this span ended at `at`. The task that ends the span may run later."""
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
-        """Nothing is recorded after this."""
+        """End the span, with the text of an error if it failed. Nothing is recorded afterwards."""
 
     def __enter__(self) -> "Span":
         return self
@@ -53,47 +59,52 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, asyncio.CancelledError):  # nobody wants the rest: no failure
+        # A request that its client has cancelled is not a failure.
+        if isinstance(error, asyncio.CancelledError):
             self.set({"baton.cancelled": True})
             error = None
         self.end(at=self.over_at, error=None if error is None else f"{type(error).__name__}: {error}")
 
 
 class Tracing:
-    """Records nothing."""
+    """Makes spans that record nothing: the tracing of a process without --otlp-traces-endpoint."""
 
     def span(self, name: str, headers: Mapping[str, str], *, at: float | None = None) -> Span:
-        """The first span of this process for a request whose context came as `headers`."""
+        """Start the first span of this process for a request. `headers` are its trace context."""
         return Span(headers) if headers else NO_SPAN
 
     async def close(self) -> None:
-        """Sends what was recorded, as far as that takes no longer than seconds."""
+        """Send the recorded spans. It may take a few seconds; after that the rest is lost."""
 
 
 NO_SPAN = Span({})
 
 
 def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
-    """The trace context among the headers of an HTTP request. `header` looks one up by its name in lower case."""
+    """Return the trace context in the headers of an HTTP request. `header` returns a header by its lower-case name."""
     found = {name: header(name) for name in TRACE_HEADERS}
     return {name: value for name, value in found.items() if value and len(value) <= _MAX_HEADER_CHARS}
 
 
 def make_tracing(endpoint: str | None, *, service: str, instance: str) -> Tracing:
-    """`endpoint` is the setting of that name. Raises `ConfigurationError`."""
+    """Return the tracing of this process. `endpoint` is the value of --otlp-traces-endpoint.
+
+    Raises `ConfigurationError` if it is not an HTTP URL, or if OpenTelemetry is not installed.
+    """
     if not endpoint:
         return Tracing()
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigurationError(
-            f"--otlp-traces-endpoint {endpoint}: traces leave as OTLP over HTTP (protobuf), "
+            f"--otlp-traces-endpoint {endpoint} is not an HTTP URL: traces are sent as OTLP over HTTP (protobuf) "
             f"to an endpoint such as http://collector:4318{_DEFAULT_PATH}"
         )
     try:
+        # An optional dependency: import it only if it is asked for.
         backend = importlib.import_module("baton_serve.services.common.opentelemetry_tracing")
     except ModuleNotFoundError as exc:
         raise ConfigurationError(
-            f"--otlp-traces-endpoint needs packages that are not installed ({exc.name}): "
+            f"--otlp-traces-endpoint needs the package {exc.name}, which is not installed: "
             "pip install 'baton-serve[otel]'"
         ) from exc
     url = parts._replace(path=_DEFAULT_PATH if parts.path in ("", "/") else parts.path).geturl()

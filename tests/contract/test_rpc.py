@@ -263,4 +263,4 @@ def test_messages_that_are_none_fill_no_log(caplog: pytest.LogCaptureFixture) ->
         await server.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
-    assert len([record for record in caplog.records if "refused" in record.message]) == 1
+    assert len([record for record in caplog.records if "cannot be decoded" in record.message]) == 1

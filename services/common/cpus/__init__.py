@@ -1,1 +1,1 @@
-"""The cores of this host, and which instance computes on which of them."""
+"""Finds the CPU cores of this host, and distributes them among instances."""

@@ -1,7 +1,7 @@
-"""Which cores each instance of a host computes on. Pure: a described host in, seats out.
+"""Decides on which CPU cores each instance of a host computes. It is pure: `topology` describes the host.
 
-An instance's seat is for the threads that compute its model. Event loops, transfers and the router are not bound: they
-find the hyperthreads that no model uses, or interrupt a model for a moment.
+The cores are for the threads that compute the model. Event loops, transfers and the router are not bound to cores: they
+run on the hyperthreads that no model uses, or interrupt a model for a moment.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,17 @@ from baton_serve.contracts.instance import Role
 T = TypeVar("T")
 
 MIN_CORES_PER_INSTANCE = 4
-"""Per instance: with fewer, cores that one role alone would use stand idle too often to set any apart."""
+"""Number of cores per instance from which prefill and decode get cores of their own.
+
+With fewer, all share the cores, because the cores of one role would be idle while the other one works.
+"""
 BACKGROUND_NICE = 10
-"""Niceness of prefill on cores that decode uses too: what is left of its work when decode's turn begins is soon
-pushed aside."""
+"""Niceness of prefill on cores that decode uses too, so that a decode step displaces the rest of a prefill step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """One hardware thread. `core` is unique in the host, hyperthreads share it; `node` is its NUMA node."""
+    """One hardware thread. The hyperthreads of a core have the same `core`; `node` is its NUMA node."""
 
     number: int
     core: int
@@ -31,35 +33,44 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class HostCpus:
-    """What this process may use. `quota`: processor time per time that its cgroups allow, None without a limit."""
+    """The hardware threads that this process may use.
+
+    `quota` is the CPU time per second that its cgroups allow, in seconds, or None without a limit.
+    """
 
     cpus: tuple[Cpu, ...]
     quota: float | None = None
 
     @property
     def num_cores(self) -> int:
-        """That compute at once."""
+        """The number of cores that can compute at the same time, at least 1."""
         cores = max(1, len({cpu.core for cpu in self.cpus}))
         return cores if self.quota is None else max(1, min(cores, int(self.quota)))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAllocation:
-    """`cpus`: one hardware thread of each core, in order; empty: wherever the system puts the threads. `shares_cores`:
-    others have the same cores, and all of them heed whose turn it is."""
+    """The cores of one instance."""
 
     threads: int
     cpus: tuple[int, ...] = ()
+    """One hardware thread of each core, in order. If it is empty, the kernel places the threads."""
     nice: int = 0
     shares_cores: bool = False
+    """True if other instances use the same cores; then all of them take turns (`--core-turns`)."""
 
 
 def allocate_cpus(host: HostCpus, roles: Sequence[Role]) -> list[CpuAllocation]:
-    """One for each instance. Nodes are cut only where there are fewer of them than instances."""
+    """Return the cores of each instance, in the order of `roles`.
+
+    A NUMA node is divided only if there are fewer nodes than instances.
+    """
     count = len(roles)
+    # Prefill and another role share all cores if there are too few to separate them.
     is_together = "prefill" in roles and set(roles) != {"prefill"} and host.num_cores < MIN_CORES_PER_INSTANCE * count
     is_limited = host.quota is not None and host.quota < len(host.cpus)
-    if is_limited or host.num_cores < count:  # a quota counts time, on whatever core it was spent
+    # A quota limits CPU time on all cores together, so binding to cores would not separate instances.
+    if is_limited or host.num_cores < count:
         if is_together and host.num_cores >= count:
             return _share_cores(list(range(host.num_cores)), roles, is_bound=False)
         threads = max(1, host.num_cores // max(1, count))
@@ -74,14 +85,14 @@ def allocate_cpus(host: HostCpus, roles: Sequence[Role]) -> list[CpuAllocation]:
 
 
 def _nodes(host: HostCpus) -> list[list[int]]:
-    """Of each NUMA node, the first hardware thread of each core."""
+    """Return for each NUMA node the first hardware thread of each core."""
     ordered = sorted(host.cpus, key=lambda cpu: (cpu.node, cpu.core, cpu.number))
     firsts = [next(cpus) for _, cpus in groupby(ordered, key=lambda cpu: (cpu.node, cpu.core))]
     return [[cpu.number for cpu in cpus] for _, cpus in groupby(firsts, key=lambda cpu: cpu.node)]
 
 
 def _share_cores(cpus: list[int], roles: Sequence[Role], *, is_bound: bool) -> list[CpuAllocation]:
-    """Prefill has all cores; the others share them out among themselves."""
+    """Give all cores to each prefill worker, and divide the same cores among the other instances."""
     others = iter(_split_evenly(cpus, sum(role != "prefill" for role in roles)))
     own = [cpus if role == "prefill" else next(others) for role in roles]
     return [
@@ -95,17 +106,18 @@ def _niceness(role: Role) -> int:
 
 
 def _split_nodes(nodes: list[list[int]], count: int) -> list[list[int]]:
-    """Parts of nearly the same size, each of whole nodes or within one."""
+    """Divide the cores into `count` parts of nearly equal size. A part consists of whole nodes or lies within one."""
     if count <= len(nodes):
         return [[number for node in group for number in node] for group in _split_evenly(nodes, count)]
     total, seen, parts = sum(map(len, nodes)), 0, list[list[int]]()
     for node in nodes:
+        # Rounding the running total, and not the share of each node, makes the parts add up to `count`.
         seen += len(node)
         parts += _split_evenly(node, round(seen * count / total) - len(parts))
     return parts
 
 
 def _split_evenly(items: list[T], count: int) -> list[list[T]]:
-    """In order, sizes differing by one at most."""
+    """Divide `items` in order into `count` parts whose sizes differ by at most one."""
     ends = [len(items) * number // count for number in range(count + 1)] if count else [0]
     return [items[start:end] for start, end in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Reads which cores this process may use: affinity mask, hyperthreads, NUMA nodes, limits of cgroups."""
+"""Reads which CPU cores this process may use: affinity mask, hyperthreads, NUMA nodes and cgroup limits."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ from baton_serve.services.common.cpus.allocation import Cpu, HostCpus
 
 
 def this_host(root: Path = Path("/")) -> HostCpus:
-    """`root` is where `sys` and `proc` lie."""
+    """Return the hardware threads and the quota of this process. `root` is the folder with `sys` and `proc`."""
     allowed = sorted(os.sched_getaffinity(0))
     return HostCpus(tuple(_cpu(root, number) for number in allowed), _quota(root))
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
-    """Of the kernel's form: 0-3,8."""
+    """Parse a list of CPUs in the kernel's form, such as `0-3,8`. Raises `ValueError` for any other text."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -22,18 +22,19 @@ def cpu_list(text: str) -> tuple[int, ...]:
 
 
 def _cpu(root: Path, number: int) -> Cpu:
-    """A machine that does not tell is taken for one of whole cores on one node."""
+    """Return one hardware thread. Without topology in `sys` each one counts as a core of its own on node 0."""
     folder = root / f"sys/devices/system/cpu/cpu{number}"
     try:
         siblings = cpu_list((folder / "topology/thread_siblings_list").read_text().strip())
     except (OSError, ValueError):
         siblings = (number,)
     nodes = [int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*")]
+    # The lowest number of its hyperthreads identifies a core.
     return Cpu(number, min(siblings), min(nodes, default=0))
 
 
 def _quota(root: Path) -> float | None:
-    """The least of all groups above this process, version 2 or 1."""
+    """Return the lowest CPU quota of all cgroups (version 2 or 1) of this process, or None without a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -42,13 +43,14 @@ def _quota(root: Path) -> float | None:
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
+        # A line is `ID:CONTROLLERS:PATH`. Version 2 has no controllers in it.
         if controllers and "cpu" not in controllers.split(","):
             continue
         mounts = ["cpu", "cpu,cpuacct", "cpuacct,cpu"] if controllers else ["", "unified"]
         for mount in mounts:
             top = root / "sys/fs/cgroup" / mount
             group = top / path.strip("/")
-            # In a container the path may be the host's, and its own group lies at the top.
+            # In a container the path may be that of the host, while the files of its own group are at the top.
             for folder in (top, *(g for g in (group, *group.parents) if g.is_relative_to(top) and g != top)):
                 limit = _limit(folder)
                 found += [] if limit is None else [limit]
@@ -56,6 +58,7 @@ def _quota(root: Path) -> float | None:
 
 
 def _limit(group: Path) -> float | None:
+    """Return the quota of one cgroup in seconds of CPU time per second, or None without a limit."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
     except (OSError, ValueError):
