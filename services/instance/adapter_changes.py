@@ -60,6 +60,7 @@ class AdapterLoader:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _answer(self, router: RouterId, message: LoadAdapter | UnloadAdapter) -> None:
+        """Apply one change and answer the router."""
         refusal: AdapterRefusal | None = None
         reason = ""
         # Two changes of one name must not overlap: the check for a known name and the load are not atomic. asyncio's
@@ -76,6 +77,7 @@ class AdapterLoader:
         self._router.send(router, AdapterChanged(request_id=message.request_id, refusal=refusal, message=reason))
 
     async def _load(self, message: LoadAdapter) -> None:
+        """Load an adapter. Raises `AdapterError` if its name is in use for another folder."""
         known = next((one for one in self._adapters.records() if one.name == message.name), None)
         # Loading the same adapter again succeeds without effect, so that a router may repeat its request.
         if known is not None and known.path == message.path:
@@ -92,6 +94,7 @@ class AdapterLoader:
         await self._announce()
 
     async def _unload(self, message: UnloadAdapter) -> None:
+        """Unload an adapter. Raises `EngineError` if it is not loaded."""
         await self._engine.call(lambda engine: engine.adapters.unload(message.name))
         logger.info("unloaded LoRA adapter %s", message.name)
         # The engine frees unloaded adapters that no request uses any more.
@@ -102,6 +105,7 @@ class AdapterLoader:
 
 
 def _refusal(message: LoadAdapter | UnloadAdapter) -> AdapterRefusal:
+    """Return why a change was refused, as far as it matters for the router's HTTP status."""
     is_missing = isinstance(message, UnloadAdapter) or not Path(message.path).is_dir()
     # The HTTP status depends on it: a missing folder or name is a 404, a broken adapter a 400.
     return "not_found" if is_missing else "invalid"

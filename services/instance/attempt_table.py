@@ -116,9 +116,11 @@ class AttemptTable:
         del self._by_id[request.work.request_id]
 
     def of_router(self, router: RouterId) -> list[AttemptEntry]:
+        """Return the live attempts of a router, as a copy."""
         return list(self._by_router.get(router, {}).values())
 
     def all(self) -> list[AttemptEntry]:
+        """Return all attempts, including detached ones whose resources are not free yet."""
         return list(self._by_id.values())
 
     def apply(self, result: StepResult, at: float) -> dict[RouterId, list[Answer]]:

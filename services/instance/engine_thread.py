@@ -85,6 +85,7 @@ class EngineThread(Generic[E]):
 
     @property
     def is_alive(self) -> bool:
+        """Return whether the thread runs; after `stop` only if it is stuck, for example while loading."""
         return self._thread.is_alive()
 
     async def start(self) -> E:

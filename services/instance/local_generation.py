@@ -47,15 +47,18 @@ class GenerationObserver:
         """Do nothing: only `prefill` requests keep their blocks for a peer."""
 
     def ended(self) -> None:
+        """Resolve `wait`: all sequences have ended."""
         if not self._end.done():
             self._end.set_result(time.monotonic())
 
     def failed(self, code: ErrorCode, message: str) -> None:
+        """Let `wait` raise `RequestFailed`: the engine failed the request."""
         if not self._end.done():
             self._end.set_exception(RequestFailed(code, message))
 
     @property
     def is_over(self) -> bool:
+        """Return whether all sequences have ended without an error."""
         return self._end.done() and not self._end.cancelled() and self._end.exception() is None
 
     async def wait(self) -> float:

@@ -35,6 +35,7 @@ class EngineCollector(Collector):
         self._links = links
 
     def collect(self) -> Iterator[Metric]:
+        """Yield all metrics with their current values; called at each scrape."""
         stats, load = self._stats(), self._load()
         # Avoid a division by 0: a pooling engine has 0 blocks, and before the first prompt there are 0 queries.
         used = 1.0 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0

@@ -77,12 +77,15 @@ class PoolingServer(DrainableServer):
 
     @property
     def num_requests(self) -> int:
+        """Return the number of running requests."""
         return len(self._requests)
 
     def load(self) -> Load:
+        """Return the current load for routers and registry."""
         return load_of(self.stats, num_queued=0)
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
+        """Handle one message of a router."""
         match message:
             case Pool():
                 self._accept(router, message)
@@ -98,6 +101,7 @@ class PoolingServer(DrainableServer):
                 self._router.send(router, Failed(request_id=message.work.request_id, code="invalid", message=text))
 
     def on_router_lost(self, router: RouterId) -> None:
+        """End all requests of a router that has disconnected."""
         for request in [r for r in self._requests.values() if r.router == router]:
             self._end(request, None)
 
@@ -105,6 +109,7 @@ class PoolingServer(DrainableServer):
         self.stats = stats
 
     def on_step_result(self, step: TimedStepResult) -> None:
+        """Send the results of a step to the routers, and end completed and failed requests."""
         answers: dict[RouterId, list[Pooled]] = {}
         for output in step.result.pooled:
             # None if the request was cancelled while the step that computed it was running.
@@ -126,6 +131,7 @@ class PoolingServer(DrainableServer):
             self._end(request, Failed(request_id=request.request_id, code=code, message=reason))
 
     def _accept(self, router: RouterId, message: Pool) -> None:
+        """Pass a new request to the engine, or refuse it."""
         if (refused := self._refused(message.request_id)) is not None:
             self._router.send(router, refused)
             return
@@ -147,6 +153,7 @@ class PoolingServer(DrainableServer):
         added.add_done_callback(lambda done: self._on_added(request, done))
 
     def _on_added(self, request: _Request, done: "asyncio.Future[None]") -> None:
+        """End a request that the engine refused."""
         # The request may have ended (deadline, cancel) before the engine refused it.
         if done.cancelled() or (error := done.exception()) is None or request.inner not in self._requests:
             return
@@ -179,6 +186,7 @@ class PoolingServer(DrainableServer):
             self._router.send(request.router, failure)
 
     def _forget(self, request: _Request) -> None:
+        """Remove a request from all indexes and stop its deadline."""
         request.deadline.cancel()
         del self._requests[request.inner]
         del self._by_router[request.router, request.request_id]

@@ -112,12 +112,15 @@ class RequestServer(DrainableServer):
 
     @property
     def num_requests(self) -> int:
+        """Return the number of running requests."""
         return len(self._attempts)
 
     def load(self) -> Load:
+        """Return the current load for routers and registry."""
         return load_of(self.stats, num_queued=self._role.num_queued())
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
+        """Handle one message of a router."""
         match message:
             case Prefill() | Decode() | Generate():
                 self._accept(router, message)
@@ -132,19 +135,23 @@ class RequestServer(DrainableServer):
                 self._take_snapshot(router)
 
     def on_router_lost(self, router: RouterId) -> None:
+        """End all requests of a router that has disconnected."""
         for request in self.table.of_router(router):
             self._abort(request, None)
 
     def on_step_result(self, step: TimedStepResult) -> None:
+        """Send the results of a step to the routers and publish its cache events."""
         for router, answers in self.table.apply(step.result, step.at).items():
             self._router.send(router, Batch(answers))
         self._events.publish(step.result.events)
 
     def on_stats(self, stats: EngineStats) -> None:
+        """Keep the engine's latest statistics and pass them to the role."""
         self.stats = stats
         self._role.on_stats(stats)
 
     def on_layer_groups(self, tail: CompletedLayerGroups) -> None:
+        """Pass on layer groups that were computed before their step has ended."""
         self.table.apply_layer_groups(tail)
 
     def _end_all(self, code: ErrorCode, reason: str) -> None:
@@ -152,6 +159,7 @@ class RequestServer(DrainableServer):
             self._abort(request, Failed(request_id=request.request_id, code=code, message=reason))
 
     def _accept(self, router: RouterId, message: RoleMessage) -> None:
+        """Start a task for a new request, or refuse it."""
         work = message.work
         refused = self._refused(work.request_id) or _misplaced(message, can_serve=self._role.can_serve(message))
         if refused is not None:
@@ -175,6 +183,7 @@ class RequestServer(DrainableServer):
         task.add_done_callback(lambda _: self._end(request))
 
     def _cancel(self, router: RouterId, message: Cancel) -> None:
+        """End a request, or one of its sequences, on behalf of its router."""
         request = self.table.find(router, message.request_id)
         if request is None:
             return

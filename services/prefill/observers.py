@@ -39,6 +39,7 @@ class PrefillObserver:
         """Do nothing: `AttemptTable.apply` sends first tokens to the router."""
 
     def held(self, at: float) -> None:
+        """Resolve `end`: the prompt is computed and its blocks are kept."""
         if not self.end.done():
             self.end.set_result(None)
 
@@ -46,6 +47,7 @@ class PrefillObserver:
         """Do nothing: the prompt's blocks are kept even if every sequence ends with its first token."""
 
     def failed(self, code: ErrorCode, message: str) -> None:
+        """Let `end` raise `RequestFailed`: the engine failed the request."""
         if not self.end.done():
             self.end.set_exception(RequestFailed(code, message))
 
@@ -67,6 +69,7 @@ class HandoffObserver(PrefillObserver):
         self.is_open = True
 
     def completed(self, blocks: CompletedBlocks) -> None:
+        """Publish completed blocks on the ticket."""
         if self.is_open:
             try:
                 self._transfer.publish(self._ticket, blocks.blocks)
@@ -74,6 +77,7 @@ class HandoffObserver(PrefillObserver):
                 self._stop_publishing(exc)
 
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
+        """Publish computed layer groups of the last blocks on the ticket."""
         if self.is_open:
             try:
                 self._transfer.publish_parts(self._ticket, blocks.blocks, parts)
@@ -81,11 +85,13 @@ class HandoffObserver(PrefillObserver):
                 self._stop_publishing(exc)
 
     def token(self, output: SequenceOutput) -> None:
+        """Remember the first token of a sequence; it is sent with the last block."""
         # A sequence that ends with its first token is not started by the decode instance.
         is_finished = output.finish_reason is not None
         self._first.append(FirstToken(output.sequence, output.token_ids[-1], is_finished))
 
     def held(self, at: float) -> None:
+        """Finish the handoff: all blocks are published, and the first tokens are sent."""
         if self.is_open:
             payload = encode_first_tokens(self._first, since_end_s=max(0.0, self._clock() - at))
             try:

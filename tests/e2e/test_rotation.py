@@ -108,7 +108,7 @@ def test_an_instance_that_leaves_hands_its_hot_blocks_on(llama: Path) -> None:
         before = {i["instance"]: i["http_address"] for i in cluster.instances("prefill")}
         httpx.post(f"http://{before.pop(first['prefill'])}/admin/drain?exit=0").raise_for_status()
         ((heir, address),) = before.items()
-        wait_until(lambda: "blocks of an instance that leaves" in cluster.log(), timeout_s=20, what="an heir")
+        wait_until(lambda: "fetched KV blocks of a draining instance" in cluster.log(), timeout_s=20, what="an heir")
         assert cluster.metrics(address)["baton:kv_bytes_total"] > 0
         again = ask()
         assert (again["prefill"], again["text"]) == (heir, first["text"])

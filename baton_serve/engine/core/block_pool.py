@@ -62,6 +62,7 @@ class BlockPool:
 
     @property
     def num_total(self) -> int:
+        """Return the number of blocks that can be allocated in all: without block 0."""
         return self._num_blocks - 1
 
     @property
@@ -71,13 +72,16 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
+        """Return the number of blocks on the device that have a hash."""
         return len(self._blocks)
 
     @property
     def has_events(self) -> bool:
+        """Return whether `take_events` would return anything."""
         return bool(self._events) or (self.host is not None and self.host.has_events)
 
     def cached_block_hashes(self) -> list[BlockHash]:
+        """Return the hashes of all blocks that are cached on the device."""
         return list(self._blocks)
 
     def hot_block_hashes(self, limit: int) -> list[BlockHash]:
@@ -205,6 +209,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def block_of(self, name: BlockHash) -> int | None:
+        """Return the device block that is cached under a hash, or None."""
         return self._blocks.get(name)
 
     def take_events(self) -> list[BlockEvent]:

@@ -40,10 +40,12 @@ class HostTier:
 
     @property
     def num_used(self) -> int:
+        """Return the number of slots that hold a block."""
         return len(self._slots)
 
     @property
     def has_events(self) -> bool:
+        """Return whether `take_events` would return anything."""
         return bool(self._events)
 
     def names(self) -> list[BlockHash]:

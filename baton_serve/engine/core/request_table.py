@@ -138,6 +138,7 @@ class RequestTable:
 
     @property
     def has_free_slot(self) -> bool:
+        """Return whether a sequence can be added to the batch."""
         return bool(self._free_slots)
 
     def add_to_batch(self, sequence: Sequence) -> None:

@@ -39,6 +39,7 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
+    """Return whether the request changes logits depending on the tokens that are already in the sequence."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 

@@ -78,6 +78,7 @@ class YieldingTimeSlicer(NoTimeSlicing):
         self._has_announced = False
 
     def begin(self) -> None:
+        """Announce that prompts are computed; at the first step make the CPU kernels yield to other processes."""
         # Not in __init__: this object is made before the engine thread has loaded the kernel library.
         if not self._has_announced:
             self._has_announced = True
@@ -99,18 +100,21 @@ class BoundedTimeSlicer(NoTimeSlicing):
         self._began = self._ended = 0.0
 
     def wait_s(self) -> float:
+        """Return the rest of the pause after the previous step; 0 while no prefill instance has prompts."""
         due = self._ended + pause_s(self._ended - self._began, self._share)
         wait = due - time.monotonic()
         # Waiting helps only while a prefill instance has prompts to compute.
         return wait if wait > 0 and self._memory.is_any(PROMPTS_UNTIL) else 0.0
 
     def begin(self) -> None:
+        """Announce a step, so that prefill instances pause."""
         self._began = time.monotonic()
         # Four times the usual duration: steps vary, and an announcement that expires within the step lets prefill take
         # the cores away from it.
         self._memory.write(COMPUTES_UNTIL, min(max(4 * self._usual_s, MIN_SLICE_S), MAX_SLICE_S))
 
     def end(self) -> None:
+        """End the announcement and update the usual duration of a step."""
         self._memory.write(COMPUTES_UNTIL, 0.0)
         self._ended = time.monotonic()
         # Exponential moving average over about eight steps.

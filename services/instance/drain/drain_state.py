@@ -54,6 +54,7 @@ class DrainController:
 
     @property
     def state(self) -> DrainStatus:
+        """Return the status that `GET /health` reports."""
         if not self._serving.is_draining:
             return "ok"
         return "draining" if self._serving.num_requests else "drained"
