@@ -1,9 +1,12 @@
-"""Decides which LoRA adapters the router offers, and which ones an instance that joins must load. Pure."""
+"""Decides which LoRA adapters the router offers, and which ones an instance that joins must load."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord
+from baton_serve.contracts.messages import LoadAdapter
+from baton_serve.services.router.cluster.worker_state import WorkerState
 
 
 def most_common_adapters(of_instances: Iterable[Sequence[AdapterRecord]]) -> dict[str, AdapterRecord]:
@@ -34,3 +37,10 @@ def missing_adapters(newcomer: InstanceRecord, others: Iterable[InstanceRecord])
     held = {adapter.name for adapter in newcomer.adapters}
     found = most_common_adapters([[adapter for adapter in other.adapters if adapter.at_run_time] for other in same])
     return [adapter for name, adapter in found.items() if name not in held]
+
+
+def load_missing_adapters(newcomer: WorkerState, others: Iterable[InstanceRecord]) -> None:
+    """Send `LoadAdapter` to a new worker for each adapter that other instances of its model have loaded over HTTP."""
+    for adapter in missing_adapters(newcomer.record, others):
+        request_id = RequestId(f"join-{newcomer.record.instance}-{adapter.name}")
+        newcomer.send(LoadAdapter(request_id=request_id, name=adapter.name, path=adapter.path))

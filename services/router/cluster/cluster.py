@@ -8,14 +8,14 @@ again for as long as the registry has the instance's generation.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from baton_serve.contracts.events import EventBatch
-from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
+from baton_serve.contracts.identity import BlockHash, InstanceId
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.layout import KVLayout, obstacle
 from baton_serve.contracts.messages import (
@@ -24,20 +24,18 @@ from baton_serve.contracts.messages import (
     Batch,
     Failed,
     HandoffReport,
-    Heirs,
     HotBlocks,
-    LoadAdapter,
     LoadReport,
     Pooled,
     PrefillReport,
     Snapshot,
-    SnapshotRequest,
     Tokens,
     ToRouter,
 )
 from baton_serve.services.common.callbacks import call_each
-from baton_serve.services.router.cluster.adapters import missing_adapters
-from baton_serve.services.router.cluster.drain_migration import pick_target
+from baton_serve.services.router.cluster.adapters import load_missing_adapters
+from baton_serve.services.router.cluster.drain_migration import migrate
+from baton_serve.services.router.cluster.index_sync import BlockIndexSync, Subscriber
 from baton_serve.services.router.cluster.routable import RoutableWorkers, serves_model
 from baton_serve.services.router.cluster.worker_state import WorkerLink, WorkerState
 from baton_serve.services.router.placement.block_index import BlockIndex
@@ -59,16 +57,6 @@ class InstanceRegistry(Protocol):
     def is_connected(self) -> bool:
         """Return whether the registry's backend can be reached. Without it the last records stay valid."""
         ...
-
-    async def close(self) -> None: ...
-
-
-class Subscriber(Protocol):
-    """Receives the cache events of one instance: `services.common.zmq.block_events.EventSubscriber`."""
-
-    async def start(self) -> None: ...
-    def rebase(self, sequence: int) -> None:
-        """Expect batch `sequence` + 1 next: a snapshot contains everything before it."""
 
     async def close(self) -> None: ...
 
@@ -109,12 +97,12 @@ class Cluster:
         """Cached result of `routable_workers`; None after anything has changed that it depends on."""
         self._layouts: dict[KVLayout, KVLayout] = {}
         """One object for all equal layouts, so that comparing them for each placement costs nothing."""
-        self._subscribers: dict[InstanceId, Subscriber] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: set[Callable[[], None]] = set()
         self._expecting_since = -math.inf
         """When this router started or last removed an instance: from then on another one may be expected."""
         self.index = BlockIndex()
+        self._index_sync = BlockIndexSync(self.index, connector.subscriber, spawn=self._spawn)
         self.is_closed = False
         self.on_adapter_changed: Callable[[WorkerState, AdapterChanged], None] = _log_adapter_refusal
         """Handles the answers to `LoadAdapter` and `UnloadAdapter`; `AdapterRollout` replaces it."""
@@ -299,9 +287,7 @@ class Cluster:
         was_ready = worker.state == "ready"
         worker.state = "lost"
         self._routable_workers = None
-        self.index.remove(worker.record.instance)
-        if (subscriber := self._subscribers.pop(worker.record.instance, None)) is not None:
-            self._spawn(subscriber.close())
+        self._index_sync.stop(worker.record.instance)
         if worker.link is not None:
             self._spawn(worker.link.close())
             worker.link = None
@@ -327,9 +313,9 @@ class Cluster:
             case LoadReport():
                 self._on_load(worker, message)
             case Snapshot():
-                self._on_snapshot(worker, message)
+                self._index_sync.on_snapshot(worker, message)
             case HotBlocks():
-                self._on_hot_blocks(worker, message)
+                migrate(worker, message, self.workers())
             case AdapterChanged():
                 self.on_adapter_changed(worker, message)
 
@@ -357,82 +343,16 @@ class Cluster:
         if worker.state == "connecting":
             worker.state, worker.is_loss_logged = "ready", False
             logger.info("instance %s is ready: %s", record.instance, record.role)
-            self._warn_of_incompatible(worker)
-            self._subscribe(worker)
-            self._load_missing_adapters(worker)
+            others = [m.record for m in self._workers.values() if m is not worker and m.state == "ready"]
+            _log_impossible_handoffs(record, others)
+            self._index_sync.start(worker)
+            load_missing_adapters(worker, others)
             self._notify()
         elif has_other_adapters:
             self._notify()
         # The end of the last request of an instance without a record calls nothing here, so each report checks it.
         if not worker.load_estimates and record.instance not in {r.instance for r in self._registry.records()}:
             self._remove(worker, "its record is not in the registry any more")
-
-    def _warn_of_incompatible(self, worker: WorkerState) -> None:
-        """Log with which instances a new one cannot exchange KV blocks, although their roles and models suggest it."""
-        here = worker.record
-        for there in (other.record for other in self._workers.values() if other.state == "ready"):
-            if {here.role, there.role} == {"prefill", "decode"} and serves_model(there, frozenset({here.model})):
-                source, sink = (here, there) if here.role == "prefill" else (there, here)
-                if (reason := obstacle(source.layout, sink.layout)) is not None:
-                    ends = f"{source.instance} ({source.layout}) to {sink.instance} ({sink.layout})"
-                    logger.warning("no KV handoff is possible, %s: %s", reason, ends)
-
-    def _load_missing_adapters(self, worker: WorkerState) -> None:
-        """Send `LoadAdapter` for each adapter that other instances of its model have loaded over HTTP."""
-        others = [other.record for other in self._workers.values() if other is not worker and other.state == "ready"]
-        for adapter in missing_adapters(worker.record, others):
-            request_id = RequestId(f"join-{worker.record.instance}-{adapter.name}")
-            worker.send(LoadAdapter(request_id=request_id, name=adapter.name, path=adapter.path))
-
-    def _subscribe(self, worker: WorkerState) -> None:
-        """Subscribe to the cache events of a worker, and request a snapshot of its blocks."""
-        record = worker.record
-        # The subscription starts in a task, so the snapshot may be older than the first batch. Batches that are missing
-        # between the two show as a gap in the numbers, and `_on_gap` requests another snapshot.
-        self.index.add(record.instance, record.generation)
-        subscriber = self._connector.subscriber(
-            record, lambda batch: self._on_batch(worker, batch), lambda: self._on_gap(worker)
-        )
-        self._subscribers[record.instance] = subscriber
-        self._spawn(subscriber.start())
-        worker.send(SnapshotRequest())
-
-    def _on_batch(self, worker: WorkerState, batch: EventBatch) -> None:
-        # While a snapshot is awaited `apply` keeps the batches and returns True, so each gap causes one request.
-        if not self.index.apply(batch):
-            worker.send(SnapshotRequest())
-
-    def _on_gap(self, worker: WorkerState) -> None:
-        if not self.index.is_waiting(worker.record.instance):
-            self.index.wait_for_snapshot(worker.record.instance, worker.record.generation)
-            worker.send(SnapshotRequest())
-
-    def _on_snapshot(self, worker: WorkerState, snapshot: Snapshot) -> None:
-        applied = self.index.load(snapshot)
-        if applied is None:
-            return
-        # Otherwise the subscriber would report a gap for batches that the snapshot contains.
-        if subscriber := self._subscribers.get(worker.record.instance):
-            subscriber.rebase(applied)
-        if self.index.is_waiting(worker.record.instance):
-            worker.send(SnapshotRequest())
-
-    def _on_hot_blocks(self, worker: WorkerState, hot: HotBlocks) -> None:
-        """Ask another instance of its pool to fetch the most used blocks of a draining one (drain migration)."""
-        if hot.generation != worker.record.generation:
-            return
-        found = pick_target(worker, hot, self.workers())
-        if found is not None:
-            target, adopt = found
-            logger.info(
-                "drain migration: %s fetches %d KV blocks from %s",
-                target.record.instance,
-                len(adopt.names),
-                hot.instance,
-            )
-            target.send(adopt)
-        # An answer without tickets lets the draining instance stop at once instead of waiting for a fetch.
-        worker.send(Heirs([found[1].ticket.ticket] if found is not None else []))
 
     def _notify(self) -> None:
         """Call all listeners: instances have come, gone, or changed other than in load."""
@@ -455,3 +375,13 @@ class Cluster:
 def _log_adapter_refusal(worker: WorkerState, changed: AdapterChanged) -> None:
     if changed.refusal is not None:
         logger.warning("instance %s cannot load or unload an adapter: %s", worker.record.instance, changed.message)
+
+
+def _log_impossible_handoffs(here: InstanceRecord, others: Iterable[InstanceRecord]) -> None:
+    """Log with which instances a new one cannot exchange KV blocks, although their roles and models suggest it."""
+    for there in others:
+        if {here.role, there.role} == {"prefill", "decode"} and serves_model(there, frozenset({here.model})):
+            source, sink = (here, there) if here.role == "prefill" else (there, here)
+            if (reason := obstacle(source.layout, sink.layout)) is not None:
+                ends = f"{source.instance} ({source.layout}) to {sink.instance} ({sink.layout})"
+                logger.warning("no KV handoff is possible, %s: %s", reason, ends)

@@ -1,17 +1,36 @@
-"""Drain migration: chooses the instance that takes over the most used KV blocks of a draining one. Pure.
+"""Drain migration: chooses the instance that takes over the most used KV blocks of a draining one.
 
 One instance of the same pool fetches all of them, because a prefix is useful only where all of its blocks are. It does
 not fetch the blocks that it has already, and other instances may fetch prefixes from it later.
 """
 
+import logging
 from collections.abc import Iterable
 
 from baton_serve.contracts.identity import TicketId, new_ticket_id
-from baton_serve.contracts.messages import Adopt, HotBlocks, Ticket
+from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks, Ticket
 from baton_serve.services.router.cluster.worker_state import WorkerState
+
+logger = logging.getLogger(__name__)
 
 MAX_MIGRATION_RATIO = 0.5
 """Largest fraction of the target's free blocks that is filled; the rest keeps room for its own requests and cache."""
+
+
+def migrate(leaving: WorkerState, hot: HotBlocks, workers: Iterable[WorkerState]) -> None:
+    """Ask another instance of its pool to fetch the blocks `hot` of a draining worker, and answer that worker."""
+    if hot.generation != leaving.record.generation:
+        return
+    found = pick_target(leaving, hot, workers)
+    if found is not None:
+        target, adopt = found
+        num_blocks = len(adopt.names)
+        logger.info(
+            "drain migration: %s fetches %d KV blocks from %s", target.record.instance, num_blocks, hot.instance
+        )
+        target.send(adopt)
+    # An answer without tickets lets the draining instance stop at once instead of waiting for a fetch.
+    leaving.send(Heirs([found[1].ticket.ticket] if found is not None else []))
 
 
 def pick_target(
