@@ -160,7 +160,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     gc.set_threshold(GC_THRESHOLD)
     logger.info(
         "serving %s on http://%s:%d",
-        ", ".join(name for service in models.model_services for name in service.names()),
+        ", ".join(name for service in models.model_services for name in service.view.names()),
         settings.host,
         server.port,
     )

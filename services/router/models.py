@@ -119,7 +119,7 @@ class Models:
             )
         # Only now do all services exist: each must be able to pass a request on to the model that the client names.
         for service in self.model_services:
-            service.siblings = self.model_services
+            service.join(self.model_services)
 
     def start_compilers(self) -> None:
         """Start the processes that compile grammars now, so that the first request with a grammar need not wait."""

@@ -7,7 +7,7 @@ from tools.house import Figure, Rooms, duplicate_classes, figures, large_classes
 FIGURES = figures()
 BUDGETS = {
     "files under 60 lines that are no plug-in": 61,
-    "classes of 250 lines of code and more": 11,
+    "classes of 250 lines of code and more": 9,
     "prose that must be read twice": 1_254,
 }
 """What is still above its target. A budget only shrinks: lower it with every change that allows it."""

@@ -45,7 +45,7 @@ async def begin_chat(
     `api_id` is the id of the answer. With `is_long` (a large body) the template is rendered in a thread, so that it
     does not block the event loop. Raises `ApiError` if the request is not valid or not admitted.
     """
-    model = service.model_name(request.model)
+    model = service.view.model_name(request.model)
     limits = service.limits()
     logprobs = chat_logprobs(request)
     tokenizing_at = service.clock()
@@ -76,7 +76,7 @@ async def count_tokens(service: ModelService, request: ChatCompletionRequest, *,
     Raises `ApiError` if the model does not exist or the request cannot be rendered.
     """
     service = service.of(request.model)
-    service.model_name(request.model)
+    service.view.model_name(request.model)
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
     # Chat templates write the special tokens themselves.
     token_ids = await service.model.tokenize(text, add_special_tokens=False, max_tokens=service.max_tokenised())

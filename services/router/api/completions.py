@@ -47,7 +47,7 @@ class CompletionEndpoint:
         service, context = self._service, RequestContext.of(scope)
         request = await parsed(await read_body(scope, receive), CompletionRequest)
         service = await service.serving(request.model)
-        model = service.model_name(request.model)
+        model = service.view.model_name(request.model)
         limits = service.limits()
         given = _prompts(request)
         # Called for its errors: check the number of sequences before any prompt is tokenized.

@@ -31,7 +31,7 @@ def adapter_endpoints(service: ModelService) -> dict[str, Asgi]:
     async def load(target: ModelService, request: LoadAdapterRequest) -> str:
         name = request.lora_name
         # Clients name models and adapters in the same field, so a name must be unique over all models of the router.
-        if any(name in sibling.names() or name in sibling.adapters() for sibling in target.siblings):
+        if any(name in sibling.view.names() or name in sibling.view.adapters() for sibling in target.siblings):
             raise BadRequestError(
                 f"the name {name!r} is in use: choose another lora_name, or unload the adapter of that name first",
                 param="lora_name",
@@ -41,7 +41,7 @@ def adapter_endpoints(service: ModelService) -> dict[str, Asgi]:
         return "added"
 
     async def unload(target: ModelService, request: UnloadAdapterRequest) -> str:
-        if request.lora_name not in target.adapters():
+        if request.lora_name not in target.view.adapters():
             raise NotFoundError(f"no adapter is named {request.lora_name!r}", param="lora_name")
         await rollout.unload(_workers(target), request.lora_name)
         return "removed"
@@ -87,7 +87,7 @@ def _workers(service: ModelService) -> list[WorkerState]:
 
     Raises `UnavailableError` if there is none.
     """
-    workers = [worker for worker in service.workers() if worker.state == "ready" and worker.record.pooling is None]
+    workers = [worker for worker in service.view.workers() if worker.state == "ready" and worker.record.pooling is None]
     if not workers:
         raise UnavailableError("no instance that generates text is ready: retry later", retry_after_s=1.0)
     return workers

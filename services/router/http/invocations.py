@@ -53,7 +53,7 @@ class InvocationsEndpoint:
 
     def _tasks(self, model: str | None) -> list[str]:
         """Return the pooling tasks of a model; the list is empty for one that generates text."""
-        profiles = [worker.record.pooling for worker in self._service.of(model).workers()]
+        profiles = [worker.record.pooling for worker in self._service.of(model).view.workers()]
         return [task for profile in profiles if profile is not None for task in profile.tasks]
 
 

@@ -85,22 +85,24 @@ def model_routes(service: ModelService) -> APIRouter:
 def _cards(service: ModelService) -> list[ModelCard]:
     """Return the entries of /v1/models: all models under each of their names, then their adapters."""
     cards = [
-        ModelCard(id=name, created=sibling.started_at, root=sibling.model.path, max_model_len=sibling.max_model_len())
+        ModelCard(
+            id=name, created=sibling.started_at, root=sibling.model.path, max_model_len=sibling.view.max_model_len()
+        )
         for sibling in service.siblings
-        for name in sibling.names()
+        for name in sibling.view.names()
     ]
     return cards + [
         ModelCard(
             id=adapter.name,
             created=sibling.started_at,
             root=adapter.path,
-            parent=sibling.names()[0],
-            max_model_len=sibling.max_model_len(),
+            parent=sibling.view.names()[0],
+            max_model_len=sibling.view.max_model_len(),
         )
         for sibling in service.siblings
-        for adapter in sibling.adapters().values()
-        # A request by such a name reaches the model itself (`ModelService.model_name`), so it must not appear twice.
-        if adapter.name not in sibling.names()
+        for adapter in sibling.view.adapters().values()
+        # A request by such a name reaches the model itself (`ModelView.model_name`), so it must not appear twice.
+        if adapter.name not in sibling.view.names()
     ]
 
 

@@ -221,7 +221,7 @@ class TokenizeEndpoint:
         body = await read_body(scope, receive)
         request = await parsed(body, TokenizeRequest)
         service = service.of(request.model)
-        service.model_name(request.model)  # called for its error, if the model does not exist
+        service.view.model_name(request.model)  # called for its error, if the model does not exist
         if (request.prompt is None) == (request.messages is None):
             raise BadRequestError("give either prompt or messages", param="prompt")
         if request.prompt is None:
@@ -241,7 +241,7 @@ class TokenizeEndpoint:
             token = service.model.tokenizer.token
             strings = await beside_loop(len(tokens), lambda: [token(token_id) or "" for token_id in tokens])
         answer = TokenizeAnswer(
-            count=len(tokens), max_model_len=service.max_model_len(), tokens=tokens, token_strs=strings
+            count=len(tokens), max_model_len=service.view.max_model_len(), tokens=tokens, token_strs=strings
         )
         await send_json(send, answer)
 
@@ -255,7 +255,7 @@ class DetokenizeEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await parsed(await read_body(scope, receive), DetokenizeRequest)
         service = self._service.of(request.model)
-        service.model_name(request.model)
+        service.view.model_name(request.model)
         model = service.model
         if request.tokens and max(request.tokens) >= model.vocab_size:
             raise BadRequestError(f"tokens: ids must be from 0 to {model.vocab_size - 1}", param="tokens")

@@ -96,8 +96,8 @@ class PoolingCall:
         `is_long` says that the body was large, so that its chat is rendered in a thread.
         """
         self.service = service
-        self.model = service.model_name(request.model)
-        self.profile: PoolingProfile = service.pooling_profile()
+        self.model = service.view.model_name(request.model)
+        self.profile: PoolingProfile = service.view.pooling_profile()
         self.id = f"{prefix}-{request.request_id or context.request_id}"
         self.created = service.now()
         self._request = request
@@ -119,7 +119,7 @@ class PoolingCall:
 
     def rules(self, *, add_special_tokens: bool = True) -> InputRules:
         """Return the rules for tokenizing the inputs of this request."""
-        max_tokens = self.service.max_model_len()
+        max_tokens = self.service.view.max_model_len()
         assert max_tokens is not None, "the profile came from an instance, so one is known"
         return InputRules(
             max_tokens=max_tokens,
@@ -176,7 +176,7 @@ class PoolingCall:
             caller=self._caller,
             slo=self._slo,
             trace_headers=self._trace_headers,
-            model=self.service.only_names(),
+            model=self.service.view.only_names(),
         )
         self._num_tokens += prompts.num_tokens
         return await self.service.pooling.vectors(prompts, arrived_at=self._arrived_at)
