@@ -141,8 +141,8 @@ def _peer(kind: str, peer: PeerFacts) -> Finding:
             f"{pair} delivers wrong bytes",
             "set CCL_TOPO_P2P_ACCESS=0, and use --kv-transport auto, usm or zeromq, which copy through host memory",
         )
-    said = {True: "direct", False: "through host memory", None: "path unknown"}[peer.can_access]
-    return ok("peer copies", f"{pair} {peer.bytes_per_second / 1e9:.1f} GB/s, verified ({said})")
+    path = {True: "direct", False: "through host memory", None: "path unknown"}[peer.can_access]
+    return ok("peer copies", f"{pair} {peer.bytes_per_second / 1e9:.1f} GB/s, verified ({path})")
 
 
 def _cpu_remedy(version: str) -> str:

@@ -111,7 +111,7 @@ class Child:
         # The process has its own copies. With ours left open, the pipes would never report an end of file.
         os.close(out[1])
         os.close(error[1])
-        self._outputs = [_Output(out[0], self._take_answer), _Output(error[0], self._take_line)]
+        self._outputs = [_Output(out[0], self._on_output_line), _Output(error[0], self._on_log_line)]
         self._loop.add_reader(self._launched.fileno(), self._exited)
 
     @property
@@ -133,18 +133,18 @@ class Child:
             return "still runs"
         return f"status {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
 
-    def _take_line(self, line: str, is_whole: bool) -> None:
-        if is_whole:
+    def _on_log_line(self, line: str, is_complete: bool) -> None:
+        if is_complete:
             self.recent_lines.append(line)
             self._console.line(self.name, line)
         else:
             self._console.moving(self.name, line)
 
-    def _take_answer(self, line: str, is_whole: bool) -> None:
+    def _on_output_line(self, line: str, is_complete: bool) -> None:
         if line.startswith(_READY):
             self.is_ready = True
-        elif is_whole:
-            self._take_line(line, True)
+        elif is_complete:
+            self._on_log_line(line, True)
 
     def _exited(self) -> None:
         self._loop.remove_reader(self._launched.fileno())
@@ -156,11 +156,11 @@ class Child:
 
 
 class _Output:
-    """Reads a pipe or terminal that a process writes to, and passes each line to `take`."""
+    """Reads a pipe or terminal that a process writes to, and passes each line to `on_line`."""
 
-    def __init__(self, descriptor: int, take: Callable[[str, bool], None]) -> None:
+    def __init__(self, descriptor: int, on_line: Callable[[str, bool], None]) -> None:
         self._descriptor = descriptor
-        self._take = take
+        self._on_line = on_line
         self._splitter = LineSplitter()
         self._loop = asyncio.get_running_loop()
         self._is_open = True
@@ -175,7 +175,7 @@ class _Output:
         while self._read():
             pass
         if rest := self._splitter.rest():
-            self._take(rest, True)
+            self._on_line(rest, True)
         self._end()
 
     def _read(self) -> bool:
@@ -189,8 +189,8 @@ class _Output:
         except OSError:
             # Linux reports EIO, and not an end of file, once no process has the other end of a terminal open.
             data = b""
-        for line, is_whole in self._splitter.feed(data.decode(errors="replace")):
-            self._take(line, is_whole)
+        for line, is_complete in self._splitter.feed(data.decode(errors="replace")):
+            self._on_line(line, is_complete)
         if not data:
             self._end()
         return bool(data)

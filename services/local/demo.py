@@ -226,10 +226,10 @@ def time_split_text(split: TimeSplit, usage: DemoUsage) -> str:
     cached = sum(split.cached_tokens.values())
     rows = [
         ("prompt", f"{usage.prompt_tokens} tokens, {cached} of them cached"),
-        ("queue", _ms(split.queue_s)),
+        ("queue", f"{_ms(split.queue_s)} of waiting before prefill"),
         ("prefill", _ms(split.prefill_s)),
         ("handoff", _handoff(split)),
-        ("exposed", f"{_ms(split.handoff_exposed_s)} of the handoff ran after prefill, which hid the rest of it"),
+        ("exposed", f"{_ms(split.handoff_exposed_s)} of the handoff came after prefill; the rest ran during prefill"),
         ("first token", f"{_ms(split.ttft_s)} after the request arrived (TTFT)"),
         ("decode", _decode(split, usage)),
     ]

@@ -62,6 +62,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_changed",
         "_connection",
         "_head",
         "_is_bodiless",
@@ -70,10 +71,9 @@ class Exchange:
         "_is_read",
         "_is_received",
         "_is_streaming",
-        "_missing",
-        "_news",
         "_num_unread",
         "_on_gone",
+        "_remaining_bytes",
         "_unread",
         "_write",
         "expects_continue",
@@ -101,13 +101,14 @@ class Exchange:
         self._num_unread = 0
         self._is_received = False
         self._is_read = False
-        self._news: asyncio.Event | None = None
+        self._changed: asyncio.Event | None = None
         self._on_gone: Callable[[], None] | None = None
         self._head: bytes | None = None
         self.is_started = False
         self._is_streaming = False
         self._is_chunked = False
-        self._missing: int | None = None
+        self._remaining_bytes: int | None = None
+        """Bytes of the body that are still to be written; None if its length is not known before its end."""
 
     async def run(self, app: App, scope: Scope) -> None:
         """Run the application. If it fails or sends no complete response, answer with status 500 or break off."""
@@ -142,9 +143,9 @@ class Exchange:
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while not (self.is_complete or self.is_gone) and (self._is_read or not (self._unread or self._is_received)):
             self._connection.resume_reading()
-            self._news = self._news or asyncio.Event()
-            self._news.clear()
-            await self._news.wait()
+            self._changed = self._changed or asyncio.Event()
+            self._changed.clear()
+            await self._changed.wait()
         if self.is_complete or self.is_gone:
             return {"type": "http.disconnect"}
         body = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
@@ -203,11 +204,11 @@ class Exchange:
         if self._head is not None or self.is_started:
             raise RuntimeError("the response has begun already")
         if self.expects_continue:
-            # The client was never asked for its body, so it may send the body or the next request: nobody can know.
+            # The client was never asked for its body. Its next data may be the body or another request.
             self.keeps_alive = False
         lines = self._lines(headers)
         self._is_bodiless = self._is_bodiless or status in (204, 304)
-        if self._missing is None and not self._is_bodiless:
+        if self._remaining_bytes is None and not self._is_bodiless:
             self._is_chunked = not self._is_http_10
             if self._is_chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
@@ -226,7 +227,7 @@ class Exchange:
         for name, value in headers:
             name = name.lower()
             if name == b"content-length":
-                self._missing = int(value)
+                self._remaining_bytes = int(value)
             elif name == b"connection":
                 self.keeps_alive = self.keeps_alive and b"close" not in value.lower()
                 continue
@@ -246,7 +247,7 @@ class Exchange:
         data = self._framed(body, is_last=is_last)
         if self._head is not None:
             self.is_started = True
-            self._is_streaming = self._missing is None and not self._is_bodiless
+            self._is_streaming = self._remaining_bytes is None and not self._is_bodiless
             self.is_writable = self._is_streaming and not self._connection.is_write_paused
             data, self._head = self._head + data, None
         self._connection.write(data)
@@ -260,9 +261,9 @@ class Exchange:
         """Return a piece of the body as it is written: unchanged, as a chunk, or empty if the response has no body."""
         if self._is_bodiless:
             return b""
-        if self._missing is not None:
-            self._missing -= len(body)
-            if self._missing < 0 or (is_last and self._missing):
+        if self._remaining_bytes is not None:
+            self._remaining_bytes -= len(body)
+            if self._remaining_bytes < 0 or (is_last and self._remaining_bytes):
                 raise RuntimeError("the length of the body differs from its Content-Length")
             return body
         if not self._is_chunked:
@@ -276,11 +277,11 @@ class Exchange:
         if self.is_started:
             self._connection.break_off()
             return
-        self._head, self._missing, self.keeps_alive = None, None, False
+        self._head, self._remaining_bytes, self.keeps_alive = None, None, False
         length = str(len(_FAILED)).encode()
         self._begin(500, [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", length)])
         self._send_body(_FAILED, is_last=True)
 
     def _notify(self) -> None:
-        if self._news is not None:
-            self._news.set()
+        if self._changed is not None:
+            self._changed.set()

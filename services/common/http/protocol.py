@@ -69,7 +69,7 @@ class HttpProtocol(asyncio.Protocol):
         self._default: tuple[object, bytes] = (None, b"")
         self._answering: Exchange | None = None
         self._receiving: Exchange | None = None
-        self._waiting: deque[tuple[Exchange, Scope]] = deque()
+        self._pipelined: deque[tuple[Exchange, Scope]] = deque()
         self._is_read_paused = False
         self._is_ending = False
         self._ignores_input = False
@@ -197,7 +197,7 @@ class HttpProtocol(asyncio.Protocol):
             self._start(exchange, scope)
         else:
             # A pipelined request. Reading pauses, so that a client cannot queue requests without end.
-            self._waiting.append((exchange, scope))
+            self._pipelined.append((exchange, scope))
             self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -232,7 +232,7 @@ class HttpProtocol(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self._is_read_paused and not self._waiting:
+        if self._is_read_paused and not self._pipelined:
             self._is_read_paused = False
             self._transport.resume_reading()
         if self._receiving is not None and not self._timer.is_set:
@@ -253,8 +253,8 @@ class HttpProtocol(asyncio.Protocol):
             else:
                 self._linger_and_close()
             return
-        if self._waiting:
-            self._start(*self._waiting.popleft())
+        if self._pipelined:
+            self._start(*self._pipelined.popleft())
         elif self._receiving is not None:
             self._linger()
         self.resume_reading()
@@ -313,7 +313,7 @@ class HttpProtocol(asyncio.Protocol):
         self._linger()
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        self._waiting.clear()
+        self._pipelined.clear()
         self.resume_reading()
         self._await_input()
 
@@ -353,7 +353,7 @@ class HttpProtocol(asyncio.Protocol):
         )
 
     def _give_up_exchanges(self) -> None:
-        self._waiting.clear()
+        self._pipelined.clear()
         for exchange in {self._answering, self._receiving} - {None}:
             assert exchange is not None
             exchange.on_lost()

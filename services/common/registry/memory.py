@@ -118,9 +118,9 @@ class MemoryRegistryView:
         match message:
             case Register(record=record, ttl_s=ttl_s):
                 now = asyncio.get_running_loop().time()
-                generation, is_news = self._table.register(record, ttl_s, now)
+                generation, is_change = self._table.register(record, ttl_s, now)
             case Leave(instance=instance, generation=generation):
-                is_news = self._table.leave(instance, generation)
+                is_change = self._table.leave(instance, generation)
         try:
             assert self._socket is not None
             self._socket.send([frames[0], encode(Registered(generation))])
@@ -128,7 +128,7 @@ class MemoryRegistryView:
             # Harmless: the instance sends its next renewal on a new connection.
             logger.info("cannot answer a registration: %s", exc)
         self._on_message(message)
-        if is_news:
+        if is_change:
             call_each("a change of the registry", [self._on_change])
 
     async def _expire(self) -> None:

@@ -51,10 +51,10 @@ elseif newest[1] ~= ARGV[1] then
   return 0
 end
 redis.call('EXPIRE', KEYS[2], {_GENERATIONS_TTL_S})
-local is_news = ARGV[4] == '1' or redis.call('EXISTS', KEYS[1]) == 0
+local is_change = ARGV[4] == '1' or redis.call('EXISTS', KEYS[1]) == 0
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 redis.call('SADD', 'baton:instances', ARGV[5])
-if is_news then redis.call('PUBLISH', '{CHANNEL}', 'changed') end
+if is_change then redis.call('PUBLISH', '{CHANNEL}', 'changed') end
 return 1
 """
 _LEAVE = f"""
@@ -67,7 +67,7 @@ redis.call('PUBLISH', '{CHANNEL}', 'left ' .. ARGV[1] .. ' ' .. ARGV[2])
 return 1
 """
 # An id without a record has expired; it is removed from the set here, since Redis expires the record alone.
-_LOOK = """
+_READ_ALL = """
 redis.call('SET', 'baton:epoch', ARGV[1], 'NX')
 local found = {redis.call('GET', 'baton:epoch')}
 for _, id in ipairs(redis.call('SMEMBERS', 'baton:instances')) do
@@ -99,9 +99,9 @@ class RedisRegistryClient:
 
     async def register(self, record: InstanceRecord, ttl_s: float) -> None:
         # A renewal that changes the load alone is not published: routers get the load by RPC.
-        is_news = self._last is None or without_load(self._last) != without_load(record)
+        is_change = self._last is None or without_load(self._last) != without_load(record)
         args: list[bytes | str | int] = [str(record.generation), encode(record), max(1, round(ttl_s * 1000))]
-        in_force = await self._run(self._register, record.instance, [*args, int(is_news), record.instance])
+        in_force = await self._run(self._register, record.instance, [*args, int(is_change), record.instance])
         if not in_force:
             raise Superseded(f"{record.instance}: another process has registered under this name")
         self._last = record
@@ -131,11 +131,11 @@ class RedisRegistryView:
         self._refresh_s = refresh_s
         self._grace_s = grace_s
         self._redis = connect_redis(url)
-        self._look = _script(self._redis, _LOOK)
+        self._read_all = _script(self._redis, _READ_ALL)
         self._decoder = Decoder[InstanceRecord](InstanceRecord)
         self._records: dict[InstanceId, InstanceRecord] = {}
         self._is_connected = False
-        self._has_looked = False
+        self._has_read = False
         self._epoch: bytes | None = None
         self._grace_ends = 0.0
         self._is_due = asyncio.Event()
@@ -146,7 +146,7 @@ class RedisRegistryView:
         await self._refresh()
         self._tasks = [
             asyncio.create_task(self._keep_fresh(), name="registry-refresh"),
-            asyncio.create_task(self._listen(), name="registry-news"),
+            asyncio.create_task(self._listen(), name="registry-changes"),
         ]
 
     def records(self) -> list[InstanceRecord]:
@@ -171,19 +171,19 @@ class RedisRegistryView:
     async def _listen(self) -> None:
         while True:
             try:
-                async with self._redis.pubsub(ignore_subscribe_messages=True) as news:
-                    await news.subscribe(CHANNEL)
+                async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
+                    await channel.subscribe(CHANNEL)
                     # Changes before this subscription were missed, so read once now.
                     self._is_due.set()
                     while True:
-                        message = await news.get_message(timeout=REDIS_TIMEOUT_S / 2)
+                        message = await channel.get_message(timeout=REDIS_TIMEOUT_S / 2)
                         if message is not None:
-                            self._take_news(bytes(message["data"]).decode().split(" ", 2))
+                            self._on_publication(bytes(message["data"]).decode().split(" ", 2))
             except (RedisError, OSError):
                 # `_refresh` also fails during the outage, and logs it.
                 await asyncio.sleep(self._refresh_s)
 
-    def _take_news(self, words: list[str]) -> None:
+    def _on_publication(self, words: list[str]) -> None:
         # Remove an instance that has left at once, without a read: requests must not be placed on it any more. During
         # the grace period after an outage a read would not remove it either.
         if words[0] == "left" and len(words) == 3:
@@ -195,17 +195,17 @@ class RedisRegistryView:
 
     async def _refresh(self) -> None:
         try:
-            found = cast(list[bytes], await self._look(keys=[], args=[secrets.token_hex(8)]))
+            found = cast(list[bytes], await self._read_all(keys=[], args=[secrets.token_hex(8)]))
         except (RedisError, OSError) as exc:
             if self._is_connected:
                 logger.warning("the connection to the registry is lost, using the last known instances: %s", exc)
                 self._is_connected = False
                 call_each("a change of the registry", [self._on_change])
-            elif not self._has_looked:
+            elif not self._has_read:
                 logger.warning("the registry does not answer, no instance is known until it does: %s", exc)
-            self._has_looked = True
+            self._has_read = True
             return
-        self._has_looked = True
+        self._has_read = True
         self._apply(found[0], [record for data in found[1:] if (record := self._decode(data)) is not None])
 
     def _apply(self, epoch: bytes, found: list[InstanceRecord]) -> None:

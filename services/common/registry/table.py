@@ -41,9 +41,9 @@ class RecordTable:
             return row.generations[-1], False
         elif row.has_left:
             return Generation(0), False
-        is_news = row.record is None or without_load(row.record) != without_load(record)
+        is_change = row.record is None or without_load(row.record) != without_load(record)
         row.record, row.expires = record, now + ttl_s
-        return record.generation, is_news
+        return record.generation, is_change
 
     def leave(self, instance: InstanceId, generation: Generation) -> bool:
         """Remove the record of a generation and return whether there was one. Any other generation has no effect."""

@@ -88,9 +88,9 @@ class ZmtpReader:
         self._missing -= len(data)
         if self._missing > 0:
             return b""
-        whole = b"".join(self._parts)
+        frame = b"".join(self._parts)
         self._parts.clear()
-        return whole
+        return frame
 
     def _greeting(self, data: bytes) -> int:
         """Check the peer's greeting and return its length, or 0 if it is not complete. Raises `ZmtpError`."""
