@@ -102,15 +102,15 @@ async def parsed(body: bytes, expected: type[R]) -> R:
 def parse(body: bytes, expected: type[R]) -> R:
     """Parse and validate a JSON body. Raises `BadRequestError` if it is invalid or has an unsupported parameter."""
     try:
-        request = _long(body, expected) if is_long(body) else expected.model_validate_json(body)
+        request = _parse_long(body, expected) if is_long(body) else expected.model_validate_json(body)
     except ValidationError as exc:
-        raise _explained(exc) from exc
+        raise _validation_error(exc) from exc
     if request.model_extra:
         _check_extra(request.model_extra)
     return request
 
 
-def _long(body: bytes, expected: type[R]) -> R:
+def _parse_long(body: bytes, expected: type[R]) -> R:
     """Count, parse and validate a long body. Raises `BadRequestError` and pydantic's `ValidationError`."""
     # Parsing and validating are separate calls, because each call holds the interpreter's lock until it returns. Other
     # threads, such as the event loop, run in between.
@@ -154,7 +154,7 @@ def _not_json(reason: str) -> BadRequestError:
     return BadRequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
-def _explained(error: ValidationError) -> BadRequestError:
+def _validation_error(error: ValidationError) -> BadRequestError:
     # By default pydantic would copy the client's values into each of its errors.
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = errors[0]
@@ -166,11 +166,11 @@ def _explained(error: ValidationError) -> BadRequestError:
     # type that the value does not match, and all of them are needed to say what is accepted.
     param = str(first["loc"][0])
     same = [e for e in errors if str(e["loc"][0]) == param]
-    reasons = dict.fromkeys(_reason(e) for e in same[:4])
+    reasons = dict.fromkeys(_error_text(e) for e in same[:4])
     return BadRequestError(f"{param}: {'; or '.join(reasons)}", param=param)
 
 
-def _reason(error: ErrorDetails) -> str:
+def _error_text(error: ErrorDetails) -> str:
     # Within a union pydantic adds the name of the tried type to the path. Keep only the parts that exist in the
     # client's JSON: list indexes and field names.
     path = [str(part) for part in error["loc"][1:] if isinstance(part, int) or part.isidentifier()]

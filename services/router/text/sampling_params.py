@@ -320,27 +320,27 @@ def truncated(token_ids: list[int], wanted: int | None, limits: ModelLimits) -> 
 
 
 def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
-    room = limits.max_model_len - num_prompt_tokens
+    max_generated = limits.max_model_len - num_prompt_tokens
     name, wanted = "max_tokens", request.max_tokens
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", request.max_completion_tokens
     if wanted is None:
         # A completion whose `max_tokens` is left out gets 16 tokens. One with null is like a chat: it may fill the
         # context.
-        most = limits.beam_search_max_tokens if request.use_beam_search else room
+        default = limits.beam_search_max_tokens if request.use_beam_search else max_generated
         if (
             isinstance(request, CompletionRequest)
             and not request.use_beam_search
             and name not in request.model_fields_set
         ):
-            room = min(room, COMPLETION_TOKENS)
-        return min(room, limits.defaults.max_new_tokens or most)
+            max_generated = min(max_generated, COMPLETION_TOKENS)
+        return min(max_generated, limits.defaults.max_new_tokens or default)
     if wanted == 0:
         # An engine always generates a token. With `echo`, clients send 0 to score a prompt, and the token is not shown.
         if isinstance(request, CompletionRequest) and request.echo:
             return 1
         raise BadRequestError(f"{name}: must be at least 1", param=name)
-    if wanted > room:
+    if wanted > max_generated:
         raise BadRequestError(
             f"this model's context is {limits.max_model_len} tokens, but the prompt has {num_prompt_tokens} tokens and "
             f"{name} asks for {wanted} more: reduce {name} or shorten the prompt",

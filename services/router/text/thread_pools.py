@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Pool:
+class ThreadPool:
     """The threads for one kind of work. Call it from the event loop."""
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -31,9 +31,9 @@ class Pool:
         return await asyncio.wrap_future(self._threads.submit(copy_context().run, partial(work, *args, **kwargs)))
 
 
-TEMPLATES = Pool("templates", 2)
+TEMPLATES = ThreadPool("templates", 2)
 """Renders the chat templates of long chats."""
-GRAMMARS = Pool("grammars", 2)
+GRAMMARS = ThreadPool("grammars", 2)
 """Writes the text of grammars; another process compiles them."""
-IMAGES = Pool("images", 4)
+IMAGES = ThreadPool("images", 4)
 """Decodes, reads and checks image files."""

@@ -85,7 +85,7 @@ class TextTokenizer:
         """Load the tokenizer of a model folder. Raises `ModelFolderError` if a file is missing or broken."""
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise ModelFolderError(_why_not(folder))
+            raise ModelFolderError(_missing_reason(folder))
         config = read_json(folder / "tokenizer_config.json", _Config) or _Config()
         try:
             tokenizer = Tokenizer.from_file(str(file))
@@ -193,7 +193,7 @@ def read_json(file: Path, expected: type[T]) -> T | None:
         raise ModelFolderError(f"{file} cannot be read: {exc}") from exc
 
 
-def _why_not(folder: Path) -> str:
+def _missing_reason(folder: Path) -> str:
     if not folder.is_dir():
         return f"model folder {folder} does not exist: check --model and --tokenizer"
     found = [name for name in _OTHER_FILES if (folder / name).is_file()] + [f.name for f in folder.glob("*.tiktoken")]

@@ -79,12 +79,12 @@ class GrammarChecker:
         self._limits = limits or CompileLimits()
         self._queue = queue or QueueLimits()
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        self._asked: dict[bytes, _Shared] = {}
+        self._compilations: dict[bytes, _Compilation] = {}
         self._num_running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._process: _Process | None = None
         self._restarts = RestartPolicy()
-        self._starts_from = 0.0
+        self._next_start_at = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -104,7 +104,7 @@ class GrammarChecker:
 
     def known(self, grammar: str) -> str | None:
         """Return the cached verdict on a grammar, or None."""
-        return self._recall(_key(grammar))
+        return self._cached(_key(grammar))
 
     async def verdict(self, grammar: str) -> str:
         """Return the error message for a grammar, which is empty if the grammar is valid.
@@ -113,39 +113,39 @@ class GrammarChecker:
         `RateLimitError` if too many grammars wait, and `UnavailableError` if the process is lost repeatedly.
         """
         key = _key(grammar)
-        if (known := self._recall(key)) is not None:
+        if (known := self._cached(key)) is not None:
             return known
-        shared = self._asked.get(key)
-        if shared is None:
-            shared = self._asked[key] = _Shared(asyncio.ensure_future(self._find(key, grammar)))
-        shared.num_waiting += 1
+        compilation = self._compilations.get(key)
+        if compilation is None:
+            compilation = self._compilations[key] = _Compilation(asyncio.ensure_future(self._check(key, grammar)))
+        compilation.num_waiting += 1
         try:
             # The shield keeps a cancelled request from cancelling the compilation for the others.
-            return await asyncio.shield(shared.task)
+            return await asyncio.shield(compilation.task)
         finally:
-            shared.num_waiting -= 1
-            if not shared.num_waiting:
-                shared.task.cancel()
-                if self._asked.get(key) is shared:
-                    del self._asked[key]
+            compilation.num_waiting -= 1
+            if not compilation.num_waiting:
+                compilation.task.cancel()
+                if self._compilations.get(key) is compilation:
+                    del self._compilations[key]
 
-    def _recall(self, key: bytes) -> str | None:
+    def _cached(self, key: bytes) -> str | None:
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
-    async def _find(self, key: bytes, grammar: str) -> str:
-        await self._take_turn()
+    async def _check(self, key: bytes, grammar: str) -> str:
+        await self._acquire_slot()
         try:
             verdict = await self._compile(grammar)
         finally:
-            self._pass_turn()
+            self._release_slot()
         self._verdicts[key] = verdict
         if len(self._verdicts) > MAX_CACHED_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
-    async def _take_turn(self) -> None:
+    async def _acquire_slot(self) -> None:
         if self._num_running < self._queue.max_running:
             self._num_running += 1
             return
@@ -154,24 +154,24 @@ class GrammarChecker:
                 f"{len(self._waiting)} other grammars and schemas wait to be compiled: try again later",
                 retry_after_s=1.0,
             )
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
         try:
-            # `_pass_turn` transfers the slot of the caller, so `_num_running` does not change.
-            await turn
+            # `_release_slot` transfers the slot of the caller, so `_num_running` does not change.
+            await slot
         except asyncio.CancelledError:
             # The slot may have been transferred just before the cancellation: then the next one must get it.
-            if turn.done() and not turn.cancelled():
-                self._pass_turn()
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+            if slot.done() and not slot.cancelled():
+                self._release_slot()
+            elif slot in self._waiting:
+                self._waiting.remove(slot)
             raise
 
-    def _pass_turn(self) -> None:
+    def _release_slot(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            slot = self._waiting.popleft()
+            if not slot.done():
+                slot.set_result(None)
                 return
         self._num_running -= 1
 
@@ -179,35 +179,35 @@ class GrammarChecker:
         for _ in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    return self._read(await self._ask(grammar, await self._running()))
+                    return self._read(await self._exchange(grammar, await self._running()))
             except _LostError:
                 await asyncio.sleep(_RETRY_S)
             except TimeoutError:
                 # The process neither answers nor ends. Killing it also makes the other grammars that wait for it retry.
-                self._lose()
+                self._end_process()
         raise UnavailableError(
             f"the process that compiles grammars and schemas ended {_ATTEMPTS} times: try again",
             code="no_compiler",
             retry_after_s=1.0,
         )
 
-    async def _ask(self, grammar: str, process: _Process) -> bytes:
+    async def _exchange(self, grammar: str, process: _Process) -> bytes:
         """Send a grammar to the process and return its raw answer. Raises `_LostError` if the process ends first.
 
         If this call is cancelled, the socket is closed, which ends the compiler.
         """
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.setblocking(False)
+        local, remote = socket.socketpair()
+        with local:
+            local.setblocking(False)
             try:
                 # The message has one byte because a message without data could not carry a descriptor.
-                with theirs:
-                    socket.send_fds(process.control, [b"g"], [theirs.fileno()])
-                await loop.sock_sendall(ours, grammar.encode(errors="replace"))
-                ours.shutdown(socket.SHUT_WR)
+                with remote:
+                    socket.send_fds(process.control, [b"g"], [remote.fileno()])
+                await loop.sock_sendall(local, grammar.encode(errors="replace"))
+                local.shutdown(socket.SHUT_WR)
                 parts = bytearray()
-                while part := await loop.sock_recv(ours, _READ_BYTES):
+                while part := await loop.sock_recv(local, _READ_BYTES):
                     parts += part
             except OSError as exc:
                 raise _LostError from exc
@@ -239,19 +239,19 @@ class GrammarChecker:
     async def _running(self) -> _Process:
         """Return the process. If it has ended, start a new one, with a delay that grows with each early end."""
         if self._process is not None and self._process.child.poll() is not None:
-            self._lose()
+            self._end_process()
         if self._process is None:
-            await asyncio.sleep(max(0.0, self._starts_from - time.monotonic()))
+            await asyncio.sleep(max(0.0, self._next_start_at - time.monotonic()))
         # Checked again: another grammar may have started the process during the sleep.
         if self._process is None:
             self._process = self._spawn()
         return self._process
 
-    def _lose(self) -> None:
+    def _end_process(self) -> None:
         if self._process is not None:
             now = time.monotonic()
             self._restarts.next_delay_s(lived_s=now - self._process.started_at, has_served=True)
-            self._starts_from = now + 0.1 * 2 ** min(self._restarts.short_lives - 1, 6)
+            self._next_start_at = now + 0.1 * 2 ** min(self._restarts.short_lives - 1, 6)
             self.close()
 
     def _spawn(self) -> _Process:
@@ -259,13 +259,13 @@ class GrammarChecker:
 
         The kernel ends the child with the thread that started it (PR_SET_PDEATHSIG), so a pool's thread must not do it.
         """
-        file, eos = self._source = self._source or self._stored()
+        file, eos = self._source = self._source or self._write_tokenizer()
         os.lseek(file, 0, os.SEEK_SET)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
+        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        local.setblocking(False)
+        with remote:
             limits = json.dumps(asdict(replace(self._limits, eos=eos)))
-            fds = (theirs.fileno(), file)
+            fds = (remote.fileno(), file)
             child = subprocess.Popen(
                 module_command(
                     "baton_serve.services.common.die_with_parent", str(os.getpid()), _MODULE, *map(str, fds), limits
@@ -274,9 +274,9 @@ class GrammarChecker:
                 stdout=subprocess.DEVNULL,
                 pass_fds=fds,
             )
-        return _Process(child, ours, time.monotonic(), weakref.finalize(self, _end, child, ours))
+        return _Process(child, local, time.monotonic(), weakref.finalize(self, _kill, child, local))
 
-    def _stored(self) -> tuple[int, int | None]:
+    def _write_tokenizer(self) -> tuple[int, int | None]:
         """Write the tokenizer to a file in memory. Return its descriptor and the end-of-sequence token."""
         text, eos = self._tokenizer()
         file = os.memfd_create("baton-tokenizer")
@@ -287,14 +287,14 @@ class GrammarChecker:
 
 
 @dataclass(slots=True)
-class _Shared:
+class _Compilation:
     """One compilation, and the number of requests that wait for it."""
 
     task: "asyncio.Task[str]"
     num_waiting: int = 0
 
 
-def _end(child: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+def _kill(child: "subprocess.Popen[bytes]", control: socket.socket) -> None:
     control.close()
     child.kill()
     child.wait()
