@@ -118,7 +118,7 @@ def test_weights_that_are_not_taken_as_stored_are_left_to_transformers(tmp_path:
 def test_such_an_engine_never_imports_transformers(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     code = (
-        "import sys; from engine import Engine, EngineConfig;"
+        "import sys; from baton_serve.engine import Engine, EngineConfig;"
         f"Engine(EngineConfig(model={str(folder)!r}, device='cpu', kv_cache_bytes=4 << 20)).close();"
         "sys.exit(sum(name in sys.modules for name in ('transformers', 'torch._dynamo', 'sympy', 'scipy')))"
     )
