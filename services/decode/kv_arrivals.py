@@ -115,7 +115,7 @@ class HandoffAdmission:
     def _send_report(self, fetched: CompletedFetch, first: FirstTokens, step_at: float | None) -> None:
         """Send the `HandoffReport`. `step_at` is when the engine took the request up; None if nothing is left to
         decode."""
-        # The producer measures both parts with its own clock as durations; clocks of two hosts differ.
+        # Each term is a duration that was measured on one host, because clocks of two hosts differ.
         exposed_s = min(fetched.seconds, fetched.exposed_s + first.since_end_s)
         self._report(
             HandoffReport(

@@ -54,8 +54,8 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         quantization_skip=tuple(name.strip() for name in settings.quantization_skip.split(",") if name.strip()),
         kv_cache_dtype=settings.kv_cache_dtype,
         tail_parts=settings.kv_tail_parts,
-        # A decode instance computes prompts only as a fallback, so they may slow down its decoding sequences less than
-        # on the other roles.
+        # Prompts normally run on prefill instances. A prompt on a decode instance must not slow down decoding sequences
+        # much, even if they have no ITL SLO.
         max_step_stretch=DECODE_MAX_STRETCH if role == "decode" else inf,
         async_scheduling=settings.async_scheduling,
         trust_remote_code=settings.trust_remote_code,

@@ -136,7 +136,7 @@ class PoolingServer(DrainableServer):
             self._router.send(router, refused)
             return
         if (previous := self._by_router.get((router, message.request_id))) is not None:
-            # A router reuses an id only for a retry of the same request, so the earlier attempt is obsolete.
+            # A router repeats an id only when it has given up the earlier attempt.
             self._end(previous, None)
         self._num_accepted += 1
         inner = RequestId(f"{message.request_id}#{self._num_accepted}")

@@ -65,9 +65,9 @@ class EnginePort(SteppingPort, Protocol):
 class CompletedFetch(Protocol):
     """Result of a successful fetch of KV blocks.
 
-    `exposed_s` is the time from the moment when the producer had computed its last block to the end of the fetch: the
-    part of the transfer that did not overlap with computation. `ended_at` is the end of the fetch as a value of
-    `time.monotonic()`.
+    `exposed_s` is the time from the producer's `finish`, when all blocks had been computed, to the end of the fetch:
+    the part of the transfer that did not overlap with computation. `ended_at` is the end of the fetch
+    (`time.monotonic()`).
     """
 
     @property

@@ -138,12 +138,14 @@ class InstanceProcess:
         self._announce()
 
     async def _start_http(self, lifecycle: Lifecycle) -> None:
+        """Open the port of /health, /metrics and /admin/drain."""
         app = create_app(self._health, self._metrics, drain=self._drain, key=self._key)
         self._http = HttpServer(app, host=self._settings.host, port=self._settings.http_port)
         await self._http.start()
         lifecycle.on_stop("http", self._http.close)
 
     async def _start_events(self, lifecycle: Lifecycle) -> None:
+        """Open the port on which changes of the KV cache are published."""
         settings, identity = self._settings, self._identity
         self._events = EventPublisher(
             instance=identity.instance,
@@ -206,6 +208,7 @@ class InstanceProcess:
         return serving
 
     def _pooling(self, engine: PoolingEngine) -> PoolingServer:
+        """Return the server of an engine that computes vectors."""
         thread = cast("EngineThread[PoolingEngine]", self._engine_thread)
         return PoolingServer(self._identity, engine=thread, stats=engine.stats(), router=self._rpc, events=self._events)
 
@@ -233,6 +236,7 @@ class InstanceProcess:
         lifecycle.on_stop("rpc", self._rpc.close)
 
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
+        """Pass a router's message to the part of the process that handles it."""
         match message:
             case Adopt() if self._drain_migration is not None and not self._serving.is_draining:
                 self._drain_migration.on_migrate_in(message)
@@ -252,6 +256,7 @@ class InstanceProcess:
                 self._serving.on_message(router, message)
 
     async def _adapters_changed(self) -> None:
+        """Publish a changed list of LoRA adapters to the routers and the registry."""
         self._serving.send_load_reports()
         await self._renew_record()
 
@@ -292,6 +297,7 @@ class InstanceProcess:
         lifecycle.on_stop("admission", draining.begin, deadline_s=3.0)
 
     async def _drain(self, exit_afterwards: bool) -> None:
+        """Start a drain that was requested over HTTP."""
         await self._draining.ask(exit_afterwards=exit_afterwards)
 
     def _record(self) -> InstanceRecord:
@@ -319,6 +325,7 @@ class InstanceProcess:
         )
 
     def _links(self) -> Sequence[LinkStatus]:
+        """Return the links to other instances; empty for a pooling engine, which has no KV transfer."""
         return self._transfer.links() if self._transfer is not None else []
 
     def _health(self) -> HealthStatus:

@@ -168,7 +168,8 @@ class RequestServer(DrainableServer):
             return
         if (previous := self.table.find(router, work.request_id)) is not None:
             logger.info("a new attempt replaces the running one", extra={"request_id": work.request_id})
-            # A router repeats an id only when it has given up the attempt before, for example after a reconnect.
+            # A router repeats an id only when it has given up the earlier attempt, for example to replay it on this
+            # instance.
             self._abort(previous, None)
         request = self.table.add(router, work)
         loop = asyncio.get_running_loop()

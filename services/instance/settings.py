@@ -57,7 +57,8 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     device_index: Annotated[
         int | None,
         Meta(
-            description="index of the device, or of the first of several; all others are hidden from this process",
+            description="index of the device, or of the first one with --tensor-parallel-size; all others are hidden"
+            " from this process",
             ge=0,
         ),
     ] = None
@@ -70,8 +71,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1
     disable_custom_all_reduce: Annotated[
-        bool,
-        Meta(description="sum over devices with the collective library only, not with Baton's own kernel"),
+        bool, Meta(description="sum over devices with the collective library only, not with Baton's own kernel")
     ] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
@@ -86,7 +86,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     quantization: Annotated[
         Quantization | None,
-        Meta(description="quantize weights to this format, or require it of the checkpoint (default: as stored)"),
+        Meta(
+            description="quantize weights to this format while loading, or require that the checkpoint has it"
+            " (default: keep the checkpoint's format)"
+        ),
     ] = None
     fp8_dtype: Annotated[
         Fp8Dtype, Meta(description='8-bit float format that "fp8" stands for in --quantization and --kv-cache-dtype')
@@ -100,24 +103,22 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 128
     quantization_skip: Annotated[
-        str,
-        Meta(description="modules that are not quantized, by full name or last part: lm_head,down_proj"),
+        str, Meta(description="modules that are not quantized, by full name or last part: lm_head,down_proj")
     ] = ""
     kv_cache_dtype: Annotated[
         KvCacheDtype,
-        Meta(description="data type of the KV cache; auto: as --dtype. Instances may differ"),
+        Meta(
+            description="data type of the KV cache; auto: as --dtype. Blocks from an instance with another data type"
+            " are converted"
+        ),
     ] = "auto"
     enable_lora: Annotated[bool, Meta(description="serve LoRA adapters (PEFT format) in addition to the model")] = False
     lora_modules: Annotated[
         list[str],
-        Meta(description="LoRA adapters to load at start, as NAME=FOLDER; a request selects one by NAME"),
+        Meta(description="LoRA adapters to load at start, as NAME=FOLDER; requests select one by NAME, as their model"),
     ] = []
     max_loras: Annotated[
-        int,
-        Meta(
-            description="maximum number of different LoRA adapters in one step; others wait",
-            ge=1,
-        ),
+        int, Meta(description="maximum number of different LoRA adapters in one step; sequences with others wait", ge=1)
     ] = 1
     max_lora_rank: Annotated[int, Meta(description="maximum rank of a LoRA adapter", ge=1)] = 16
     max_cpu_loras: Annotated[
@@ -130,10 +131,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     max_model_len: Annotated[
         int | None,
-        Meta(
-            description="maximum tokens of prompt and answer together (default: the model's own limit)",
-            ge=1,
-        ),
+        Meta(description="maximum tokens of prompt and answer together (default: the model's own limit)", ge=1),
     ] = None
     max_num_seqs: Annotated[
         int | None,
@@ -146,8 +144,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[
         int | None,
         Meta(
-            description="maximum tokens in one step; longer prompts are computed in chunks",
-            ge=1,
+            description="maximum tokens in one step; longer prompts are computed in chunks (default: by device)", ge=1
         ),
     ] = None
     gpu_memory_utilization: Annotated[
@@ -192,15 +189,14 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[bool, Meta(description="do not capture CUDA or XPU graphs")] = False
     async_scheduling: Annotated[
         bool | None,
-        Meta(description="launch a step before the previous one has ended (default: on accelerators)"),
+        Meta(
+            description="launch a step before the sampled tokens of the previous step are known (default: only on"
+            " accelerators)"
+        ),
     ] = None
     trust_remote_code: Annotated[bool, Meta(description="allow Python code from the model folder to run")] = False
     max_logprobs: Annotated[
-        int,
-        Meta(
-            description="maximum logprobs or prompt_logprobs (alternatives per token) of a request",
-            ge=0,
-        ),
+        int, Meta(description="maximum logprobs or prompt_logprobs (alternatives per token) of a request", ge=0)
     ] = 20
 
     instance_id: Annotated[
@@ -225,7 +221,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     rpc_port: Annotated[Port, Meta(description="TCP port for requests from routers; 0 selects a free port")] = 0
     rpc_socket: Annotated[
         bool,
-        Meta(description="accept requests on a Unix socket (this user's or root's routers), not on --rpc-port"),
+        Meta(
+            description="accept requests on a Unix socket instead of --rpc-port; only routers of the same user or of"
+            " root can connect to it"
+        ),
     ] = False
     transfer_port: Annotated[
         Port, Meta(description="TCP port for KV block transfers between instances; 0 selects a free port")
@@ -268,8 +267,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     kv_checksum: Annotated[
-        Checksum,
-        Meta(description="checksums of received KV blocks: verify all, a sample of them, or none"),
+        Checksum, Meta(description="checksums of received KV blocks: verify all, a sample of them, or none")
     ] = "full"
     kv_tail_parts: Annotated[
         int | None,
@@ -293,15 +291,10 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1
     kv_run_dir: Annotated[
-        str,
-        Meta(description="folder shared with other containers of this machine, for usm transfers (default: none)"),
+        str, Meta(description="folder shared with other containers of this machine, for usm transfers (default: none)")
     ] = ""
     kv_lease_s: Annotated[
-        float,
-        Meta(
-            description="seconds without a lease renewal after which blocks kept for a handoff are freed",
-            gt=0,
-        ),
+        float, Meta(description="seconds without a lease renewal after which blocks kept for a handoff are freed", gt=0)
     ] = 10.0
     handoff_fallback: Annotated[
         Fallback,
@@ -311,11 +304,7 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "fail"
     max_waiting: Annotated[
-        int,
-        Meta(
-            description="maximum number of handoffs that wait for free KV blocks; others are refused",
-            ge=0,
-        ),
+        int, Meta(description="maximum number of handoffs that wait for free KV blocks; others are refused", ge=0)
     ] = 1024
     drain_timeout_s: Annotated[
         float, Meta(description="seconds that running requests get to finish after SIGTERM or POST /admin/drain", ge=0)
@@ -433,7 +422,7 @@ def short_waits(environ: Mapping[str, str]) -> dict[str, str]:
     By default an OpenMP thread spins for milliseconds at a barrier, and takes the core from the very thread that it
     waits for if processes share cores. The variable must be set before torch is imported.
     """
-    # 2000 iterations are a few microseconds. If the operator has tuned either variable, do not override that choice.
+    # libgomp's default is 300,000 iterations. If the operator has set either variable, keep that choice.
     return {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(environ) else {"GOMP_SPINCOUNT": "2000"}
 
 

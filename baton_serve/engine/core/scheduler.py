@@ -127,11 +127,12 @@ class Scheduler:
         self._step_loras.clear()
         # Iterate over a copy: a preemption removes from `running`.
         for sequence in list(table.running):
-            # A preempted sequence always sorts after the one that needs its block, so it has no chunk in this step yet.
             if sequence.must_await_tokens or not self._fits_max_loras(sequence):
                 continue
             if sequence.num_uncomputed_tokens > 1:
                 prompts.append(sequence)
+            # RUNNING: a sequence before it may have preempted this one. The preempted sequence always sorts after the
+            # one that needs the block, so it has no chunk in this step yet.
             elif sequence.state is SequenceState.RUNNING and self._allocate_next_block(sequence):
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, True))
         budget -= len(chunks)

@@ -19,7 +19,7 @@ SIZE_CLASSES_TOKENS = (*GRAPH_SIZES_TOKENS, 1536, 2048, 3072, 4096, 6144, 8192, 
 MIN_PROMPT_TOKENS = 16
 """Minimum prompt tokens that a step may always have, rounded up to its size class, so that no prompt waits for ever."""
 DECODE_MAX_STRETCH = 2.0
-"""`StepTimeModel.max_stretch` of decode instances, which compute prompts only where no other instance can."""
+"""`StepTimeModel.max_stretch` of decode instances, where decoding has priority over the few prompts."""
 MAX_ITL_SLO_RATIO, TOKEN_DELIVERY_S = 0.85, 0.003
 """Largest fraction of an ITL SLO that a step may take, and the minimum time in seconds that remains for the delivery of
 the token to the client. On two H200, delivery accounted for 1.7 to 3.4 ms of the 99th percentile at 34 to 40

@@ -122,7 +122,10 @@ class BoundedTimeSlicer(NoTimeSlicing):
 
 
 def pause_s(step_s: float, share: float) -> float:
-    """Return the pause after a step of `step_s` seconds so that steps take at most `share` of the time."""
+    """Return the pause after a step of `step_s` seconds so that steps take at most `share` of the time.
+
+    It is at most `MAX_WAIT_S`, even if steps then take more than their share.
+    """
     return min(step_s * (1 - share) / share, MAX_WAIT_S)
 
 
