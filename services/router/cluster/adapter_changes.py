@@ -50,7 +50,7 @@ class AdapterRollout:
         async with self._one_at_a_time:
             answers = await self._broadcast(workers, lambda id: LoadAdapter(request_id=id, name=name, path=path))
             if (error := _error(answers)) is not None:
-                done = [m for m in workers if _is_done(answers.get(m.record.instance))]
+                done = [w for w in workers if _is_done(answers.get(w.record.instance))]
                 await self._broadcast(done, lambda id: UnloadAdapter(request_id=id, name=name))
                 raise error
 

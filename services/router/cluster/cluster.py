@@ -343,7 +343,9 @@ class Cluster:
         if worker.state == "connecting":
             worker.state, worker.is_loss_logged = "ready", False
             logger.info("instance %s is ready: %s", record.instance, record.role)
-            others = [m.record for m in self._workers.values() if m is not worker and m.state == "ready"]
+            others = [
+                other.record for other in self._workers.values() if other is not worker and other.state == "ready"
+            ]
             _log_impossible_handoffs(record, others)
             self._index_sync.start(worker)
             load_missing_adapters(worker, others)

@@ -43,11 +43,11 @@ def pick_target(
     """
     record = leaving.record
     qualified = [
-        m
-        for m in workers
-        if m is not leaving and m.takes_work and m.record.role == record.role and m.record.layout == record.layout
+        w
+        for w in workers
+        if w is not leaving and w.takes_work and w.record.role == record.role and w.record.layout == record.layout
     ]
-    target = max(qualified, key=lambda m: (m.record.load.free_blocks, m.record.instance), default=None)
+    target = max(qualified, key=lambda w: (w.record.load.free_blocks, w.record.instance), default=None)
     if target is None:
         return None
     # The hottest blocks come first and parents before children, so the first ones form complete prefixes.

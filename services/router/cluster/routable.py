@@ -19,14 +19,14 @@ class RoutableWorkers:
     """
 
     def __init__(self, workers: Iterable[WorkerState]) -> None:
-        self._workers = [m for m in workers if m.takes_work and m.record.pooling is None]
+        self._workers = [w for w in workers if w.takes_work and w.record.pooling is None]
         self._by_layout: dict[KVLayout, list[WorkerState]] = {}
         for worker in self._workers:
             self._by_layout.setdefault(worker.record.layout, []).append(worker)
         # Without any prefill or unified instance the decode instances compute the prompts.
-        prefillers = [m for m in self._workers if m.record.role != "decode"] or self._workers
+        prefillers = [w for w in self._workers if w.record.role != "decode"] or self._workers
         self.prefill_tokens_per_s = (
-            sum(m.record.load.prefill_tokens_per_s for m in prefillers) or UNMEASURED_TOKENS_PER_S
+            sum(w.record.load.prefill_tokens_per_s for w in prefillers) or UNMEASURED_TOKENS_PER_S
         )
         """Prefill rate in tokens per second of all instances that compute prompts together."""
         self._assumed_rates = {layout: _highest_prefill_rate(found) for layout, found in self._by_layout.items()}
@@ -42,11 +42,11 @@ class RoutableWorkers:
             return self
         workers: Iterable[WorkerState] = self._workers
         if model is not None:
-            workers = [m for m in workers if serves_model(m.record, model)]
+            workers = [w for w in workers if serves_model(w.record, model)]
         if lora:
-            workers = [m for m in workers if any(adapter.fingerprint == lora for adapter in m.record.adapters)]
+            workers = [w for w in workers if any(adapter.fingerprint == lora for adapter in w.record.adapters)]
         if has_images:
-            workers = [m for m in workers if m.record.reads_images or m.record.role == "decode"]
+            workers = [w for w in workers if w.record.reads_images or w.record.role == "decode"]
         return RoutableWorkers(workers)
 
     def with_allowed_traffic(self, now: float) -> "RoutableWorkers":
@@ -55,10 +55,10 @@ class RoutableWorkers:
         An instance whose circuit is open may still work, and is better than none.
         """
         # In nearly every call no instance has failed, and the result is `self` without any new object.
-        if not any([m.circuit_breaker.failures for m in self._workers]):
+        if not any([w.circuit_breaker.failures for w in self._workers]):
             return self
-        roles = {m.record.role for m in self._workers if m.circuit_breaker.allows(now)}
-        return RoutableWorkers(m for m in self._workers if m.circuit_breaker.allows(now) or m.record.role not in roles)
+        roles = {w.record.role for w in self._workers if w.circuit_breaker.allows(now)}
+        return RoutableWorkers(w for w in self._workers if w.circuit_breaker.allows(now) or w.record.role not in roles)
 
     def candidates(
         self, block_hashes: Callable[[KVLayout], Sequence[BlockHash]], index: BlockIndex, now: float
@@ -86,7 +86,7 @@ def _highest_prefill_rate(workers: Iterable[WorkerState]) -> float:
 
     An instance that has not computed a prompt yet is assumed to be equally fast.
     """
-    return max([m.record.load.prefill_tokens_per_s for m in workers if m.record.role != "decode"], default=0.0)
+    return max([w.record.load.prefill_tokens_per_s for w in workers if w.record.role != "decode"], default=0.0)
 
 
 def _prefixes_differ(matches: Mapping[InstanceId, Match], workers: Sequence[WorkerState]) -> bool:

@@ -43,7 +43,7 @@ class Deadlines:
     def watch(self, lifecycle: RequestLifecycle) -> None:
         """Take the deadline of a new lifecycle into account. It must be in the collection."""
         if self._timer is None or lifecycle.deadline < self._at:
-            self._set(lifecycle.deadline)
+            self._schedule(lifecycle.deadline)
 
     def close(self) -> None:
         """Stop watching: no request expires any more."""
@@ -51,7 +51,7 @@ class Deadlines:
             self._timer.cancel()
             self._timer = None
 
-    def _set(self, at: float) -> None:
+    def _schedule(self, at: float) -> None:
         self.close()
         self._at = at
         self._timer = asyncio.get_running_loop().call_later(at - self._clock(), self._expire_due)
@@ -64,7 +64,7 @@ class Deadlines:
             "expiring a request", [lifecycle.expire for lifecycle in self._lifecycles if lifecycle.deadline <= now]
         )
         if self._lifecycles:
-            self._set(min(lifecycle.deadline for lifecycle in self._lifecycles))
+            self._schedule(min(lifecycle.deadline for lifecycle in self._lifecycles))
 
 
 _POLL_INTERVAL_S = 0.02
@@ -139,7 +139,7 @@ class Dispatcher:
         """
         # A later part of a call was admitted with its first part: it must not be counted again.
         if not timing.continues:
-            self._check_limits(requests, timing)
+            self._count_against_limits(requests, timing)
         lifecycles: list[RequestLifecycle] = []
         try:
             for request in requests:
@@ -161,7 +161,7 @@ class Dispatcher:
         self._deadlines.close()
         self.request_log.flush()
 
-    def admit_request(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
+    def admit_or_queue(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
         """Return whether a request may go to the workers of `placement` now; otherwise queue it.
 
         Raises `RateLimitError` if it is predicted to miss an SLO or if the queue is full.
@@ -181,10 +181,10 @@ class Dispatcher:
             waiting=self._queue_ahead(lifecycle),
         )
         if isinstance(verdict, Refusal):
-            raise self._rejection(verdict)
+            raise self._count_rejection(verdict)
         if verdict == "wait":
             self._waiting.push(lifecycle, timing.caller, priority=lifecycle.request.priority, tokens=tokens)
-            self._count_waiting()
+            self._update_waiting_metrics()
             self._schedule_poll()
         return verdict == "go"
 
@@ -202,7 +202,7 @@ class Dispatcher:
         self._record_end(self._clock())
         # It may have ended while it was waiting: cancelled by its client, or at its deadline.
         if self._waiting.remove(lifecycle):
-            self._count_waiting()
+            self._update_waiting_metrics()
         span, admission = self._lifecycles.pop(lifecycle, None), self._admission
         admission.ledger.add(lifecycle.timing.caller, tokens=lifecycle.num_generated, now=admission.wall_clock())
         self.request_log.add(lifecycle)
@@ -210,7 +210,7 @@ class Dispatcher:
             call_each("ending the trace span of a request", [partial(_record, span, lifecycle)])
         self._dispatch_waiting()
 
-    def _check_limits(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
+    def _count_against_limits(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
         """Count an API call against the limits of its key.
 
         Raises `RateLimitError` (status 429) if the router serves too many requests already or the key is over a limit;
@@ -222,7 +222,7 @@ class Dispatcher:
                 f"{len(self._lifecycles)} of at most {admission.max_requests} requests are running "
                 f"(--max-concurrent-requests), {len(requests)} more do not fit"
             )
-            raise self._rejection(Refusal("queue", message, None))
+            raise self._count_rejection(Refusal("queue", message, None))
         tokens = sum([len(request.token_ids) for request in requests])
         over = admission.ledger.admit(timing.caller, tokens=tokens, now=admission.wall_clock())
         if over is not None:
@@ -257,7 +257,7 @@ class Dispatcher:
         except BaseException as exc:
             # `start` may have queued it before it failed, and a failure after `start` leaves it registered.
             if self._waiting.remove(lifecycle):
-                self._count_waiting()
+                self._update_waiting_metrics()
             if self._lifecycles.pop(lifecycle, None) is not None:
                 lifecycle.cancel("starting the request failed")
             span.end(error=exc.message if isinstance(exc, ApiError) else "internal error")
@@ -268,11 +268,11 @@ class Dispatcher:
         """Return whether the first waiting request may go now, and remove it from the queue if so."""
         waited_s = self._clock() - lifecycle.timing.at
         if (refusal := slo_refusal(placement, lifecycle.timing.slo, waited_s=waited_s)) is not None:
-            raise self._rejection(refusal)
+            raise self._count_rejection(refusal)
         if placement.shortest_queue_s > self._admission.rules.dispatch_ahead_s:
             return False
         self._waiting.remove(lifecycle)
-        self._count_waiting()
+        self._update_waiting_metrics()
         return True
 
     def _dispatch_waiting(self) -> None:
@@ -304,13 +304,13 @@ class Dispatcher:
         self._poll_timer = None
         self._dispatch_waiting()
 
-    def _rejection(self, refusal: Refusal) -> RateLimitError:
+    def _count_rejection(self, refusal: Refusal) -> RateLimitError:
         """Count a rejection and return the error for the client."""
         self._metrics.refused(refusal.cause)
         retry_after_s = self._mean_end_interval_s if refusal.retry_after_s is None else refusal.retry_after_s
         return RateLimitError(f"{refusal.message}: retry later", retry_after_s=retry_after_s)
 
-    def _count_waiting(self) -> None:
+    def _update_waiting_metrics(self) -> None:
         self._metrics.waiting(requests=len(self._waiting), tokens=self._waiting.tokens)
 
     def _record_end(self, now: float) -> None:

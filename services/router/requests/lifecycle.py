@@ -53,7 +53,7 @@ FIRST_BACKOFF_S = 0.05
 class LifecycleOwner(Protocol):
     """Admits requests and is notified of their progress: the dispatcher, which cannot be imported without a cycle."""
 
-    def admit_request(self, lifecycle: "RequestLifecycle", placement: Placement) -> bool:
+    def admit_or_queue(self, lifecycle: "RequestLifecycle", placement: Placement) -> bool:
         """Return whether the request may go to its workers now.
 
         If not, the owner has queued it and calls `resume` later. Raises `ApiError` to reject the request.
@@ -303,7 +303,7 @@ class RequestLifecycle:
             sequences,
             num_replays=num_replays,
             needs_prompt_logprobs=self.prompt_logprobs is None,
-            admit=lambda placement: self._owner.admit_request(self, placement),
+            admit=lambda placement: self._owner.admit_or_queue(self, placement),
         )
 
     def expire(self) -> None:

@@ -98,7 +98,7 @@ class PoolingAdmission:
                 placement, demand.slo, self._rules, waited_s=waited_s, tokens=demand.num_tokens, waiting=waiting
             )
             if isinstance(verdict, Refusal):
-                raise self._rejection(verdict)
+                raise self._count_rejection(verdict)
             if verdict == "wait":
                 return await self._wait(demand)
         return DispatchedTokens(self, demand.num_tokens)
@@ -128,7 +128,7 @@ class PoolingAdmission:
             return False
         refusal = slo_refusal(placement, demand.slo, waited_s=self._clock() - demand.arrived_at)
         if refusal is not None:
-            raise self._rejection(refusal)
+            raise self._count_rejection(refusal)
         return placement.shortest_queue_s > self._rules.dispatch_ahead_s
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class PoolingAdmission:
         """Queue a request and wait until it is admitted."""
         self._waiting.push(demand, demand.caller, priority=demand.priority, tokens=demand.num_tokens)
         try:
-            self._count()
+            self._update_waiting_metrics()
             self._schedule_poll()
             return await demand.granted
         except BaseException:
@@ -169,7 +169,7 @@ class PoolingAdmission:
         )
         return placement, rate
 
-    def _rejection(self, refusal: Refusal) -> RateLimitError:
+    def _count_rejection(self, refusal: Refusal) -> RateLimitError:
         """Count a rejection and return the error for the client."""
         self._metrics.refused(refusal.cause)
         retry_after_s = _RETRY_AFTER_S if refusal.retry_after_s is None else refusal.retry_after_s
@@ -177,9 +177,9 @@ class PoolingAdmission:
 
     def _remove(self, demand: PoolingDemand) -> None:
         if self._waiting.remove(demand):
-            self._count()
+            self._update_waiting_metrics()
 
-    def _count(self) -> None:
+    def _update_waiting_metrics(self) -> None:
         self._metrics.waiting(requests=len(self._waiting), tokens=self._waiting.tokens)
 
     def _schedule_poll(self) -> None:

@@ -175,7 +175,7 @@ class PoolingDispatcher:
 
         Raises `ApiError` if the request is rejected or fails. Cancelling this call ends the request.
         """
-        self._check_limits(prompts)
+        self._count_against_limits(prompts)
         # No await in between: two requests must not both see the last free place.
         self._num_inputs += len(prompts.inputs)
         try:
@@ -243,7 +243,7 @@ class PoolingDispatcher:
             granted=asyncio.get_running_loop().create_future(),
         )
 
-    def _check_limits(self, prompts: PoolingPrompts) -> None:
+    def _count_against_limits(self, prompts: PoolingPrompts) -> None:
         """Count a request against the limits of its key.
 
         Raises `RateLimitError` (status 429) if too many inputs are being computed or the key is over a limit; then
@@ -475,12 +475,11 @@ def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None
 
     With `model`, return only instances of the model that has one of these names.
     """
-    workers = [m for m in cluster.workers() if m.takes_work and m.record.pooling is not None]
-    workers = [m for m in workers if model is None or serves_model(m.record, model)]
-    healthy = [
-        m for m in workers if m.circuit_breaker.allows(now)
-    ]  # where all circuits are open, any instance is better
-    return [m.candidate(_NO_MATCH, now) for m in healthy or workers]
+    workers = [w for w in cluster.workers() if w.takes_work and w.record.pooling is not None]
+    workers = [w for w in workers if model is None or serves_model(w.record, model)]
+    # An instance whose circuit breaker is open may still work: it is better than none.
+    healthy = [w for w in workers if w.circuit_breaker.allows(now)]
+    return [w.candidate(_NO_MATCH, now) for w in healthy or workers]
 
 
 def fastest_candidate(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:
