@@ -49,23 +49,25 @@ def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
     Raises `ConfigurationError` for an entry of `--models` that is not valid, and for `--enable-auto-tool-choice`
     without `--tool-call-parser`.
     """
-    found = [settings]
+    result = [settings]
     for name, entry in settings.models.items():
         try:
-            given = msgspec.convert(entry, ModelSettings)
+            model_settings = msgspec.convert(entry, ModelSettings)
         except msgspec.ValidationError as exc:
             raise ConfigurationError(f"--models {name}: {exc}") from exc
         # A field that an entry leaves out gets the default of `ModelSettings`, not the value given for `--model`: the
         # chat template or the parser of one model would be wrong for another.
         values: Mapping[str, object] = {
-            field: getattr(given, field) for field in given.__struct_fields__ if field != "served_model_name"
+            field: getattr(model_settings, field)
+            for field in model_settings.__struct_fields__
+            if field != "served_model_name"
         }
-        names = [name, *given.served_model_name]
-        found.append(msgspec.structs.replace(settings, served_model_name=names, models={}, **values))
-    for one in found:
-        if one.enable_auto_tool_choice and one.tool_call_parser is None:
+        names = [name, *model_settings.served_model_name]
+        result.append(msgspec.structs.replace(settings, served_model_name=names, models={}, **values))
+    for each in result:
+        if each.enable_auto_tool_choice and each.tool_call_parser is None:
             raise ConfigurationError("--enable-auto-tool-choice needs --tool-call-parser")
-    return found
+    return result
 
 
 class Models:

@@ -49,11 +49,11 @@ class CompletionEndpoint:
         service = await service.serving(request.model)
         model = service.view.model_name(request.model)
         limits = service.limits()
-        given = _prompts(request)
+        raw_prompts = _prompts(request)
         # Called for its errors: check the number of sequences before any prompt is tokenized.
-        sequence_counts(request, len(given), limits)
+        sequence_counts(request, len(raw_prompts), limits)
         tokenizing_at = service.clock()
-        prompts = await _all_token_ids(service, request, given, limits)
+        prompts = await _all_token_ids(service, request, raw_prompts, limits)
         timing = service.timing(context, tokenizing_at=tokenizing_at)
         head = ResponseHeader(
             f"cmpl-{request.request_id or context.request_id}", "text_completion", service.now(), model
@@ -62,7 +62,7 @@ class CompletionEndpoint:
             request, logprobs=request.logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids
         )
         rules = await service.with_grammar(rules, request, read_grammar_spec(request), context.exchange)
-        echoed = await _echoed(service, request, given, prompts)
+        echoed = await _echoed(service, request, raw_prompts, prompts)
         generation = service.generate(
             request, head.id, [TokenizedPrompt(ids) for ids in prompts], rules, limits, timing=timing
         )
@@ -210,14 +210,14 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     The field `prompt` may be a text, a list of texts, token ids, or a list of lists of token ids. Raises
     `BadRequestError` if it is an empty list.
     """
-    given = request.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    prompts = request.prompt
+    if isinstance(prompts, str):
+        return [prompts]
+    if not prompts:
         raise BadRequestError("prompt: the list is empty, give at least one prompt", param="prompt")
-    if isinstance(given[0], int):
-        return [given]
-    return [prompt for prompt in given if not isinstance(prompt, int)]
+    if isinstance(prompts[0], int):
+        return [prompts]
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]
 
 
 async def _all_token_ids(

@@ -205,5 +205,5 @@ def usage_of(lifecycles: Sequence[RequestLifecycle], generated: int) -> Usage:
 
 def explained(lifecycles: Sequence[RequestLifecycle], now: float) -> Explanation | list[Explanation]:
     """Return the explanation of a single request, or the list of all explanations if there are several prompts."""
-    found = [lifecycle.timeline.explain(lifecycle.request.request_id, now) for lifecycle in lifecycles]
-    return found[0] if len(found) == 1 else found
+    explanations = [lifecycle.timeline.explain(lifecycle.request.request_id, now) for lifecycle in lifecycles]
+    return explanations[0] if len(explanations) == 1 else explanations

@@ -114,9 +114,9 @@ class ModelView:
         Raises `BadRequestError` for a model that generates text, and `UnavailableError` if no instance is known.
         """
         profiles = [worker.record.pooling for worker in self.workers()]
-        found = next((profile for profile in profiles if profile is not None), None)
-        if found is not None:
-            return found
+        first_profile = next((profile for profile in profiles if profile is not None), None)
+        if first_profile is not None:
+            return first_profile
         if profiles:
             raise BadRequestError(
                 "this model generates text and computes no vectors: serve an embedding, scoring or classification"

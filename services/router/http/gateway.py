@@ -55,11 +55,11 @@ def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
         return app
     wrapped: AsgiApp = _Plain(app)
     for path in paths:
-        found = _imported(path)
-        if inspect.iscoroutinefunction(found):
-            wrapped = BaseHTTPMiddleware(wrapped, dispatch=found)
-        elif inspect.isclass(found):
-            wrapped = cast(Callable[[AsgiApp], AsgiApp], found)(wrapped)
+        middleware = _imported(path)
+        if inspect.iscoroutinefunction(middleware):
+            wrapped = BaseHTTPMiddleware(wrapped, dispatch=middleware)
+        elif inspect.isclass(middleware):
+            wrapped = cast(Callable[[AsgiApp], AsgiApp], middleware)(wrapped)
         else:
             raise ConfigurationError(f"--middleware {path}: neither a class nor a coroutine function")
     return wrapped
@@ -254,10 +254,10 @@ def _authorization(headers: Headers) -> str | None:
 
 def _request_id(value: bytes | None) -> str:
     """Return the id that the client chose (x-request-id), or a random one."""
-    given = _text(value)
+    chosen_id = _text(value)
     # The id goes into logs and response headers: control characters could forge log lines or headers there.
-    if given and len(given) <= _MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
-        return given
+    if chosen_id and len(chosen_id) <= _MAX_REQUEST_ID_CHARS and chosen_id.isascii() and chosen_id.isprintable():
+        return chosen_id
     return f"{_random.getrandbits(128):032x}"
 
 

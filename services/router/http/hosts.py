@@ -37,19 +37,19 @@ class _HostCheck:
         """The header that was allowed last. Most clients send the same one, which then needs no further check."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = header(scope, b"host")
+        host = header(scope, b"host")
         # A request without the header (HTTP/1.0) does not come from a browser.
-        if given is not None and given != self._last_allowed:
-            if not is_allowed(given, self._names):
+        if host is not None and host != self._last_allowed:
+            if not is_allowed(host, self._names):
                 await send_error(
                     send,
                     HostNotAllowedError(
-                        f"the host {given[:100]!r} is not allowed: use the server's IP address, or start the router"
+                        f"the host {host[:100]!r} is not allowed: use the server's IP address, or start the router"
                         " with --allowed-hosts and this name"
                     ),
                 )
                 return
-            self._last_allowed = given
+            self._last_allowed = host
         await self._app(scope, receive, send)
 
 

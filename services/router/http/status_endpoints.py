@@ -179,8 +179,8 @@ def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) 
 
     @router.get("/health", summary="Report pools, instances and links; status 503 if no request can be served")
     async def get_health() -> Response:
-        found = health(service, await siblings())
-        return _json(found, status=200 if found.reason is None else 503)
+        state = health(service, await siblings())
+        return _json(state, status=200 if state.reason is None else 503)
 
     # Load balancers call /ping often: it does not query the sibling processes, whose counters do not change the status.
     ping_summary = "Return the status of /health without its body"

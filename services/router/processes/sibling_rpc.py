@@ -72,7 +72,7 @@ METRICS_TIMEOUT_S = 2.0
 """Longest time to wait for the metrics of a process. It is longer than for other queries: if the samples of a process
 were missing in one scrape, sums over all processes would drop, and Prometheus would take that for a restart."""
 
-SiblingQuery = Literal["figures", "metrics", "usage"]
+SiblingQuery = Literal["stats", "metrics", "usage"]
 
 
 class RouterProcess(msgspec.Struct, frozen=True):
@@ -116,7 +116,7 @@ class SiblingRpc:
         """Create it. The three functions return the values of this process; each is called for every query."""
         self._worker = worker
         self._log = LimitedLog(logger)
-        self._answers: dict[str, Callable[[], object]] = {"figures": stats, "metrics": metrics, "usage": usage}
+        self._answers: dict[str, Callable[[], object]] = {"stats": stats, "metrics": metrics, "usage": usage}
         self._metrics = metrics
         self._server: asyncio.AbstractServer | None = None
 
@@ -132,7 +132,7 @@ class SiblingRpc:
 
     async def siblings(self) -> list[ProcessStats]:
         """Return the counters of all other processes that answer in time."""
-        answers = await self._query("figures")
+        answers = await self._query("stats")
         return [msgspec.json.decode(answer, type=ProcessStats) for answer in answers.values()]
 
     async def metrics(self) -> dict[int, str]:

@@ -94,10 +94,10 @@ class ApiKeys:
         if self._file is None:
             return None
         try:
-            found = self._file.stat()
+            status = self._file.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        return status.st_mtime_ns, status.st_ino, status.st_size
 
     def _read(self) -> list[_Known]:
         """Read all keys of the file. Raises `ConfigurationError` if that fails or there is none."""

@@ -157,10 +157,10 @@ def arguments_of(text: str) -> dict[str, Any]:
     """
     # The API has no place for arguments that do not parse. An error here would lose the whole answer.
     try:
-        found = parsed(text) if text.strip() else {}
+        arguments = parsed(text) if text.strip() else {}
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": text}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
 def _stop_reason(end: AnswerEnd) -> StopReason:

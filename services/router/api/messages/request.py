@@ -73,7 +73,7 @@ def _messages(message: AnthropicMessage) -> list[ChatMessage]:
     thoughts = [block.thinking or "" for block in content if block.type == "thinking"]
     special = ("tool_result", "tool_use", "thinking", "redacted_thinking")
     texts = [block for block in content if block.type not in special]
-    found = [
+    messages = [
         chat_message("tool", _text(block.content or "", "messages"), tool_call_id=block.tool_use_id or "")
         for block in results
     ]
@@ -82,9 +82,9 @@ def _messages(message: AnthropicMessage) -> list[ChatMessage]:
         extra["tool_calls"] = [_call(block) for block in calls]
     if thoughts:
         extra["reasoning_content"] = "\n".join(thoughts)
-    if texts or extra or not found:
-        found.append(chat_message(message.role, _content(texts) or (None if calls else ""), **extra))
-    return found
+    if texts or extra or not messages:
+        messages.append(chat_message(message.role, _content(texts) or (None if calls else ""), **extra))
+    return messages
 
 
 def _content(blocks: Sequence[ContentBlock]) -> str | list[ContentPart]:

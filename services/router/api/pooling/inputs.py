@@ -66,11 +66,11 @@ async def of_texts(
     # In groups: a client that disconnects, or too many tokens, ends the work after the present group.
     for group in groups(texts):
         encode = partial(_encode, tokenizer, group, rules, limit)
-        found = await beside_loop(sum(map(_size, group)) + _CHARS_PER_TEXT * len(group), encode)
-        _check(found, rules, param, first=len(inputs))
-        num_tokens += sum([len(given.token_ids) for given in found])
+        group_inputs = await beside_loop(sum(map(_size, group)) + _CHARS_PER_TEXT * len(group), encode)
+        _check(group_inputs, rules, param, first=len(inputs))
+        num_tokens += sum([len(item.token_ids) for item in group_inputs])
         check_num_tokens(num_tokens, param=param)
-        inputs += found
+        inputs += group_inputs
     return inputs
 
 
@@ -193,8 +193,8 @@ def _check(inputs: Sequence[PoolingInput], rules: InputRules, param: str, *, fir
 
     `first` is the number of the first of `inputs` among all inputs of the request, for the error.
     """
-    for number, given in enumerate(inputs, first):
-        length = len(given.token_ids)
+    for number, item in enumerate(inputs, first):
+        length = len(item.token_ids)
         if length > rules.max_tokens:
             raise BadRequestError(
                 f"{param}: number {number} has {length} tokens, but the model takes {rules.max_tokens}; shorten it, or"

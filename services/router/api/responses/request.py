@@ -204,7 +204,7 @@ def _tool_choice(choice: Any) -> Any:
 
 def _response_format(request: InputTokensRequest) -> dict[str, Any] | None:
     # As for tools: a chat request nests what this API has on the first level.
-    given = request.text.format if request.text is not None else None
-    if given is None or given.get("type") != "json_schema":
-        return given
-    return {"type": "json_schema", "json_schema": {key: value for key, value in given.items() if key != "type"}}
+    text_format = request.text.format if request.text is not None else None
+    if text_format is None or text_format.get("type") != "json_schema":
+        return text_format
+    return {"type": "json_schema", "json_schema": {key: value for key, value in text_format.items() if key != "type"}}
