@@ -1,4 +1,4 @@
-"""What the connected instances offer of one model: its names, its adapters and its context length."""
+"""Show what the connected instances offer of one model: its names, its adapters and its context length."""
 
 from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.pooling import PoolingProfile
