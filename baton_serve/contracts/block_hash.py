@@ -79,10 +79,10 @@ def hash_blocks(
 def _with_media(parent: bytes, media: Sequence[MediaSpan], start: int, block_tokens: int) -> bytes:
     """Return the parent hash to use for the block that begins at token `start`: mixed with the images that the block
     contains, or unchanged without any."""
-    shown = within(media, start, start + block_tokens)
-    if not shown:
+    spans = within(media, start, start + block_tokens)
+    if not spans:
         return parent
     digest = sha256(b"baton-media-1" + parent)
-    for span in shown:
+    for span in spans:
         digest.update(span.digest + (span.start - start).to_bytes(8, "little", signed=True))
     return digest.digest()[:BLOCK_HASH_BYTES]

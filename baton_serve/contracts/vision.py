@@ -113,11 +113,11 @@ def _best(grid: Sequence[Size], height: int, width: int) -> Size:
 
     Same as transformers' `select_best_resolution`.
     """
-    best, most, least = grid[0], 0, inf
+    best, most_shown, least_wasted = grid[0], 0, inf
     for tall, wide in grid:
         scale = min(wide / width, tall / height)
         shown = min(int(width * scale) * int(height * scale), width * height)
         wasted = wide * tall - shown
-        if shown > most or (shown == most and wasted < least):
-            best, most, least = (tall, wide), shown, wasted
+        if shown > most_shown or (shown == most_shown and wasted < least_wasted):
+            best, most_shown, least_wasted = (tall, wide), shown, wasted
     return best

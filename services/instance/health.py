@@ -78,13 +78,14 @@ def create_app(
             return _error(
                 403, "clients on other machines or of other users need the cluster key (see `baton drain --help`)"
             )
-        wish = request.query_params.get("exit", "1")
-        if wish not in ("0", "1"):
+        exit_value = request.query_params.get("exit", "1")
+        if exit_value not in ("0", "1"):
             return _error(
-                400, f"exit={wish} is invalid; use exit=1 to end the process after the drain, exit=0 to keep it running"
+                400,
+                f"exit={exit_value} is invalid: use exit=1 to end the process after the drain, exit=0 to keep it",
             )
-        logger.info("drain requested over HTTP", extra={"client": host, "exit": wish})
-        await drain(wish == "1")
+        logger.info("drain requested over HTTP", extra={"client": host, "exit": exit_value})
+        await drain(exit_value == "1")
         found = health()
         answer = Drained(found.status, found.instance, found.generation, found.requests)
         return Response(msgspec.json.encode(answer), status_code=202, media_type="application/json")

@@ -79,15 +79,15 @@ async def generate(
     work = request.work
     await puller.pull(request, message.pull)
     pixels = await read_images(message.images, reader)
-    writing = GenerationObserver()
-    request.progress = writing
+    observer = GenerationObserver()
+    request.progress = observer
     # Set before the call: a `Cancel` of one sequence that arrives meanwhile is posted after `add` and finds the
     # request.
     request.is_admitted = True
     try:
         await engine.call(lambda e: e.add(work, pixels=pixels))
-        await writing.wait()
+        await observer.wait()
     finally:
         # Cancelled or failed outside the engine. If `add` did not succeed, the engine ignores the unknown id.
-        if not writing.is_over:
+        if not observer.is_over:
             engine.post(lambda e: e.cancel(work.request_id))
