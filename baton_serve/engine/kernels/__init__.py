@@ -1,4 +1,6 @@
-"""The engine's kernels: one port each, one backend per device, a plain-torch twin that says what is right."""
+"""The engine's kernels. Each kind has a port, one backend for each type of device, and a plain-torch twin that
+specifies the right result.
+"""
 
 from baton_serve.engine.kernels.metadata import (
     Activations,

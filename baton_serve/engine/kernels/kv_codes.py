@@ -1,23 +1,28 @@
-"""K and V in one byte per element: a float8 or int8 code times a scale of its token and head. Twin of all kernels.
+"""K and V in one byte for each element: a float8 or int8 code, multiplied by a scale of its token and head. This is the
+twin of all kernels that read or write such caches.
 
-A scale per token and head, and not per block, so that a block's bytes depend on its tokens alone: a block grows token
-by token, and rounding it again whenever a larger value comes would make its content depend on chunking and batches.
-The scales of a head's tokens follow them in memory, in bfloat16 (`contracts.layout`).
+The scale belongs to a token and head, not to a block, so that the bytes of a block depend on its tokens only. A block
+grows token by token; with a scale of its own it would be rounded again whenever a larger value comes, and its content
+would depend on chunks and batches. The scales of a head's tokens follow their codes in memory, in bfloat16
+(`contracts.layout`).
 """
 
 import torch
 from torch import Tensor
 
 MAX_CODE_VALUE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.int8: 127.0}
-"""The code that a row's largest element becomes. E5M2 could go further, but its precision does not depend on it."""
+"""The value that the largest element of a row is scaled to. E5M2 has larger values, but its precision would not gain
+from them.
+"""
 
 
 def is_coded(cache: Tensor) -> bool:
+    """Return whether the elements of a cache are one-byte codes with scales."""
     return cache.dtype in MAX_CODE_VALUE
 
 
 def scales_of(cache: Tensor) -> Tensor:
-    """bfloat16 [num_blocks, 2, num_kv_heads, block_tokens], a view of a layer's cache view."""
+    """Return the scales, bfloat16 [num_blocks, 2, num_kv_heads, block_tokens], as a view of a layer's cache view."""
     words = cache.view(torch.bfloat16)
     shape, strides = cache.shape[:4], words.stride()
     start = (cache.storage_offset() + cache.shape[3] * cache.shape[4]) // 2
@@ -25,9 +30,10 @@ def scales_of(cache: Tensor) -> Tensor:
 
 
 def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., head_dim] -> codes of `dtype`, and scales in bfloat16 [...]."""
+    """Quantize rows [..., head_dim]. Return codes of `dtype` and their scales, bfloat16 [...]."""
     wide, largest = rows.float(), MAX_CODE_VALUE[dtype]
     scales = (wide.abs().amax(dim=-1) * (1.0 / largest)).to(torch.bfloat16)
+    # Divide by the scale as it is stored: the reader multiplies with the rounded one.
     divisor = scales.float()
     inverse = torch.where(divisor > 0, 1.0 / divisor, 0.0)
     scaled = (wide * inverse[..., None]).clamp(-largest, largest)
@@ -35,8 +41,8 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def write(cache: Tensor, plane: int, blocks: Tensor, offsets: Tensor, rows: Tensor) -> None:
-    """rows [num_tokens, num_kv_heads, head_dim] -> K (plane 0) or V (1) at these places."""
-    # Plane by plane: of latent attention both are one memory, which torch would not index as a whole.
+    """Write rows [num_tokens, num_kv_heads, head_dim] to these places of K (plane 0) or V (plane 1)."""
+    # One plane at a time: with latent attention both planes are the same memory, which torch cannot index as a whole.
     if not is_coded(cache):
         cache.select(1, plane)[blocks, :, offsets] = rows.to(cache.dtype)
         return
@@ -46,7 +52,7 @@ def write(cache: Tensor, plane: int, blocks: Tensor, offsets: Tensor, rows: Tens
 
 
 def read(cache: Tensor, tables: Tensor) -> Tensor:
-    """float32 [*tables.shape, 2, num_kv_heads, block_tokens, head_dim]: whole blocks."""
+    """Return whole blocks as numbers, float32 [*tables.shape, 2, num_kv_heads, block_tokens, head_dim]."""
     if not is_coded(cache):
         return cache[tables].float()
     codes = cache.view(torch.uint8)[tables].view(cache.dtype).float()

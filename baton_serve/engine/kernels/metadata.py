@@ -1,6 +1,8 @@
-"""What an attention kernel is told: the batch's shape, the layer's rules, and the port every backend fits.
+"""The inputs and the ports of all kernels: the shape of a batch, the rules of a layer, and the protocols that each
+backend implements.
 
-Knows nothing of requests, schedulers or models. One `AttentionMetadata` is built per step, for all layers.
+Nothing here knows of requests, schedulers or models. The engine builds one `AttentionMetadata` for each step, for all
+layers.
 """
 
 from dataclasses import dataclass
@@ -16,8 +18,8 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
 class AttentionMetadata:
     """A ragged batch: sequence `s` owns the query rows `query_starts[s]:query_starts[s + 1]`.
 
-    Row `i` of a sequence sits at position `context_len - query_len + i`; chunks of prompts and single decode
-    tokens mix freely. A sequence without new tokens is legal and yields nothing.
+    Row `i` of a sequence has the position `context_len - query_len + i`. Chunks of prompts and single decode tokens can
+    be mixed freely. A sequence without new tokens is allowed and yields nothing.
     """
 
     query_starts: Tensor  # int32 [num_seqs + 1], prefix sums of new tokens
@@ -27,14 +29,17 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     has_singles: bool = True
-    """Beside longer ones there may be sequences with exactly one new token."""
+    """True if sequences with exactly one new token may be among longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The rules of one layer. A token at position p sees p - sliding_window + 1 .. p; `softcap` c turns a
-    scaled score x into c * tanh(x / c); `sinks` join each row's softmax and carry no value (gpt-oss); `alibi` slopes m
-    lower a scaled score by m for each token between query and key (https://arxiv.org/abs/2108.12409)."""
+    """The attention rules of one layer.
+
+    A token at position p sees the positions p - sliding_window + 1 to p. `softcap` c replaces a scaled score x by c *
+    tanh(x / c). `sinks` take part in each row's softmax and carry no value (gpt-oss). `alibi` slopes m lower a scaled
+    score by m for each token between query and key (https://arxiv.org/abs/2108.12409).
+    """
 
     scale: float
     sliding_window: int | None = None
@@ -45,8 +50,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The weights of one layer's experts, stacked. An expert is down(silu(gate) * up); with `limit` both are clamped
-    and it is down((up + 1) * gate * sigmoid(alpha * gate)), as gpt-oss has it."""
+    """The stacked weights of one layer's experts. An expert computes down(silu(gate) * up). With `limit` both are
+    clamped and it computes down((up + 1) * gate * sigmoid(alpha * gate)), as in gpt-oss.
+    """
 
     gate_up: Tensor | StackedWeight  # [num_experts, 2 * width, hidden]
     down: Tensor | StackedWeight  # [num_experts, hidden, width]; in few bits both or none
@@ -63,6 +69,8 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
+    """The weight and epsilon of an RMSNorm."""
+
     weight: Tensor
     eps: float
 
@@ -70,8 +78,11 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class NewHeads:
     """A layer's new queries, keys and values as their product left them: `heads` [num_tokens, num_heads + 2 *
-    num_kv_heads, head_dim]. Queries and keys are yet to be normed, where there are norms, and then to be rotated by cos
-    and sin [num_tokens, rotary_dim], of which the first half of the columns is read."""
+    num_kv_heads, head_dim].
+
+    Queries and keys still need their norms, if the model has any, and then the rotation by cos and sin [num_tokens,
+    rotary_dim]. Only the first half of the columns of cos and sin is read.
+    """
 
     heads: Tensor
     rotation: tuple[Tensor, Tensor]
@@ -80,26 +91,31 @@ class NewHeads:
 
 
 class AttentionBackend(Protocol):
-    """`cache` is one layer's strided view [num_blocks, 2, num_kv_heads, block_tokens, head_dim] of the
-    block-major tensor. Nothing here keeps a tensor after it returns."""
+    """Port of attention. `cache` is one layer's strided view [num_blocks, 2, num_kv_heads, block_tokens, head_dim] of
+    the block-major tensor. An implementation must not keep a tensor after it returns.
+    """
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
-        """Writes key/value [num_tokens, num_kv_heads, head_dim] to `meta.slots`."""
+        """Write key and value [num_tokens, num_kv_heads, head_dim] to `meta.slots`."""
         ...
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        """query [num_tokens, num_heads, head_dim] -> the same shape and dtype; causal over the stored K/V."""
+        """Return attention of query [num_tokens, num_heads, head_dim], with the same shape and dtype, causal over the
+        stored K and V.
+        """
         ...
 
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
-        """Norms and rotates heads, writes K and V to `meta.slots` and attends, for sequences with one new token each:
-        [num_tokens, num_heads, head_dim]. `new` stays as it is. None, and nothing is done, where no kernel does all of
-        it at once faster than one after the other."""
+        """Norm and rotate heads, write K and V to `meta.slots`, and attend, for sequences with one new token each.
+        Return [num_tokens, num_heads, head_dim]; `new` is not changed.
+
+        Return None, and do nothing, if no kernel does all of it at once faster than separate steps.
+        """
         ...
 
 
 class PackedWeight(Protocol):
-    """A quantized weight in the order that one device's kernels read. Only they look inside."""
+    """A quantized weight in the order that the kernels of one device read. Only they look inside."""
 
     @property
     def outputs(self) -> int: ...
@@ -109,11 +125,13 @@ class PackedWeight(Protocol):
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
-"""The right operand of a product, [outputs, inputs] or what stands for it."""
+"""The right operand of a product: [outputs, inputs], or an object that represents it."""
 
 
 class PreparedActivations(Protocol):
-    """Rows in the form in which one device's kernels multiply them by one kind of weight. Only they look inside."""
+    """Activations in the form in which one device's kernels multiply them by one kind of weight. Only
+    they look inside.
+    """
 
     @property
     def num_tokens(self) -> int: ...
@@ -123,28 +141,34 @@ class PreparedActivations(Protocol):
 
 
 Activations: TypeAlias = Tensor | PreparedActivations
-"""The left operand of a product, [num_tokens, inputs] or what stands for it."""
+"""The left operand of a product: [num_tokens, inputs], or an object that represents it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
+    """The weight and the bias of one matrix product."""
+
     weight: Weight
     bias: Tensor | None
 
 
 class LayerKernels(Protocol):
-    """A layer's matrix products, and the steps between them in one pass over memory. Modules and objects fit."""
+    """Port of a layer's matrix products, and of the steps between them in one pass over memory. Modules and objects can
+    implement it.
+    """
 
     def pack(self, weight: QuantizedWeight) -> Weight:
-        """The same weight as `linear` reads it fastest; the caller gives up the given one."""
+        """Return the weight in the form that `linear` reads fastest. The caller must not use the given one any more."""
         ...
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x [num_tokens, inputs], or made for this weight; weight [outputs, inputs] -> [num_tokens, outputs]."""
+        """Multiply x [num_tokens, inputs], or activations that were prepared for this weight, by the weight [outputs,
+        inputs]. Return [num_tokens, outputs].
+        """
         ...
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """token_ids [...] -> rows of a quantized `weight` as numbers [..., inputs]."""
+        """Return the rows `token_ids` [...] of a quantized `weight` as numbers [..., inputs]."""
         ...
 
     def rms_norm(
@@ -156,32 +180,40 @@ class LayerKernels(Protocol):
         residual: Tensor | None = None,
         unit_offset: bool = False,
     ) -> Tensor:
-        """x [..., hidden] -> normed. With `residual` the norm is of x + residual, and that sum is left in
-        `residual`. Rounds to x's dtype before it multiplies by `weight`, as Llama does; `unit_offset` multiplies
-        by 1 + weight and rounds once, as Gemma does."""
+        """Return the norm of x [..., hidden], with the same shape.
+
+        With `residual`, the norm is that of x + residual, and this sum is stored in `residual`. The result is rounded
+        to x's dtype before it is multiplied by `weight`, as Llama does. `unit_offset` multiplies by 1 + weight and
+        rounds once, as Gemma does.
+        """
         ...
 
     def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-        """`rms_norm` of x [num_tokens, hidden], as `linear` of `then` reads it fastest."""
+        """Return `rms_norm` of x [num_tokens, hidden] in the form that `linear` with the weight `then`
+        reads fastest.
+        """
         ...
 
     def linear_norm(
         self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
     ) -> Activations:
-        """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum; with `then` as `norm_for`."""
+        """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. `then`
+        has the same meaning as in `norm_for`.
+        """
         ...
 
     def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
-        """`silu_mul` of `linear`, as `linear` of `then` reads it fastest."""
+        """Return `silu_mul` of `linear` in the form that `linear` with the weight `then` reads fastest."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[..., 2 * width] (gate, then up) -> silu(gate) * up [..., width]."""
+        """Return silu(gate) * up [..., width] of [..., 2 * width], in which the gate comes first."""
         ...
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """positions int64 [num_tokens], frequencies float32 [half] in radians a token -> cos and sin times `scaling`,
-        float32 [num_tokens, 2 * half], both halves alike."""
+        """Return cos and sin times `scaling`, both float32 [num_tokens, 2 * half] with two equal halves, for positions
+        int64 [num_tokens] and frequencies float32 [half] in radians per token.
+        """
         ...
 
     def rotary_store(
@@ -195,23 +227,30 @@ class LayerKernels(Protocol):
         *,
         interleaved: bool = False,
     ) -> None:
-        """Rotates `query` [num_tokens, num_heads, head_dim] in place; writes rotated K, and V, to `slots` of the
-        layer's cache view. `rotation`: cos and sin [num_tokens, rotary_dim], of which the first half of the columns
-        is read; the rest of a head passes through. `interleaved`: pairs are neighbours (GLM, GPT-J), not halves."""
+        """Rotate `query` [num_tokens, num_heads, head_dim] in place, and write the rotated K, and V, to `slots` of the
+        layer's cache view.
+
+        `rotation` holds cos and sin [num_tokens, rotary_dim], of which the first half of the columns is read; the rest
+        of a head is not rotated. With `interleaved`, the pairs that rotate are neighbours (GLM, GPT-J) instead of
+        halves.
+        """
         ...
 
     def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        """logits [num_tokens, num_experts] -> weights, float32, and expert numbers, int32, both [num_tokens, top_k]:
-        the softmax's largest, with `renormalize` scaled to a sum of 1."""
+        """Choose the experts of each token: the largest of the softmax of logits [num_tokens, num_experts].
+
+        Return their weights, float32, and numbers, int32, both [num_tokens, top_k]. `renormalize` scales the weights to
+        a sum of 1.
+        """
         ...
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        """x [num_tokens, hidden] -> the weighted sum of the experts that each token chose, same shape."""
+        """Return the weighted sum of the experts that each token chose, with the shape of x [num_tokens, hidden]."""
         ...
 
 
 class RowLayer(Protocol):
-    """What is read of a decoder layer."""
+    """The parts of a decoder layer that a `RowKernel` reads."""
 
     @property
     def input_norm(self) -> Norm: ...
@@ -230,11 +269,14 @@ class RowLayer(Protocol):
 
 
 class RowKernel(Protocol):
-    """All layers of a decoder for one row."""
+    """Computes all layers of a decoder for a single row."""
 
     def __call__(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
     ) -> bool:
-        """Whether `residual` [1, hidden] has gone through all layers, and its K and V to `meta.slots`; if not, nothing
-        was touched. `rotation`: cos and sin, float32 [1, head_dim]. `caches`: each layer's view."""
+        """Pass `residual` [1, hidden] through all layers and write its K and V to `meta.slots`. Return False, and
+        change nothing, if the kernel does not support this step.
+
+        `rotation` holds cos and sin, float32 [1, head_dim]; `caches` holds each layer's view.
+        """
         ...

@@ -1,11 +1,13 @@
-"""A weight of a matrix product in few bits: how its codes lie in memory, and what number each code stands for.
+"""Quantized weights of matrix products: how their codes lie in memory, and the number that each code represents.
 
-A weight is `(value(code) - zero) * scale`, one scale (and zero) per output row and run of `group` inputs. Codes of
-eight bits are bytes in order. Codes of four bits lie in int32 words: a stretch of 128 inputs is 16 words, and nibble
-`i` of word `j` is input `16 * i + j`, so that one shift yields 16 neighbours. Six bits add 8 words per stretch: field
-`f` (two high bits) of word `j` is of input `16 * (f % 8) + j + 8 * (f // 8)`. Rows are padded to whole stretches.
+A weight is `(value(code) - zero) * scale`, with one scale (and zero) for each output row and each group of `group`
+inputs. Codes of eight bits are bytes in order. Codes of four bits lie in int32 words: a stretch of 128 inputs has 16
+words, and nibble `i` of word `j` is input `16 * i + j`, so that one shift yields 16 neighbours. Codes of six bits have
+8 more words in each stretch: field `f` (two high bits) of word `j` belongs to input `16 * (f % 8) + j + 8 * (f // 8)`.
+Rows are padded to whole stretches.
 
-Plain torch, on any device: specification, oracle and fallback of every kernel that reads such weights.
+The functions are plain torch and run on any device. They are the specification, the test oracle and the fallback of
+every kernel that reads such weights.
 """
 
 from collections.abc import Sequence
@@ -18,26 +20,31 @@ from torch import Tensor
 Codebook = Literal["int8", "fp8_e4m3", "fp8_e5m2", "int4", "uint4", "fp6", "fp4", "nf4", "bnb_fp4"]
 
 STRETCH = 128
-LOW_WORDS, HIGH_WORDS = 16, 8  # per stretch
+"""Number of inputs whose codes are packed together."""
+LOW_WORDS, HIGH_WORDS = 16, 8
+"""Words of a stretch that hold the low four bits, and words that hold the two high bits of six-bit codes."""
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""E2M1 of the OCP microscaling formats, without its sign."""
+"""Values of E2M1 of the OCP microscaling formats, without the sign."""
 BNB_FP4_VALUES = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
-"""bitsandbytes' own four-bit float, without its sign."""
+"""Values of the four-bit float of bitsandbytes, without the sign."""
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""QLoRA's quantiles of the normal distribution (arXiv 2305.14314, appendix E)."""
+"""Quantiles of the normal distribution from QLoRA (arXiv 2305.14314, appendix E)."""
 
 
 def code_bits(codebook: Codebook) -> int:
+    """Return the number of bits of a code."""
     return {"int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "fp6": 6}.get(codebook, 4)
 
 
 def code_values(codebook: Codebook) -> tuple[float, ...]:
-    """What codes of at most six bits stand for, in order."""
+    """Return the values of all codes in order. Raises `ValueError` for codes of eight bits, which are numbers
+    themselves.
+    """
     match codebook:
         case "int4":
             return tuple(float(code - 8) for code in range(16))
@@ -58,22 +65,26 @@ def code_values(codebook: Codebook) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """`codes` [outputs, …] int8, torch's float8 or int32 words; `scales` and `zeros` [outputs, groups] of any float."""
+    """One quantized weight. `codes` is [outputs, …] in int8, a float8 of torch, or int32 words; `scales` and `zeros`
+    are [outputs, groups] of any float dtype.
+    """
 
     codebook: Codebook
     inputs: int
     group: int
-    """Inputs per scale; at least `inputs` means one scale per row."""
+    """Number of inputs that share a scale; `inputs` or more means one scale for a row."""
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
 
     @property
     def outputs(self) -> int:
+        """Return the number of rows."""
         return self.codes.shape[0]
 
     @property
     def nbytes(self) -> int:
+        """Return the size of all tensors in bytes."""
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
 
     @property
@@ -81,34 +92,36 @@ class QuantizedWeight:
         return self.codes.device
 
     def to(self, device: torch.device) -> "QuantizedWeight":
+        """Return a copy on `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 
     def rows(self, start: int, end: int) -> "QuantizedWeight":
-        """A view of some outputs."""
+        """Return the outputs from `start` to `end` as a view."""
         zeros = None if self.zeros is None else self.zeros[start:end]
         return replace(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """Weights of one shape, their outputs one after the other: the experts of a mixture."""
+    """The weights of a mixture's experts, all of one shape, with their outputs one after the other."""
 
     weight: QuantizedWeight
     count: int
 
     @property
     def outputs(self) -> int:
-        """Of one."""
+        """Return the number of output rows of one expert."""
         return self.weight.outputs // self.count
 
-    def one(self, number: int) -> QuantizedWeight:
-        """A view."""
+    def expert_view(self, number: int) -> QuantizedWeight:
         return self.weight.rows(number * self.outputs, (number + 1) * self.outputs)
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One weight with all outputs; None where the parts are not of one kind."""
+    """Return one weight with the outputs of all parts, or None if they differ in codebook, group, dtype of scales or
+    use of zeros.
+    """
     first = parts[0]
     kinds = {(p.codebook, p.inputs, p.group, p.scales.dtype, p.zeros is None) for p in parts}
     if len(kinds) > 1:
@@ -120,7 +133,7 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def numbers(weight: QuantizedWeight) -> Tensor:
-    """float32 [outputs, inputs]: what the codes stand for, before zeros and scales."""
+    """Return the values of the codes, float32 [outputs, inputs], without zeros and scales."""
     bits = code_bits(weight.codebook)
     if bits == 8:
         return weight.codes[:, : weight.inputs].float()
@@ -130,7 +143,7 @@ def numbers(weight: QuantizedWeight) -> Tensor:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[outputs, inputs], computed in float32 and rounded once."""
+    """Return the weight as numbers [outputs, inputs], computed in float32 and rounded once."""
     values, groups = numbers(weight), weight.scales.shape[1]
     padded = torch.nn.functional.pad(values, (0, groups * weight.group - weight.inputs)) if groups > 1 else values
     grouped = padded.view(len(values), groups, -1)
@@ -140,19 +153,21 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
 
 
 def dequantize_rows(weight: QuantizedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of an embedding table: [len(rows), inputs]."""
+    """Return rows of an embedding table as numbers [len(rows), inputs]."""
     zeros = None if weight.zeros is None else weight.zeros[rows]
-    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # no index kernel knows float8
+    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch cannot index float8
     return dequantize(replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros), dtype)
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """The twin of every quantized product: x [num_tokens, inputs] -> [num_tokens, outputs], in x's dtype."""
+    """Return x [num_tokens, inputs] times the weight: [num_tokens, outputs] in x's dtype. This is the twin of every
+    quantized product.
+    """
     return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes [outputs, inputs] of four or six bits -> int32 words."""
+    """Pack uint8 codes [outputs, inputs] of four or six bits into int32 words."""
     outputs, inputs = codes.shape
     stretches = -(-inputs // STRETCH)
     padded = torch.nn.functional.pad(codes, (0, stretches * STRETCH - inputs))
@@ -170,7 +185,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
-    """uint8 [outputs, padded inputs]."""
+    """Return the codes of packed words, uint8 [outputs, padded inputs]."""
     per_stretch = LOW_WORDS if bits == 4 else LOW_WORDS + HIGH_WORDS
     stretches = words.view(len(words), -1, per_stretch)
     codes = torch.empty((*stretches.shape[:2], 8, 16), dtype=torch.uint8, device=words.device)
@@ -185,4 +200,5 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
+    """Concatenate tensors as bytes, which works for float8 too."""
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

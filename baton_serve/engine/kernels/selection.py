@@ -1,4 +1,4 @@
-"""Chooses the kernels for a device and dtype, by name; the plain-torch twin where nothing faster works."""
+"""Choose the kernels for a device and dtype; use the plain-torch twin if nothing faster works."""
 
 import importlib
 import importlib.util
@@ -19,11 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Call once per engine: it may compile, and it warns when it has to fall back on the twin."""
+    """Return the attention of a device. Call it once for an engine: it may compile, and it logs a warning if only the
+    twin is available.
+    """
     if device.type == "cpu":
         return _cpu_attention(dtype)
     if importlib.util.find_spec("triton") is None:
-        logger.warning("Triton is not installed: attention on %s runs in plain torch, slowly", device.type)
+        logger.warning(
+            "Triton is not installed: attention on %s runs in plain torch, which is slow. Install triton", device.type
+        )
         return ReferenceAttention()
     backend: AttentionBackend = importlib.import_module("baton_serve.engine.kernels.triton.attention").TritonAttention(
         device
@@ -32,7 +36,9 @@ def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBack
 
 
 def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
-    """Call once per engine, after `attention_backend`, which warns for both."""
+    """Return the kernels between attention layers. Call it once for an engine, after `attention_backend`, which logs
+    the warning for both.
+    """
     if device.type != "cpu":
         return _triton_layers()
     if dtype not in DTYPE_CODES:
@@ -46,8 +52,9 @@ def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
 def row_kernel(
     device: torch.device, layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
 ) -> RowKernel | None:
-    """All of a decoder's layers at once for one row; None: nothing here is faster than its steps apart, or not known to
-    be safe."""
+    """Return a kernel that computes all layers of a decoder for one row, or None if nothing here is faster than
+    separate steps, or is known to be safe on this device.
+    """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None
     module = importlib.import_module("baton_serve.engine.kernels.triton.row.layers")
@@ -56,7 +63,7 @@ def row_kernel(
 
 
 def argmax_kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """(logits [rows, columns], out int64 [rows]) -> out."""
+    """Return a function that computes argmax: (logits [rows, columns], out int64 [rows]) -> out."""
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return reference_layers.argmax
     kernel: Callable[[Tensor, Tensor], Tensor] = importlib.import_module(
@@ -78,5 +85,7 @@ def _cpu_attention(dtype: torch.dtype) -> AttentionBackend:
     try:
         return CpuAttention(load_kernels())
     except KernelsUnavailableError as error:
-        logger.warning("Attention on the CPU runs in plain torch, slowly: %s. Install g++ to build it", error)
+        logger.warning(
+            "Attention on the CPU runs in plain torch, which is slow: %s. Install g++ to build the kernels", error
+        )
         return ReferenceAttention()

@@ -1,1 +1,1 @@
-"""C++ kernels for CPUs, built at first use; the sources are in `src`."""
+"""C++ kernels for CPUs, compiled at first use; the sources are in `src`."""

@@ -1,6 +1,6 @@
-"""The C++ attention behind `AttentionBackend`: turns tensors into pointers and strides, computes nothing itself.
+"""Call the C++ attention behind `AttentionBackend`: convert tensors to pointers and strides. Nothing is computed here.
 
-What the library has no code for (float64, rows that are not contiguous) goes to the plain-torch twin.
+Inputs that the library does not support (float64, rows that are not contiguous) go to the plain-torch twin.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 class _AttendArguments(ctypes.Structure):
-    """`AttendArguments` of cpu/attention.cpp, field by field."""
+    """`AttendArguments` of src/attention.cpp, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "cache", "output")),
@@ -31,7 +31,7 @@ class _AttendArguments(ctypes.Structure):
 
 
 class CpuAttention:
-    """Fits `AttentionBackend`. `library` is what `load_kernels` gave."""
+    """Implements `AttentionBackend`. `library` is the result of `load_kernels`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.baton_attend
@@ -53,6 +53,7 @@ class CpuAttention:
         num_tokens, num_heads, head_dim = query.shape
         output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+        # The library adds slopes before it multiplies a score by `scale`.
         alibi = None if spec.alibi is None else (spec.alibi.float() / spec.scale).contiguous()
         strides = cache.stride()
         arguments = _AttendArguments(

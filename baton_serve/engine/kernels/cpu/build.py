@@ -1,8 +1,9 @@
-"""Builds the C++ kernels into one shared library for this very CPU, at first use, and loads it.
+"""Compile the C++ kernels into one shared library for this machine's CPU at first use, and load it.
 
-The library is cached by hash of sources, compiler and CPU flags. Several processes may build at once: each writes a
-file of its own, and all load the first one that was ready, for a build measures (cpu/pairs.cpp) how this CPU multiplies
-bf16 best, and processes of one machine must agree. Knows nothing else of what the kernels compute.
+The library is cached by a hash of its sources, the compiler and the CPU's flags. Several processes may compile at once:
+each writes its own file, and all load the one that was finished first. They must not differ, because a build measures
+(src/pairs.cpp) how this CPU multiplies bf16 fastest, and all processes of a machine must compute alike. This module
+knows nothing else about the kernels.
 """
 
 import ctypes
@@ -24,18 +25,22 @@ _COMPILE_DEADLINE_S = 120.0
 _PROBE = _SOURCES / "pairs.cpp"
 _SUFFIXES = {None: "", True: "_widened", False: "_pairs"}
 _SLOW_PAIR = 3.0
-"""A dot product of pairs does the work of two multiply-adds. CPUs are seen at 1 to 2 times their time, or at 4."""
+"""Cost ratio from which bf16 is multiplied as float32. A dot product of pairs does the work of two multiply-adds; CPUs
+take 1 to 2 times the time of one, or 4 times.
+"""
 
 
 class KernelsUnavailableError(Exception):
-    """No library on this machine; the message says why. The caller falls back on the plain-torch twins."""
+    """No library can be built on this machine; the message states why. The caller uses the plain-torch twins."""
 
 
 @functools.cache
 def load_kernels(cache: Path | None = None, compiler: str | None = None, *, widens: bool | None = None) -> ctypes.CDLL:
-    """`cache` defaults to ~/.cache/baton/kernels; an unusable one is replaced by a directory that lives for the call.
-    One library for all of a process, for it has a state (cpu/turns.cpp). `widens`: whether bf16 is multiplied as
-    float32, None: what the build measures to be faster; only tests say which.
+    """Return the library of the CPU kernels. A process has only one, because it has a state (src/turns.cpp).
+
+    `cache` defaults to ~/.cache/baton/kernels; if it cannot be used, a directory is made that lives for this call.
+    `widens` states whether bf16 is multiplied as float32; None uses what the build measures to be faster. Only tests
+    set it.
 
     Raises `KernelsUnavailableError`.
     """
@@ -45,8 +50,11 @@ def load_kernels(cache: Path | None = None, compiler: str | None = None, *, wide
     name = f"baton_{_fingerprint(compiler)}{_SUFFIXES[widens]}.so"
     try:
         return _load_from(cache or Path.home() / ".cache" / "baton" / "kernels", name, compiler, widens)
-    except (OSError, RuntimeError) as error:  # not writable, mounted noexec, no home
-        logger.info("The kernel cache cannot be used (%s): building for this process alone", error)
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # the folder is not writable or mounted noexec, or the home folder is missing
+        logger.info("The cache of compiled CPU kernels cannot be used (%s): compiling for this process only", error)
     try:
         with tempfile.TemporaryDirectory(prefix="baton-kernels-") as directory:
             return _load_from(Path(directory), name, compiler, widens)  # a loaded library outlives its file
@@ -58,6 +66,7 @@ def _load_from(directory: Path, name: str, compiler: str, widens: bool | None) -
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / name
     if not library.exists():
+        # In the same directory, so that `_publish` can link it.
         handle, partial = tempfile.mkstemp(suffix=".so", prefix="build-", dir=directory)
         os.close(handle)
         try:
@@ -71,9 +80,9 @@ def _load_from(directory: Path, name: str, compiler: str, widens: bool | None) -
 def _publish(built: Path, library: Path) -> None:
     try:
         library.hardlink_to(built)
-    except FileExistsError:  # the first one counts
+    except FileExistsError:  # another process was first: its library is used
         pass
-    except OSError:  # a file system without links
+    except OSError:  # the file system has no hard links
         built.replace(library)
 
 
@@ -86,7 +95,7 @@ def _build(compiler: str, output: Path, widens: bool | None) -> None:
 
 
 def _pair_cost(compiler: str, beside: Path) -> float:
-    """The time of a bf16 dot product to that of a float32 multiply-add, measured now."""
+    """Measure the time of a bf16 dot product relative to that of a float32 multiply-add."""
     probe = beside.with_suffix(".probe.so")
     try:
         _compile(compiler, [str(_PROBE)], probe)
@@ -126,7 +135,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _compiler_identity(compiler: str) -> tuple[str, ...]:
-    """Without starting it: where it really is, its size and date."""
+    """Return path, size and date of the compiler. It is not started for its version, which would take longer."""
     try:
         real = Path(compiler).resolve()
         stat = real.stat()
@@ -136,7 +145,7 @@ def _compiler_identity(compiler: str) -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """What -march=native depends on."""
+    """Return the lines of /proc/cpuinfo that determine what -march=native means."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A whole Llama-shaped decoder as one call of the C++ library, on weights packed once at load."""
+"""Run a whole Llama-shaped decoder as one call of the C++ library, with weights that were packed once at load."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -18,6 +18,8 @@ _NOTHING = _AfterLayer()
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
+    """The weights of one decoder layer."""
+
     input_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
@@ -30,7 +32,7 @@ class DecoderLayer:
 
 
 class _Layer(ctypes.Structure):
-    """`DecoderLayer` of cpu/decoder.cpp, field by field; the class below is its `StepArguments`."""
+    """`DecoderLayer` of src/decoder.cpp, field by field."""
 
     _fields_ = (
         *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
@@ -42,6 +44,8 @@ class _Layer(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
+    """`StepArguments` of src/decoder.cpp, field by field."""
+
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
         ("head", PackedMatrix),
@@ -59,7 +63,7 @@ class _Step(ctypes.Structure):
 
 
 class CpuDecoder:
-    """Keeps the weights, and scratch memory for the longest step so far."""
+    """One decoder in the C++ library. It keeps the weights alive, and scratch memory for the longest step so far."""
 
     def __init__(
         self,
@@ -92,9 +96,11 @@ class CpuDecoder:
         logit_rows: Tensor | None,
         after_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """`residual`: the embeddings [num_tokens, hidden], destroyed; `rotation`: cos and sin, float32
-        [num_tokens, rotary_dim]; `caches`: each layer's view; `after_layer`: as in `StepInputs`. Returns logits
-        [num_logits, vocabulary]. Raises what `after_layer` raises."""
+        """Run a step and return its logits [num_logits, vocabulary]. Raises what `after_layer` raises.
+
+        `residual` holds the embeddings [num_tokens, hidden] and is overwritten. `rotation` holds cos and sin, float32
+        [num_tokens, rotary_dim]; `caches` holds each layer's view; `after_layer` is described in `StepInputs`.
+        """
         step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
         self._point_at(caches)
         self._make_room(len(residual))
@@ -124,6 +130,7 @@ class CpuDecoder:
     def _point_at(self, caches: list[Tensor]) -> None:
         if caches is self._caches:
             return
+        # The pointers of the layers change only with the cache, not with each step.
         self._caches, step = caches, self._step
         assert reads_cache(caches[0], torch.bfloat16)
         for layer, cache in zip(self._layers, caches, strict=True):
@@ -145,7 +152,7 @@ class CpuDecoder:
 
 
 class _Calls:
-    """`after_layer` as a function of C, through which no error can pass: it is kept."""
+    """`after_layer` as a C function. An exception cannot pass through C, so it is stored and raised after the call."""
 
     def __init__(self, after_layer: Callable[[int], None] | None) -> None:
         self.error: BaseException | None = None
@@ -156,7 +163,7 @@ class _Calls:
         assert self._after_layer is not None
         try:
             self._after_layer(layer)
-        except BaseException as error:  # noqa: BLE001 - raised when the library has returned
+        except BaseException as error:  # noqa: BLE001 - raised again after the library has returned
             self.error = error
         return self.error is not None
 

@@ -1,6 +1,7 @@
-"""The C++ steps between a layer's matrix products, behind `LayerKernels`, and the KV store they share with attention.
+"""Call the C++ steps between a layer's matrix products, behind `LayerKernels`, and the KV store that they share with
+attention.
 
-Tensors become pointers and strides here; what the library has no code for goes to the plain-torch twin.
+Tensors are converted to pointers and strides here. Inputs that the library does not support go to the plain-torch twin.
 """
 
 import ctypes
@@ -14,15 +15,16 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers of the dtypes in the C++ sources."""
 
 KV_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
-"""Of caches with a byte per element."""
+"""Numbers of the dtypes of caches with one byte for each element."""
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
 class _NormArguments(ctypes.Structure):
-    """`NormArguments` of cpu/layers.cpp, field by field; so are the classes below."""
+    """`NormArguments` of src/layers.cpp, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input", "weight", "residual", "output")),
@@ -33,6 +35,8 @@ class _NormArguments(ctypes.Structure):
 
 
 class _GateArguments(ctypes.Structure):
+    """`GateArguments` of src/layers.cpp, field by field."""
+
     _fields_ = (
         *((name, _POINTER) for name in ("gate", "up", "output")),
         *((name, _LONG) for name in ("gate_stride", "up_stride", "num_rows")),
@@ -41,6 +45,8 @@ class _GateArguments(ctypes.Structure):
 
 
 class _StoreArguments(ctypes.Structure):
+    """`StoreArguments` of src/layers.cpp, field by field."""
+
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value", "cos", "sin", "cache", "slots")),
         *((name, _LONG) for name in ("query_token_stride", "query_head_stride")),
@@ -54,14 +60,14 @@ class _StoreArguments(ctypes.Structure):
 
 
 def reads_cache(cache: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the library reads and writes this layer's view for activations of `dtype`."""
-    if cache.dtype in KV_CODES:  # scales lie behind a head's codes
+    """Return whether the library reads and writes this layer's cache view for activations of `dtype`."""
+    if cache.dtype in KV_CODES:  # the scales follow the codes of a head
         return cache.stride(4) == 1 and cache.stride(3) == cache.shape[4]
     return cache.dtype == dtype and cache.stride(4) == 1
 
 
 class KvStore:
-    """Writes K and V to their slots; with `rotation`, rotates the query (in place) and the key on the way."""
+    """Writes K and V to their slots. With a rotation, it also rotates the query (in place) and the key."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.baton_store
@@ -117,7 +123,9 @@ class KvStore:
 
 
 class CpuLayers:
-    """Fits `LayerKernels`. `library` is what `load_kernels` gave; `dtype` that of a model's activations."""
+    """Implements `LayerKernels`. `library` is the result of `load_kernels`; `dtype` is that of the
+    model's activations.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library = library
@@ -234,6 +242,6 @@ class CpuLayers:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """[..., size] -> [rows, size] with contiguous rows; copies only what is not laid out so already."""
+    """Return [..., size] as [rows, size] with contiguous rows; copy only if the layout requires it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,4 +1,6 @@
-"""Weights as the C++ products read them (cpu/linear.h): packed once, bf16 or codes of four or eight bits."""
+"""Pack weights in the order that the C++ products read (src/linear.h): once at load, as bf16 or as codes of four or
+eight bits.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,15 +13,18 @@ from torch import Tensor
 from baton_serve.engine.kernels.quantized import QuantizedWeight, code_bits, code_values, unpack_codes
 
 PANEL = 32
-"""Outputs that lie together."""
+"""Number of outputs that lie together in a packed matrix."""
 SIGN = 0x80
+"""Sign bit of an eight-bit code; the other bits are a place in a table of magnitudes."""
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Fits `PackedWeight`. Codes: `scales` and `zeros` float32 [groups, padded outputs], `table` bf16."""
+    """A packed weight; implements `PackedWeight`. For codes, `scales` and `zeros` are float32 [groups, padded outputs]
+    and `table` is bf16.
+    """
 
     words: Tensor
     bias: Tensor | None
@@ -33,7 +38,7 @@ class Matrix:
 
 
 class PackedMatrix(ctypes.Structure):
-    """Of cpu/linear.h, field by field."""
+    """`PackedMatrix` of src/linear.h, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("words", "bias", "scales", "zeros", "table")),
@@ -42,13 +47,18 @@ class PackedMatrix(ctypes.Structure):
 
 
 def has_packed_linear(library: ctypes.CDLL) -> bool:
-    """Whether this CPU multiplies pairs of bf16 and looks bytes up."""
+    """Return whether this CPU has the instructions that the packed products need: products of bf16 pairs and byte
+    look-ups.
+    """
     return bool(library.baton_has_packed_linear())
 
 
 def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, takes_turns: bool = False) -> Matrix:
-    """One matrix of `parts`, bf16 [outputs, inputs] with an even number of inputs, one above the other; none is kept.
-    `takes_turns`: there are two, in the order of `gated`."""
+    """Pack `parts`, each bf16 [outputs, inputs] with an even number of inputs, into one matrix, one above the other.
+    The parts are not kept.
+
+    `takes_turns` interleaves two parts in the order of `gated`.
+    """
     inputs, outputs = parts[0].shape[1], sum(len(part) for part in parts)
     parts = [part if part.stride() == (inputs, 1) else part.contiguous() for part in parts]
     rows = np.concatenate([part.data_ptr() + np.arange(len(part)) * (2 * inputs) for part in parts])
@@ -63,15 +73,15 @@ def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, 
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether the C++ products have code for it; the twin computes the rest."""
+    """Return whether the C++ products support this weight; otherwise the twin computes it."""
     is_cut_well = weight.group >= weight.inputs or weight.group in (32, 64) or weight.group % 128 == 0
     if weight.inputs % 4 or not is_cut_well:
         return False
-    return weight.codebook != "int8" or not bool((weight.codes == -128).any())  # signs are apart from magnitudes
+    return weight.codebook != "int8" or not bool((weight.codes == -128).any())  # -128 has no positive counterpart
 
 
 def pack_codes(weight: QuantizedWeight, bias: Tensor | None) -> Matrix:
-    """Only where `can_pack`. Keeps no part of `weight`."""
+    """Return a packed copy of `weight`, which is not kept. Call it only if `can_pack` is True."""
     is_small = code_bits(weight.codebook) == 4
     codes, table = _nibbles(weight) if is_small else _signed_bytes(weight)
     words = _pack4(_padded(codes)) if is_small else _pack8(_padded(codes))
@@ -83,12 +93,14 @@ def pack_codes(weight: QuantizedWeight, bias: Tensor | None) -> Matrix:
 
 
 def gated(rows: Tensor) -> Tensor:
-    """Gate and up, one above the other: their rows take turns, 16 of each, so that a panel holds both."""
+    """Return gate and up, given one above the other, with their rows interleaved in runs of 16, so that each panel
+    holds both.
+    """
     return rows.view(2, -1, PANEL // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def embed(matrix: Matrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of an embedding table in codes of eight bits: [len(rows), inputs]."""
+    """Return rows of an embedding table with codes of eight bits as numbers [len(rows), inputs]."""
     assert matrix.bits == 8 and matrix.scales is not None and matrix.table is not None
     place = rows % PANEL
     words = matrix.words.view(-1, matrix.inputs // 2, 4, 2, 4, 2)
@@ -103,7 +115,7 @@ def embed(matrix: Matrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_argument(matrix: Matrix) -> PackedMatrix:
-    """Pointers into `matrix`, whose owner keeps it."""
+    """Return the C structure of a matrix. Its pointers are valid as long as `matrix` lives."""
 
     def at(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
@@ -122,7 +134,7 @@ def as_argument(matrix: Matrix) -> PackedMatrix:
 
 
 class PackedLinear:
-    """`library` is what `load_kernels` gave."""
+    """Products of packed weights. `library` is the result of `load_kernels`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.baton_linear
@@ -130,8 +142,9 @@ class PackedLinear:
         self._function.restype = ctypes.c_int
 
     def __call__(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """x bf16 [num_tokens, inputs] -> [num_tokens, outputs]."""
+        """Multiply x, bf16 [num_tokens, inputs], by a matrix. Return [num_tokens, outputs]."""
         x = x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
+        # The library stores pairs of outputs, so rows have an even length.
         output = torch.empty((len(x), matrix.outputs + matrix.outputs % 2), dtype=x.dtype)
         argument, threads = as_argument(matrix), torch.get_num_threads()
         status = self._function(
@@ -148,7 +161,7 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _columns(per_output: Tensor) -> Tensor:
-    """[outputs, groups] -> float32 [groups, padded outputs]."""
+    """Return [outputs, groups] as float32 [groups, padded outputs]."""
     return _padded(per_output.float()).T.contiguous()
 
 
@@ -158,7 +171,7 @@ def _nibbles(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def _signed_bytes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """A sign and a place in a table of 128 magnitudes."""
+    """Return codes of a sign and a place in a table of 128 magnitudes, and that table."""
     if weight.codebook == "int8":
         values = weight.codes[:, : weight.inputs].to(torch.int16)
         codes = torch.where(values < 0, SIGN - values, values).to(torch.uint8)
@@ -167,6 +180,7 @@ def _signed_bytes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
         codes = unpack_codes(weight.codes, 6)[:, : weight.inputs]
         table = torch.tensor(code_values("fp6")[:32]).repeat(4)
         return (codes & 31) | (codes & 32) << 2, table.to(torch.bfloat16)
+    # A float8 is a sign and seven bits already: decode all 128 positive ones into the table.
     float8 = weight.codes.dtype
     table = torch.arange(SIGN, dtype=torch.uint8).view(float8).float()
     return weight.codes.view(torch.uint8)[:, : weight.inputs], table.to(torch.bfloat16)

@@ -1,4 +1,6 @@
-"""Products and attention of this process pause while another one on the same cores has the turn (cpu/turns.cpp)."""
+"""Let this process's products and attention pause while another process on the same cores has its turn
+(src/turns.cpp).
+"""
 
 import ctypes
 
@@ -6,9 +8,12 @@ from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_k
 
 
 def yield_to_processes(address: int, rows: int, width: int) -> bool:
-    """From now on. `address`: of `rows` rows of `width` int64 words, mapped while this process lives; the first word of
-    a row is when its owner's turn ends (CLOCK_MONOTONIC, ns), 0: it has none. No rows: nobody is waited for any more.
-    False: there are no kernels here that could."""
+    """Start to give way to other processes, which share `rows` rows of `width` int64 words at `address`. The memory
+    must stay mapped as long as this process lives.
+
+    The first word of a row is the time when its owner's turn ends (CLOCK_MONOTONIC, ns), or 0 if it has none. With
+    `rows` 0, this process waits for nobody any more. Return False if this machine has no C++ kernels.
+    """
     try:
         library = load_kernels()
     except KernelsUnavailableError:

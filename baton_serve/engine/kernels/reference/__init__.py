@@ -1,1 +1,1 @@
-"""The plain-torch twin of every kernel: specification, oracle and fallback."""
+"""The plain-torch twin of every kernel: its specification, its test oracle and its fallback."""

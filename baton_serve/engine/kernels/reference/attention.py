@@ -1,7 +1,7 @@
-"""The plain-torch twin of every kernel: specification, oracle and fallback, on any device and dtype.
+"""The plain-torch twin of attention: specification, test oracle and fallback, on any device and dtype.
 
-Computes in float32 and rounds once at the end. The query group of a KV head is folded into the query
-dimension: torch's `enable_gqa` is ten times slower at one query token.
+It computes in float32 and rounds once at the end. The query heads that share a KV head are folded into the query
+dimension, because torch's `enable_gqa` is ten times slower for one query token.
 """
 
 from itertools import pairwise
@@ -12,11 +12,12 @@ from torch import Tensor
 from baton_serve.engine.kernels import kv_codes
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
 
-_MAX_SCORES = 1 << 24  # score elements alive at once: 64 MiB of float32
+_MAX_SCORES = 1 << 24
+"""Largest number of scores that are kept at once; 64 MiB in float32."""
 
 
 class ReferenceAttention:
-    """Fits `AttentionBackend`."""
+    """Implements `AttentionBackend` in plain torch."""
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
         block_tokens = cache.shape[3]
@@ -51,7 +52,7 @@ class ReferenceAttention:
 
 
 def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec: AttentionSpec) -> Tensor:
-    """One query token per sequence: a single gather serves the whole batch."""
+    """Attend for sequences with one query token each: a single gather serves the whole batch."""
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
     keys, values = _gather(cache, tables)  # [num_seqs, num_kv_heads, tokens, head_dim]
@@ -64,12 +65,12 @@ def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec
         scores = scores + spec.alibi.view(1, num_kv_heads, -1, 1) * (kv_positions - positions)[:, None, None, :]
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
     sinks = None if spec.sinks is None else spec.sinks.view(1, num_kv_heads, -1, 1)
-    values = values.masked_fill(~visible[:, None, :, None], 0.0)  # memory never written may hold NaN
+    values = values.masked_fill(~visible[:, None, :, None], 0.0)  # memory that was never written may hold NaN
     return (_softmax(scores, sinks) @ values).reshape(num_seqs, num_heads, head_dim).to(query.dtype)
 
 
 def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec: AttentionSpec) -> Tensor:
-    """The new tokens of one sequence, in slices of rows so that the scores stay bounded."""
+    """Attend for the new tokens of one sequence, in slices of rows so that the memory for scores stays bounded."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
     keys, values = _gather(cache, table[None, : -(-context_len // cache.shape[3])])
@@ -93,7 +94,7 @@ def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec
 
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of the tables' blocks in float32, each [num_seqs, num_kv_heads, tokens, head_dim]."""
+    """Return K and V of the tables' blocks, each float32 [num_seqs, num_kv_heads, tokens, head_dim]."""
     blocks = kv_codes.read(cache, tables.long())  # [num_seqs, blocks, 2, num_kv_heads, block_tokens, head_dim]
     keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)
     return keys, values
@@ -111,7 +112,7 @@ def _capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension; a sink takes its share of the probability and is dropped."""
+    """Return the softmax over the last dimension. A sink takes part of the probability, and its column is dropped."""
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     column = sinks.to(scores).expand(*scores.shape[:-1], 1)

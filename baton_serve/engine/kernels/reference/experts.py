@@ -1,4 +1,4 @@
-"""The plain-torch twins of triton_experts: specification and oracle, and what the CPU runs."""
+"""The plain-torch twins of `kernels.triton.experts`: specification and test oracle, and the implementation for CPUs."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from baton_serve.engine.kernels.quantized import StackedWeight, dequantize
 
 
 def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """See triton_experts.route."""
+    """Choose the experts of each token; see `LayerKernels.route`."""
     weights, chosen = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -17,7 +17,9 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Ten
 
 
 def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """See triton_experts.mix. Rows are sorted by expert once; only experts that somebody chose are visited."""
+    """Return the weighted sum of each token's experts; see `LayerKernels.mix`. Rows are sorted by expert once, so that
+    only experts with rows are computed.
+    """
     top_k = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = chosen.flatten().bincount(minlength=experts.num_experts).tolist()
@@ -29,13 +31,14 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
             part = slice(start, start + count)
             outputs[part] = _one(rows[part], experts, expert) * factors[part]
             start += count
+    # Restore the order of the pairs, so that each token's experts are summed in the order in which it chose them.
     placed = torch.empty_like(outputs)
     placed[order] = outputs
     return placed.view(*chosen.shape, -1).float().sum(dim=1).to(x.dtype)
 
 
 def activated(gate_up: Tensor, experts: Experts) -> Tensor:
-    """gate_up [rows, 2 * width] -> [rows, width]."""
+    """Apply an expert's activation to gate_up [rows, 2 * width]. Return [rows, width]."""
     gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if experts.is_interleaved else gate_up.chunk(2, dim=-1)
     if experts.limit is None:
         return functional.silu(gate) * up
@@ -51,4 +54,4 @@ def _one(x: Tensor, experts: Experts, number: int) -> Tensor:
 
 
 def _matrix(weight: Tensor | StackedWeight, number: int, dtype: torch.dtype) -> Tensor:
-    return dequantize(weight.one(number), dtype) if isinstance(weight, StackedWeight) else weight[number]
+    return dequantize(weight.expert_view(number), dtype) if isinstance(weight, StackedWeight) else weight[number]

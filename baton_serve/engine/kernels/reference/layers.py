@@ -1,4 +1,4 @@
-"""The plain-torch twins of triton_layers: specification and oracle, on any device and dtype."""
+"""The plain-torch twins of `kernels.triton.layers`: specification and test oracle, on any device and dtype."""
 
 import torch
 from torch import Tensor
@@ -27,18 +27,18 @@ __all__ = [
 
 
 def pack(weight: QuantizedWeight) -> Weight:
-    """See triton_linear.pack."""
+    """Return the weight as it is: plain torch reads the codes in their own order."""
     return weight
 
 
 def embed(token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """token_ids [...] -> rows of a quantized `weight` as numbers [..., inputs]."""
+    """Return rows of a quantized embedding table as numbers; see `LayerKernels.embed`."""
     assert isinstance(weight, QuantizedWeight)
     return quantized.dequantize_rows(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
 
 
 def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
-    """See triton_linear.linear."""
+    """Return x times the weight; see `LayerKernels.linear`."""
     assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
         return quantized.linear(x, weight, bias)
@@ -47,7 +47,7 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def argmax(logits: Tensor, out: Tensor) -> Tensor:
-    """See triton_argmax.argmax."""
+    """Write the column of each row's largest logit to `out`, or the number of columns if the row contains NaN."""
     found = logits.max(dim=-1)
     return out.copy_(found.indices.masked_fill(found.values.isnan(), logits.shape[-1]))
 
@@ -55,7 +55,7 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, unit_offset: bool = False
 ) -> Tensor:
-    """See triton_layers.rms_norm; `residual` is updated in place."""
+    """Return the RMSNorm of x; see `LayerKernels.rms_norm`. `residual` is updated in place."""
     if residual is not None:
         residual += x
         x = residual
@@ -67,30 +67,30 @@ def rms_norm(
 
 
 def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-    """See triton_layers.norm_for; `residual` is updated in place."""
+    """Return the RMSNorm of x; see `LayerKernels.norm_for`. `residual` is updated in place."""
     return rms_norm(x, norm.weight, norm.eps, residual=residual)
 
 
 def linear_norm(
     x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
 ) -> Activations:
-    """See triton_layers.linear_norm; `residual` is updated in place."""
+    """Return the RMSNorm of a product and `residual`, which is updated in place; see `LayerKernels.linear_norm`."""
     return rms_norm(linear(x, product.weight, product.bias), norm.weight, norm.eps, residual=residual)
 
 
 def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
-    """See triton_layers.gated_linear."""
+    """Return `silu_mul` of a product; see `LayerKernels.gated_linear`."""
     return silu_mul(linear(x, gate_up.weight, gate_up.bias))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See triton_layers.silu_mul."""
+    """Return silu(gate) * up; see `LayerKernels.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """See triton_rotation.rotation."""
+    """Return cos and sin of the positions; see `LayerKernels.rotation`."""
     halves = positions[:, None].float() * frequencies
     angles = torch.cat((halves, halves), dim=-1)
     return angles.cos() * scaling, angles.sin() * scaling
@@ -106,7 +106,7 @@ def rotary_store(
     *,
     interleaved: bool = False,
 ) -> None:
-    """See triton_layers.rotary_store; `query` is updated in place."""
+    """Rotate queries and keys, and store K and V; see `LayerKernels.rotary_store`. `query` is updated in place."""
     query.copy_(_rotated(query, rotation, interleaved=interleaved))
     kept = slots >= 0
     blocks, offsets = slots[kept] // cache.shape[3], slots[kept] % cache.shape[3]
@@ -115,7 +115,7 @@ def rotary_store(
 
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
-    """In float32; the dimensions past the rotary ones pass unchanged."""
+    """Return x rotated in float32. The dimensions beyond the rotary ones are not changed."""
     half = rotation[0].shape[-1] // 2
     cos, sin = (part[:, None, :half].float() for part in rotation)
     result = x.float()

@@ -1,7 +1,8 @@
-"""The largest of each row of logits, its lowest place among equals: parts of a row first, then the parts.
+"""Argmax of each row of logits; among equal values, the lowest column. The parts of a row come first, then their
+results.
 
-A row is far longer than a program should read, and a small batch has few rows. A row with NaN has no largest: its place
-is the number of columns, which is none of them. Twin: reference_layers.argmax.
+A row is much longer than one program should read, and a small batch has few rows. A row that contains NaN has no
+largest value: its result is the number of columns, which is not a valid column. Twin: `reference.layers.argmax`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -13,12 +14,15 @@ from torch import Tensor
 from baton_serve.engine.kernels.triton.tiles import padded
 
 NO_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-"""NaN's key, above that of infinity."""
+"""Key of NaN, above that of infinity."""
 _PART = 2048
+"""Columns that one program reads."""
 
 
 def argmax(logits: Tensor, out: Tensor) -> Tensor:
-    """logits [rows, columns], floats of at most 32 bits -> `out`, int64 [rows]."""
+    """Write the column of each row's largest value to `out`, int64 [rows]. `logits` is [rows, columns] with floats of
+    at most 32 bits.
+    """
     found = part_keys(logits)
     (rows, columns), parts = logits.shape, found.shape[2]
     _whole_kernel[(rows,)](out, found[0], found[1], parts, columns, width=padded(parts), num_warps=1)
@@ -26,8 +30,9 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
 
 
 def part_keys(logits: Tensor) -> Tensor:
-    """int32 [2, rows, parts]: of each part of a row the largest, as an integer in the order of the floats, and the
-    lowest column that holds it."""
+    """Return int32 [2, rows, parts]: the largest value of each part of a row, as an integer in the order of the floats,
+    and the lowest column that holds it.
+    """
     assert logits.dtype.itemsize <= 4
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -43,8 +48,8 @@ def _part_kernel(keys, places, logits, stride, columns, parts, part: tl.constexp
     row = tl.program_id(0)
     column = tl.program_id(1) * part + tl.arange(0, part)
     number = tl.load(logits + row.to(tl.int64) * stride + column, column < columns, other=0.0).to(tl.float32)
-    bits = tl.where(number == 0, 0.0, number).to(tl.int32, bitcast=True)  # zero and minus zero are equal
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    bits = tl.where(number == 0, 0.0, number).to(tl.int32, bitcast=True)  # zero and minus zero must be equal
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats sort the other way: flip their bits
     key = tl.where(number != number, NO_NUMBER, key)
     key = tl.where(column < columns, key, -0x80000000)
     largest = tl.max(key, 0)

@@ -1,7 +1,9 @@
-"""Paged attention in Triton, for any device that has it: chooses tiles and launches; holds no device code.
+"""Paged attention in Triton for any device that it supports. This module chooses tile sizes and launches kernels; it
+has no device code.
 
-Nothing here waits for the device or reads a tensor's value, so everything may be captured in a graph. Sequences
-with one new token always take the decode kernel, whatever shares their batch: how a context is cut depends on itself.
+Nothing here waits for the device or reads a tensor's value, so that everything can be captured in a graph. Sequences
+with one new token always use the decode kernel, whatever else is in their batch, so that the cut of a context depends
+on this context only.
 """
 
 import torch
@@ -25,15 +27,22 @@ from baton_serve.engine.kernels.triton.tiles import (
 )
 
 MAX_HEAD_DIM = 256
-"""Wider heads fit into no tile: the plain-torch twin takes them, latent attention and ALiBi, on any device."""
+"""Largest head dimension of the kernels. Wider heads fit into no tile; the plain-torch twin computes them, and also
+latent attention and ALiBi, on any device.
+"""
 
 
 class TritonAttention:
-    """Fits `AttentionBackend`. Rows of a cache view must be contiguous from the plane dimension down; a graph's
-    padding sequences have a context length of 0 and its padding tokens negative slots."""
+    """Implements `AttentionBackend`.
+
+    Rows of a cache view must be contiguous from the plane dimension on. Padding sequences of a graph have a context
+    length of 0, and its padding tokens have negative slots.
+    """
 
     def __init__(self, device: torch.device | None = None, *, limits: DeviceLimits | None = None) -> None:
-        """Without `limits` asks the device (default: the current accelerator) for them."""
+        """Create the backend for a device (default: the current accelerator), whose limits are queried unless they are
+        given.
+        """
         if limits is None:
             device = device or torch.accelerator.current_accelerator()
             limits = device_limits((device and device.index) or 0)
@@ -52,6 +61,7 @@ class TritonAttention:
         decoding, prefilling = self.tiles(query, cache, meta.context_lens.shape[0])
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         num_tokens, num_seqs = query.shape[0], meta.context_lens.shape[0]
+        # If all sequences have the same number of new tokens, more than one, then no sequence has a single one.
         are_equal = num_tokens == num_seqs * meta.max_query_len
         has_singles = meta.max_query_len == 1 or (meta.has_singles and not are_equal)
         if meta.max_query_len > 1:
@@ -63,13 +73,13 @@ class TritonAttention:
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
         if spec.alibi is not None or _has_one_plane(cache) or cache.shape[4] > MAX_HEAD_DIM:
             return None
-        # Its programs take more registers, so fewer of them share a processor: large batches would wait for that.
+        # The programs of this kernel need more registers, so fewer of them share a processor: it slows large batches.
         if not fits(new, cache, meta) or len(new.heads) * cache.shape[2] > self._limits.processors:
             return None
         return decode_new(new, cache, meta, spec, self.tiles(new.heads, cache, len(new.heads))[0])
 
     def tiles(self, query: Tensor, cache: Tensor, num_seqs: int = 1) -> tuple[DecodeTiles, PrefillTiles]:
-        """What this device gets for these shapes."""
+        """Return the tile sizes of this device for these shapes."""
         head_bytes = padded(query.shape[2]) * query.element_size()
         return (
             decode_tiles(
@@ -84,5 +94,7 @@ class TritonAttention:
 
 
 def _has_one_plane(cache: Tensor) -> bool:
-    """The kernels find V where a second plane would lie."""
+    """Return whether K and V are one memory (latent attention). The kernels would read V where a second
+    plane begins.
+    """
     return cache.stride(1) == 0

@@ -1,9 +1,10 @@
-"""Decode attention: one query token per sequence, the context cut into splits, the partial results combined.
+"""Decode attention: one query token for each sequence. The context is cut into splits, whose partial results are
+combined.
 
-How a sequence is cut depends on its own context (of K and V in one byte also on the batch's size: triton_tiles), not on
-its neighbours' contexts. Programs walk over (sequence, split, KV head) items that they derive from `context_lens` on
-the device: the grid depends on maximal shapes only, nothing is read back, and a captured graph serves any lengths.
-Twin: reference._decode.
+The cut of a sequence depends on its own context, and with one-byte K and V also on the batch size (`triton.tiles`), but
+not on the contexts of other sequences. Programs iterate over (sequence, split, KV head) items that they derive from
+`context_lens` on the device. The grid depends on maximal shapes only and nothing is read back, so a captured graph
+serves any lengths. Twin: `reference.attention._decode`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -37,7 +38,7 @@ def decode(
     spec: AttentionSpec,
     tiles: DecodeTiles,
 ) -> None:
-    """Fills the rows of `output` that belong to sequences with exactly one new token."""
+    """Compute the rows of `output` that belong to sequences with exactly one new token."""
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     scaled = is_coded(cache)
@@ -93,9 +94,10 @@ def decode(
 
 
 def most_splits(meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles) -> int:
-    """Of any sequence in the batch."""
+    """Return the largest number of splits of any sequence in the batch."""
     longest = meta.max_context_len
     if spec.sliding_window is not None:
+        # The first split begins at a multiple of `min_split`, up to `min_split` tokens before the window.
         longest = min(longest, spec.sliding_window + tiles.min_split)
     return min(tiles.max_splits, -(-longest // tiles.min_split))
 
@@ -109,8 +111,9 @@ def combine(
     tiles: DecodeTiles,
     align: int,
 ) -> None:
-    """Merges splits into `output`: `partial` [num_seqs, num_heads, num_splits, head_dim], `stats` [..., 2]. `align` is
-    that of the cut."""
+    """Merge splits into `output`: `partial` [num_seqs, num_heads, num_splits, head_dim] and `stats` [..., 2]. `align`
+    must be that of the cut.
+    """
     num_seqs, num_heads, num_splits, head_dim = partial.shape
     if num_splits == 1:
         return
@@ -137,8 +140,9 @@ def combine(
 
 @triton.jit
 def cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, align: tl.constexpr, window: tl.constexpr):
-    """(first position, tokens per split, number of splits) of a context: at most `split_limit` equal splits of about
-    `min_split` tokens or more, each of whole `align`."""
+    """Return (first position, tokens per split, number of splits) of a context. There are at most `split_limit` equal
+    splits of about `min_split` tokens or more, each a multiple of `align` tokens.
+    """
     first = context * 0
     if window > 0:
         first = (tl.maximum(context - window, 0) // min_split) * min_split
@@ -283,7 +287,9 @@ def store_split(  # noqa: PLR0913
     head_dim: tl.constexpr,
     sunk: tl.constexpr,
 ):
-    """What one KV head's queries, `head` [rows], have from a split: the result, if it is the only one, or its part."""
+    """Store the result of one KV head's queries, `head` [rows], from one split: the final result if it is the only
+    split, otherwise the partial one.
+    """
     row, dim = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     mask = (row < group)[:, None] & (dim < head_dim)[None, :]
     if splits == 1:
@@ -322,6 +328,7 @@ def attend_split(  # noqa: PLR0913
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
+    """Return the undivided result [rows, dims] of one split, its sum of weights and its peak [rows]."""
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]
     acc = tl.zeros([rows, dims], tl.float32)
@@ -330,7 +337,7 @@ def attend_split(  # noqa: PLR0913
     step, dim = tl.arange(0, tile), tl.arange(0, dims)
     plane = kv_heads * head_rows
     factor = factor_of(scale, softcap, capped)
-    # The block number of the next tile is read one tile ahead, so that no load waits for another.
+    # The block number of the next tile is read one tile ahead, so that no load has to wait for another load's result.
     blocks = tl.load(table + (begin + (step if tile > block_tokens else 0)) // block_tokens)
     for start in range(begin, end, tile):
         ahead = start + tile + (step if tile > block_tokens else 0)
@@ -372,13 +379,13 @@ def _combine_kernel(  # noqa: PLR0913
     window: tl.constexpr,
     sunk: tl.constexpr,
 ):
-    """Merges the splits of one head of one sequence, in their order."""
+    """Merge the splits of one head of one sequence. Their order is fixed, so that results are reproducible."""
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(query_starts + seq).to(tl.int64)
     context, after = tl.load(context_lens + seq), tl.load(query_starts + seq + 1)
     _, _, splits = cut(context, min_split, split_limit, align, window)
     if (splits <= 1) | (after - token != 1):
-        return  # written already, or not ours
+        return  # `store_split` has written the result, or the sequence belongs to prefill
     split, dim = tl.arange(0, max_splits), tl.arange(0, dims)
     slot = (seq * heads + head) * num_splits + split
     peaks = tl.load(stats + slot * 2, split < splits, other=HIDDEN)

@@ -1,12 +1,15 @@
-"""Decode attention over K and V in one byte: one split of a sequence's context. Device code; see triton_decode.
+"""Decode attention over one-byte K and V: one split of a sequence's context. Device code only; `triton.decode` launches
+it.
 
-Keys and values are left operands, and a head's few queries the right one, which may be narrow. Keys are read as codes,
-whose neighbours share a register as they are; of values, whose tokens must share one, pairs of codes are read, and
-their first and second codes are operands of their own (triton_codes). Operands are float16, which devices turn codes
-into fastest. A token's scale of K multiplies its score. The exponent of that of V is added to the exponent of its
-weight before the running peak is taken, so that no weight leaves float16's range; the sum of weights takes it off
-again. Everything a tile needs is loaded in words of 32 bits or more, in the order in which the units read it: only such
-loads does Triton begin several tiles ahead.
+Keys and values are left operands, and the few queries of a head the right one, which may be narrow. Keys are read as
+codes, whose neighbours share a register already. Values need neighbouring tokens in a register, so pairs of codes are
+read, and their first and second codes become operands of their own (`triton.codes`). Operands are float16, the fastest
+target of a conversion.
+
+A token's scale of K multiplies its score. The exponent of its scale of V is added to the exponent of its weight before
+the running peak is taken, so that no weight leaves float16's range; the sum of weights removes it again. Everything
+that a tile needs is loaded in words of 32 bits or more, in the order in which the units read it, because Triton starts
+only such loads several tiles ahead.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -16,7 +19,8 @@ import triton.language as tl
 from baton_serve.engine.kernels.triton.codes import code_half, code_numbers
 from baton_serve.engine.kernels.triton.softmax import HIDDEN, LOWEST, capped_scores, factor_of
 
-SMALLEST: tl.constexpr = tl.constexpr(2.0**-60)  # stands for a scale of 0, whose logarithm is none
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-60)
+"""Replaces a scale of 0, which has no logarithm."""
 
 
 @triton.jit
@@ -43,10 +47,13 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """(result not yet divided [rows, dims]; sum of weights, and the exponent that both are less by [rows])."""
+    """Return (undivided result [rows, dims]; sum of weights [rows]; peak [rows], the exponent that both
+    are lower by).
+    """
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]
     dtype: tl.constexpr = tl.float32 if asked.dtype == tl.float32 else tl.float16
+    # Scale the queries into float16's range. A power of two changes no digit.
     size = _power_of_two(tl.max(tl.abs(asked.to(tl.float32)), 1))
     columns = tl.trans((asked.to(tl.float32) / size[:, None]).to(dtype))
     first_acc = tl.zeros([dims // 2, rows], tl.float32)
@@ -112,11 +119,13 @@ def attend_codes(  # noqa: PLR0913, PLR0915
 
 @triton.jit
 def _scale_of(words, step):
-    """One of the two bfloat16 of each word: of an even or an odd token."""
+    """Return one of the two bfloat16 scales of each word: that of an even or of an odd token."""
     return tl.where(step % 2 == 1, words & -0x10000, words << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _power_of_two(number):
-    """The largest one up to a float32 (of zero: a very small one), which divides exactly."""
+    """Return the largest power of two up to a float32 number; division by it is exact. For zero it is a
+    very small one.
+    """
     return (tl.maximum(number, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
 """Decode attention that also norms and rotates heads and stores K and V, for sequences with one new token each.
 
-Every split norms and rotates its own queries. The one that ends with the new token has its K and V at hand: nobody
-reads them back. Twin: `rms_norm` of heads, `rotary_store`, then attention.
+Every split norms and rotates its own queries. The last split has K and V of the new token at hand, so that they are
+never read back. Twin: `rms_norm` of heads, `rotary_store`, then attention.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -18,6 +18,9 @@ from baton_serve.engine.kernels.triton.tiles import DecodeTiles, padded
 
 
 def fits(new: NewHeads, cache: Tensor, meta: AttentionMetadata) -> bool:
+    """Return whether the kernel supports these heads and this cache: one new token for each sequence, and a cache
+    without codes.
+    """
     num_tokens, num_seqs = new.heads.shape[0], meta.context_lens.shape[0]
     is_plain = not is_coded(cache) and cache.dtype == new.heads.dtype and new.heads.stride(2) == 1
     return meta.max_query_len == 1 and num_tokens == num_seqs and is_plain
@@ -26,7 +29,9 @@ def fits(new: NewHeads, cache: Tensor, meta: AttentionMetadata) -> bool:
 def decode_new(
     new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles
 ) -> Tensor:
-    """[num_tokens, num_heads, head_dim]; rows of padding sequences are left as they were made. Asks for `fits`."""
+    """Return [num_tokens, num_heads, head_dim]. The rows of padding sequences are undefined. Call it only if `fits` is
+    True.
+    """
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     num_tokens, num_heads = new.heads.shape[0], new.heads.shape[1] - 2 * num_kv_heads
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=new.heads.dtype, device=new.heads.device)
@@ -190,6 +195,7 @@ def _decode_new_kernel(  # noqa: PLR0913, PLR0915
         rotated = (straight.to(tl.float32) * c[None, :] + turned.to(tl.float32) * s[None, :]).to(dtype)
         asked = tl.reshape(tl.broadcast_to(rotated[None, :, :], [rows // few, few, dims]), [rows, dims])
         key = (key_straight.to(tl.float32) * c + key_turned.to(tl.float32) * s).to(dtype)
+        # Only the last split contains the new token. It stores K and V, and adds them to the result from its registers.
         is_newest = split == splits - 1
         if is_newest & (slot >= 0):
             place = (slot // block_tokens) * block_rows + kv_head * head_rows + slot % block_tokens
@@ -233,6 +239,6 @@ def _decode_new_kernel(  # noqa: PLR0913, PLR0915
 
 @triton.jit
 def _normed(rows, factor, weight, at, head_dim: tl.constexpr, dtype: tl.constexpr):
-    """Rounds where `rms_norm` does."""
+    """Norm and weight rows, with the same rounding as `rms_norm`."""
     worth = tl.load(weight + at, at < head_dim, other=0.0).to(tl.float32)
     return ((rows.to(tl.float32) * factor).to(dtype).to(tl.float32) * worth).to(dtype)

@@ -1,10 +1,12 @@
-"""Activations as fixed-point numbers of two signed bytes, so that codes of weights enter matrix units as they are.
+"""Activations as fixed-point numbers of two signed bytes, so that weight codes enter matrix units without conversion.
 
-A group of 128 inputs shares a scale: an input is `(256 * high + low) * scale`, to 1 / 65,024 of its group's largest
-(its own rounding to bfloat16 is up to 2 ** -9 of itself). A product over integers is exact, and decoding a weight costs
-at most a mask. The two bytes of a token are neighbouring columns of the product, which a small batch leaves empty.
+A group of 128 inputs shares a scale: an input is `(256 * high + low) * scale`, exact to 1 / 65,024 of the largest in
+its group (rounding to bfloat16 changes an input by up to 2 ** -9 of itself). A product of integers is exact, and
+decoding a weight costs at most a mask. The two bytes of a token are neighbouring columns of the product, which a small
+batch leaves empty.
 
-Made where activations are made: by the norm, by SiLU * mul, or from a tensor. Twin: `values_of`.
+Digits are made by the kernels that compute activations: the norm, SiLU * mul, or a conversion of a tensor. Twin:
+`values_of`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -18,15 +20,19 @@ from torch import Tensor
 from baton_serve.engine.kernels.triton.tiles import padded
 
 GROUP = 128
+"""Number of inputs that share a scale."""
 MAX_DIGITS_VALUE = 32512.0
-"""A group's largest, in units of its scale: its high byte is at most 127 after rounding."""
+"""Largest value of a group in units of its scale; its high byte is at most 127 after rounding."""
 _GROUPS_PER_PROGRAM = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """`codes` int8 [2 * num_tokens, inputs], a token's high bytes and then its low bytes. With `nibbles` a group lies
-    in the order in which four-bit codes lie in theirs: inputs of low nibbles, then those of high ones."""
+    """Activations as digits. `codes` is int8 [2 * num_tokens, inputs]: a token's high bytes, then its low bytes.
+
+    With `nibbles`, a group has the order in which four-bit codes lie in their group: inputs of low nibbles, then those
+    of high nibbles.
+    """
 
     codes: Tensor
     scales: Tensor  # float32 [num_tokens, groups]
@@ -34,7 +40,7 @@ class Digits:
     sums: Tensor  # ... and of all its inputs, both in units of 256 scales
     nibbles: bool
     dtype: torch.dtype
-    """Of the activations."""
+    """The dtype that the activations had."""
 
     @property
     def num_tokens(self) -> int:
@@ -46,14 +52,16 @@ class Digits:
 
 
 def order_in_bytes(device: torch.device) -> Tensor:
-    """int64 [128]: which input of a stretch lies where, of four-bit codes read byte by byte (quantized.pack_codes)."""
+    """Return int64 [128]: the input at each place of a stretch, for four-bit codes that are read byte by byte
+    (`quantized.pack_codes`).
+    """
     place = torch.arange(GROUP, device=device)
     half, byte = place // 64, place % 64
     return 32 * (byte % 4) + 16 * half + byte // 4
 
 
 def values_of(digits: Digits) -> Tensor:
-    """float32 [num_tokens, inputs], inputs in order."""
+    """Return the numbers that digits represent, float32 [num_tokens, inputs] in the order of the inputs."""
     pairs = digits.codes.view(digits.num_tokens, 2, -1, GROUP).float()
     numbers = (256.0 * pairs[:, 0] + pairs[:, 1]) * digits.scales[:, :, None]
     if digits.nibbles:
@@ -64,7 +72,7 @@ def values_of(digits: Digits) -> Tensor:
 
 
 def split(x: Tensor, *, nibbles: bool) -> Digits:
-    """x [num_tokens, inputs], inputs a multiple of 128."""
+    """Convert x [num_tokens, inputs] to digits. The number of inputs must be a multiple of 128."""
     made = _empty(x.shape[0], x.shape[1], x, nibbles)
     groups = made.scales.shape[1]
     per = min(8, padded(groups))
@@ -77,8 +85,10 @@ def split(x: Tensor, *, nibbles: bool) -> Digits:
 def norm_split(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, nibbles: bool, are_parts: bool = False
 ) -> Digits:
-    """As triton_layers.rms_norm, contiguous `residual` included; hidden a multiple of 128. `are_parts`: x is float32
-    [parts, num_tokens, hidden], whose sum is rounded to the dtype of `residual` first."""
+    """Return `triton.layers.rms_norm` of x as digits; `residual` must be contiguous, and hidden a multiple of 128.
+
+    With `are_parts`, x is float32 [parts, num_tokens, hidden], whose sum is first rounded to the dtype of `residual`.
+    """
     hidden, like = x.shape[-1], residual if are_parts and residual is not None else x
     num_tokens = x.shape[1] if are_parts else x.numel() // hidden
     rows = x.reshape(-1, hidden)
@@ -104,7 +114,7 @@ def norm_split(
 
 
 def silu_split(gate_up: Tensor, *, nibbles: bool) -> Digits:
-    """As triton_layers.silu_mul, of rows [num_tokens, 2 * width]; width a multiple of 128."""
+    """Return `triton.layers.silu_mul` of rows [num_tokens, 2 * width] as digits; width must be a multiple of 128."""
     width = gate_up.shape[1] // 2
     made = _empty(gate_up.shape[0], width, gate_up, nibbles)
     groups = width // GROUP
@@ -139,14 +149,15 @@ def store_digits(  # noqa: PLR0913
     groups: tl.constexpr,
     nibbles: tl.constexpr,
 ):
-    """values float32 [groups of this program, 128] of one token."""
+    """Store the digits of one token; values are float32 [groups of this program, 128]."""
     column = tl.arange(0, 128)
     known = group < groups
-    if nibbles:  # into the order of `order_in_bytes` before anything is stored: bytes side by side are stored together
+    if nibbles:  # reorder as `order_in_bytes` before storing, since neighbouring bytes are stored together
         parts = tl.permute(tl.reshape(values, [values.shape[0], 4, 2, 16]), (0, 2, 3, 1))
         values = tl.reshape(parts, [values.shape[0], 128])
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-20) * (1.0 / 32512.0)
-    # To the nearest integer, by the last bit of floats from 2 ** 23; half a step up keeps the low byte below 128.
+    # Adding and subtracting 1.5 * 2 ** 23 rounds to the nearest integer, since floats of that size have no fraction.
+    # The half that is added to `number` keeps the low byte below 128.
     number = (values * (1.0 / scale)[:, None] + 12582912.0) - 12582912.0
     high = ((number + 0.5) * 0.00390625 + 12582912.0) - 12582912.0
     low = number - high * 256.0
@@ -156,7 +167,7 @@ def store_digits(  # noqa: PLR0913
     counted = number * 0.00390625
     total = tl.sum(counted, 1)
     at = token * groups + group
-    tl.store(scales + at, scale + 0.0 * total, known)  # NaN, which a byte cannot be, stays NaN
+    tl.store(scales + at, scale + 0.0 * total, known)  # a byte cannot be NaN, but the scale can
     in_low = column < (64 if nibbles else 128)
     tl.store(low_sums + at, tl.sum(tl.where(in_low[None, :], counted, 0.0), 1), known)
     tl.store(sums + at, total, known)

@@ -1,9 +1,10 @@
-"""The ranks' sum, the residual's and its norm in one kernel, and the largest of all ranks' logits in another: both
-write straight into the other ranks' memory.
+"""Two kernels that exchange data between tensor-parallel ranks by writing directly into the memory of the other ranks:
+the sum of all ranks with the residual and its norm, and the largest of all ranks' logits.
 
-Each word of 32 bits travels beside the number of its exchange, in one store of 64 bits: who reads the right number
-reads the right word, so nothing else is awaited. An inbox has two halves in turn: a rank writes the one again only
-after it has read the other from everybody, who are done with the one by then.
+Each 32-bit word is stored together with the number of its exchange, in one store of 64 bits. A rank that reads the
+right number also reads the right word, so no other synchronization is needed. An inbox has two halves, used
+alternately: a rank writes one half again only after it has read the other one from all ranks, which shows that they
+have finished reading the first.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -18,18 +19,24 @@ from baton_serve.engine.kernels.triton.argmax import NO_NUMBER, part_keys
 from baton_serve.engine.kernels.triton.tiles import padded
 
 HALVES = 2
+"""Number of halves of an inbox."""
 WORDS_PER_ARGMAX = 2
-"""What `argmax` exchanges of a row."""
+"""Words that `argmax` exchanges for a row: the largest key, and its column."""
 WORD_BYTES = 8
+"""Bytes of a word with the number of its exchange."""
 MAX_POLLS = (1 << 31) - 1
+"""How often a kernel reads an inbox in vain before it gives up."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class Inboxes:
-    """`addresses`: int64 [ranks], where each rank's inbox lies for this process: `HALVES` x `max_rows` x ranks x
-    `words` words, zeros at first. `counters`: int32 [max_rows] of this rank, zeros at first. Nobody else writes
-    either."""
+    """The memory that ranks exchange through, as one rank sees it.
+
+    `addresses`, int64 [ranks], locates each rank's inbox for this process: `HALVES` x `max_rows` x ranks x `words`
+    words, zero at first. `counters`, int32 [max_rows] of this rank, is zero at first too. Only the kernels of this
+    module may write to both.
+    """
 
     rank: int
     addresses: Tensor
@@ -38,21 +45,25 @@ class Inboxes:
     max_rows: int
 
     def fits(self, x: Tensor) -> bool:
+        """Return whether the rows of x can be exchanged through these inboxes."""
         row_bytes = x.shape[-1] * x.element_size()
         is_row = x.ndim == 2 and x.is_contiguous() and x.dtype in _DTYPES
         return is_row and row_bytes == 4 * self.words and 0 < x.shape[0] <= self.max_rows
 
 
 def inbox_bytes(ranks: int, rows: int, words: int) -> int:
+    """Return the size of one rank's inbox in bytes."""
     return HALVES * ranks * rows * words * WORD_BYTES
 
 
 def sum_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, *, polls: int = MAX_POLLS
 ) -> Tensor:
-    """RMSNorm of the ranks' `x` + `residual` [rows, hidden]; that sum is left in `residual`. The ranks' sum is taken
-    in float32 in the order of ranks, so all have the same. All ranks call it alike; after `polls` looks in vain
-    the result is meaningless. Twin: `rms_norm` of the sum."""
+    """Return the RMSNorm of the ranks' `x` + `residual` [rows, hidden], and store that sum in `residual`.
+
+    The sum is taken in float32 in the order of the ranks, so that all ranks get the same. All ranks must call it in the
+    same order. After `polls` reads in vain the result is undefined. Twin: `rms_norm` of the sum.
+    """
     rows, hidden = x.shape
     output = torch.empty_like(x)
     dims = padded(inboxes.words)
@@ -78,9 +89,12 @@ def sum_norm(
 
 
 def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = MAX_POLLS) -> Tensor:
-    """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side; the first
-    among equals, and of a row with NaN the number of all columns. Asks for inboxes of two words. Twin: `argmax` of them
-    gathered."""
+    """Write to `out`, int64 [rows], the column of each row's largest value in all ranks' `logits` [rows, columns], side
+    by side.
+
+    Among equal values the first counts; a row with NaN gives the number of all columns. The inboxes must have two
+    words. Twin: `argmax` of the gathered logits.
+    """
     assert inboxes.words == WORDS_PER_ARGMAX and len(logits) <= inboxes.max_rows
     found = part_keys(logits)
     (rows, columns), parts = logits.shape, found.shape[2]
@@ -104,7 +118,7 @@ def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = MAX_PO
 
 @triton.jit
 def _low(bits, dtype: tl.constexpr):
-    """The first number of a word: all of it, if it has 32 bits."""
+    """Return the first number of a word, or the whole word if the dtype has 32 bits."""
     if dtype == tl.float32:
         number = bits.to(tl.float32, bitcast=True)
     else:
@@ -152,7 +166,7 @@ def _sum_norm_kernel(  # noqa: PLR0913
     row = tl.program_id(0)
     word = tl.arange(0, dims)
     live = word < words
-    # What no other rank writes is read first: no read waits for another.
+    # Start the loads that depend on no other rank first, so that they overlap with the exchange.
     inbox = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
     nearest = tl.load(addresses + (rank + 1) % ranks).to(tl.pointer_type(tl.int64))
     before = tl.load(residual + row * words + word, live, other=0)
@@ -206,7 +220,9 @@ def _argmax_kernel(  # noqa: PLR0913
     max_rows: tl.constexpr,
     width: tl.constexpr,
 ):
-    """A row's parts first, then the ranks: the key of the largest is one word, its place among all columns another."""
+    """Reduce a row's parts, then the ranks. One exchanged word is the key of the largest value, the other its column
+    among all columns.
+    """
     row = tl.program_id(0)
     part, word = tl.arange(0, width), tl.arange(0, 2)
     number = tl.load(counters + row) + 1

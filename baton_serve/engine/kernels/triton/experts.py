@@ -1,8 +1,9 @@
-"""Mixtures of experts as grouped products: each token goes through the experts it chose, all experts in one launch.
+"""Mixtures of experts as grouped products: each token passes through the experts that it chose, all experts in one
+launch.
 
-Which expert has how many rows is known on the device alone. Grids depend on the numbers of tokens and experts, and each
-program finds its expert and rows from the counts, so nothing is read back and a graph may hold all of it. Twin:
-reference_experts. Results do not depend on the order in which programs run: nothing is added atomically.
+The number of rows of each expert is known only on the device. Grids depend on the numbers of tokens and experts, and
+each program finds its expert and rows from the counts, so that nothing is read back and a graph can capture everything.
+Nothing is added atomically, so results do not depend on the order of programs. Twin: `reference.experts`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -21,6 +22,8 @@ __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
+    """Tile sizes of a grouped product."""
+
     rows: int  # of one expert
     columns: int  # of one matrix: a program of gate and up multiplies twice as many
     depth: int
@@ -29,7 +32,9 @@ class ExpertTiles:
 
 
 def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """logits [num_tokens, num_experts] -> weights, float32, and expert numbers, int32, both [num_tokens, top_k]."""
+    """Return weights, float32, and expert numbers, int32, both [num_tokens, top_k], for logits [num_tokens,
+    num_experts].
+    """
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
@@ -49,9 +54,11 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Ten
 
 
 def expert_tiles(num_pairs: int, num_experts: int, element_bytes: int) -> tuple[ExpertTiles, ExpertTiles]:
-    """For gate and up, and for down: by the rows that an expert gets on average. At most 100 KB of shared memory."""
+    """Return the tiles for gate and up, and for down, by the average number of rows of an expert. They use at most 100
+    KB of shared memory.
+    """
     mean = num_pairs / num_experts
-    if element_bytes > 2:  # multiplied in registers, of which there are few
+    if element_bytes > 2:  # float32 is multiplied in registers, which are scarce
         tiles = ExpertTiles(16 if mean <= 16 else 32, 32, 32, 4, 2)
         return tiles, tiles
     if mean <= 8:
@@ -72,8 +79,9 @@ def mix(
     *,
     tiles: tuple[ExpertTiles, ExpertTiles] | None = None,
 ) -> Tensor:
-    """x [num_tokens, hidden] -> the weighted sum of each token's experts, same shape. `weights` and `chosen` are
-    what `route` gives; a token chooses an expert at most once."""
+    """Return the weighted sum of each token's experts, with the shape of x [num_tokens, hidden]. `weights` and `chosen`
+    are results of `route`; a token chooses an expert at most once.
+    """
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     num_tokens, hidden = x.shape
     top_k, num_experts, width = chosen.shape[1], experts.gate_up.shape[0], experts.down.shape[2]
@@ -141,7 +149,7 @@ def mix(
 
 
 def num_blocks(pairs: int, num_experts: int, rows: int) -> int:
-    """An upper bound: every expert that is chosen may leave its last block all but empty."""
+    """Return an upper bound of the number of row blocks: the last block of each chosen expert may be almost empty."""
     return min(pairs, num_experts + pairs // rows)
 
 
@@ -159,7 +167,7 @@ def _route_kernel(  # noqa: PLR0913
 ):
     token, expert, pick = tl.program_id(0).to(tl.int64), tl.arange(0, experts), tl.arange(0, picks)
     scores = tl.load(logits + token * stride + expert, expert < num_experts, other=float("-inf")).to(tl.float32)
-    # Likelihoods lie in [0, 1], so -1 marks what was picked.
+    # Likelihoods lie in [0, 1], so -1 marks an expert that was picked already.
     likely = tl.where(expert < num_experts, tl.exp(scores - tl.max(scores, 0)), -1.0)
     total = tl.sum(tl.where(expert < num_experts, likely, 0.0), 0)
     best = tl.zeros([picks], tl.float32)
@@ -177,7 +185,7 @@ def _route_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["pairs", "num_tokens"])
 def assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr):
-    """Expert e's rows, in order: pair p is choice p % top_k of token p // top_k."""
+    """List the rows of each expert, in order. Pair p is choice p % top_k of token p // top_k."""
     expert, step = tl.program_id(0), tl.arange(0, chunk)
     count = 0
     for start in range(0, pairs, chunk):
@@ -200,8 +208,10 @@ def tile_of(  # noqa: PLR0913
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """What a program of a grouped product computes: (its expert, pairs [tile_rows], which of them are there, columns
-    [tile_columns], which are there). An expert of `num_experts` or more: nothing."""
+    """Return the tile that a program of a grouped product computes: (expert, pairs [tile_rows], mask of valid pairs,
+    columns [tile_columns], mask of valid columns). An expert of `num_experts` or more means that there is nothing to
+    do.
+    """
     num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
     block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     expert, count, first = _find(block, counts, num_experts, experts, tile_rows)
@@ -214,7 +224,9 @@ def tile_of(  # noqa: PLR0913
 
 @triton.jit
 def _find(block, counts, num_experts: tl.constexpr, experts: tl.constexpr, tile_rows: tl.constexpr):
-    """(expert, its number of rows, first row) of a block of rows; an expert of `num_experts` or more: none."""
+    """Return (expert, its number of rows, first row) of a block of rows. An expert of `num_experts` or
+    more means none.
+    """
     ids = tl.arange(0, experts)
     blocks = (tl.load(counts + ids, ids < num_experts, other=0) + tile_rows - 1) // tile_rows
     ends = tl.cumsum(blocks, 0)

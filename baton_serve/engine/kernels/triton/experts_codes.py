@@ -1,7 +1,8 @@
-"""Mixtures of experts whose weights are in few bits: grouped products that decode what each program multiplies by.
+"""Mixtures of experts with quantized weights: grouped products in which each program decodes the weights that it
+multiplies.
 
-Gate and up are one product, the activation torch's own, down another; rows are found as in triton_experts. Twin:
-reference_experts.mix.
+Gate and up are one product, the activation is computed by torch, and down is another product. Rows are found as in
+`triton.experts`. Twin: `reference.experts.mix`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -20,11 +21,12 @@ from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, tabl
 from baton_serve.engine.kernels.triton.tiles import padded
 
 _COLUMNS = 64
+"""Outputs of a tile."""
 _DEPTH = 64  # inputs per step, of codes of eight bits
 
 
 def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """As triton_experts.mix, which takes experts that are not quantized."""
+    """Return the weighted sum of each token's experts; experts that are not quantized go to `triton.experts.mix`."""
     if not isinstance(experts.gate_up, StackedWeight) or not isinstance(experts.down, StackedWeight):
         return triton_experts.mix(x, weights, chosen, experts)
     num_tokens, hidden = x.shape
@@ -53,7 +55,7 @@ def _product(
     assigned: tuple[Tensor, Tensor],
     pairs_per_row: int,
 ) -> Tensor:
-    """[pairs, outputs]: row `pair // pairs_per_row` of x times its expert, times its factor."""
+    """Return [pairs, outputs]: row `pair // pairs_per_row` of x times its expert's weight, times its factor."""
     weight, (rows, counts) = stacked.weight, assigned
     num_experts, num_tokens = rows.shape
     pairs, outputs = x.shape[0] * pairs_per_row, stacked.outputs
@@ -105,7 +107,7 @@ _BYTES = {
     "groups": 1,
     "has_zeros": False,
 }
-"""Of codes of eight bits, which lie in no words and have one scale per row."""
+"""Constants of the kernel for codes of eight bits, which do not lie in words and have one scale for a row."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

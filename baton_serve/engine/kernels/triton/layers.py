@@ -1,7 +1,7 @@
-"""The layers between matrix products, one kernel each: RMSNorm (+ residual), SiLU * mul, rotary + KV store.
+"""The steps between matrix products, one kernel each: RMSNorm (+ residual), SiLU * mul, rotary + KV store.
 
-Twins: reference_layers. They round where transformers' modules round, save that the rotation rounds once.
-Each reads its input once and writes its output once; none waits for the device.
+Their twins are in `reference.layers`. They round where the modules of transformers round, except that the rotation
+rounds once. Each kernel reads its input once and writes its output once; none waits for the device.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -27,8 +27,7 @@ from baton_serve.engine.kernels.triton.tiles import padded
 
 
 def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """positions int64 [num_tokens], frequencies float32 [half] in radians a token -> cos and sin times `scaling`,
-    float32 [num_tokens, 2 * half], both halves alike."""
+    """Return cos and sin; see `LayerKernels.rotation`."""
     half = frequencies.shape[0]
     both = torch.empty((2, positions.shape[0], 2 * half), dtype=torch.float32, device=positions.device)
     _rotation_kernel[(positions.shape[0],)](
@@ -67,8 +66,9 @@ _HEADS_PER_PROGRAM = 8
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, unit_offset: bool = False
 ) -> Tensor:
-    """x [..., hidden] -> normed, same shape. With `residual` the norm is of x + residual, and that sum is left
-    in `residual`. `unit_offset`: the weight is stored less one (Gemma)."""
+    """Return the norm of x [..., hidden]; see `LayerKernels.rms_norm`. `residual` is updated in place. `unit_offset`
+    means that the weight is stored minus one (Gemma).
+    """
     rows = x.reshape(-1, x.shape[-1])
     output = torch.empty_like(rows)
     hidden = rows.shape[1]
@@ -91,7 +91,7 @@ def rms_norm(
 
 
 def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-    """`rms_norm` of x [num_tokens, hidden], in two bytes where the product with `then` goes over integers."""
+    """Return `rms_norm` of x [num_tokens, hidden], as digits if the product with `then` is computed with integers."""
     if isinstance(then, QuantizedWeight) and takes_digits(then, x.shape[0], x.dtype):
         return norm_split(x, norm.weight, norm.eps, residual=residual, nibbles=has_nibbles(then))
     return rms_norm(x, norm.weight, norm.eps, residual=residual)
@@ -100,8 +100,9 @@ def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = N
 def linear_norm(
     x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
 ) -> Activations:
-    """RMSNorm of `linear` + `residual` [num_tokens, outputs], which becomes that sum: of a few rows with the product's
-    parts added up by the norm."""
+    """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. For a few
+    rows, the norm adds up the parts of the product.
+    """
     weight = product.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and _is_split(x, weight, product.bias):
         return triton_split.linear_norm(x, weight, residual, norm.weight, norm.eps)
@@ -127,8 +128,9 @@ def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
-    """`silu_mul` of `linear`, in the product itself where each output is one program's, and in two bytes where the
-    product with `then` goes over integers."""
+    """Return `silu_mul` of `linear`: within the product if each output is computed by one program, and as digits if the
+    product with `then` is computed with integers.
+    """
     weight = gate_up.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and is_row(x, weight):
         return gated_row(x, weight, gate_up.bias)
@@ -146,7 +148,7 @@ def _silu_for(gate_up: Tensor, then: Weight) -> Activations:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[..., 2 * width] (gate, then up) -> silu(gate) * up [..., width]."""
+    """Return silu(gate) * up [..., width] of [..., 2 * width], in which the gate comes first."""
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width)
     output = torch.empty((rows.shape[0], width), dtype=rows.dtype, device=rows.device)
@@ -167,10 +169,8 @@ def rotary_store(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Rotates `query` [num_tokens, num_heads, head_dim] in place; writes rotated K, and V, to `slots` of the layer's
-    cache view. `key` itself stays unrotated. `rotation`: cos and sin [num_tokens, rotary_dim] as transformers makes
-    them; only the first half of the columns is read. `interleaved`: pairs are neighbours (GLM, GPT-J), not halves.
-    A negative slot stores nothing.
+    """Rotate queries and store K and V; see `LayerKernels.rotary_store`. `key` itself is not changed, and a negative
+    slot stores nothing.
     """
     num_tokens, num_heads, head_dim = query.shape
     cos, sin = rotation
@@ -320,7 +320,7 @@ def _rotary_store_kernel(  # noqa: PLR0913, PLR0915
             kept = tl.load(key + token * key_stride + head * key_head_stride + dim, rest, other=0.0)
             v = tl.load(value + token * value_stride + head * value_head_stride + dim, whole, other=0.0)
             if largest > 0:
-                # The rotated key is rounded to its own dtype first, as every other path rounds it.
+                # Round the rotated key to its own dtype first: every other path does, and the codes must be equal.
                 low, high = low.to(kept.dtype).to(tl.float32), high.to(kept.dtype).to(tl.float32)
                 top = tl.maximum(largest_of(low), largest_of(high), tl.PropagateNan.ALL)
                 top = tl.maximum(top, largest_of(kept), tl.PropagateNan.ALL)

@@ -1,6 +1,6 @@
-"""A matrix product with a single row: every weight is read once, which is all that takes time.
+"""A matrix product with a single row. Its time is that of reading the weight once.
 
-Libraries cut such products for matrix units, which one row leaves idle, and add a second kernel to sum the parts.
+Libraries cut such products for matrix units, which one row leaves idle, and need a second kernel to add the parts.
 Twin: torch's linear.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -19,12 +19,12 @@ from baton_serve.engine.kernels.triton.tiles import row_tiles
 
 
 def pack(weight: QuantizedWeight) -> Weight:
-    """The codes lie as the kernels read them already."""
+    """Return the weight as it is: the kernels read the codes in their own order."""
     return weight
 
 
 def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
-    """x [num_tokens, inputs], weight [outputs, inputs] -> [num_tokens, outputs]."""
+    """Return x [num_tokens, inputs] times the weight [outputs, inputs]: [num_tokens, outputs]."""
     if isinstance(x, Digits):
         assert isinstance(weight, QuantizedWeight)
         return digit_product(x, weight, bias)
@@ -54,12 +54,14 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def is_row(x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel here multiplies them."""
+    """Return whether a kernel of this module computes this product."""
     return x.shape[0] == 1 and x.stride(-1) == 1 and weight.is_contiguous()
 
 
 def gated_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`silu_mul` of `linear`, which is rounded in between as if it were stored. Asks for `is_row`."""
+    """Return `silu_mul` of `linear`, with the same rounding in between as if it were stored. Call it only if `is_row`
+    is True.
+    """
     width, inputs = weight.shape[0] // 2, weight.shape[1]
     result = torch.empty((1, width), dtype=x.dtype, device=x.device)
     tiles = row_tiles(inputs)
@@ -108,7 +110,7 @@ def _one_row_kernel(  # noqa: PLR0913
 def _gated_row_kernel(  # noqa: PLR0913
     result, x, weight, bias, width, inputs: tl.constexpr, chunk: tl.constexpr, has_bias: tl.constexpr
 ):
-    """A program has one gate and its up."""
+    """Compute one gate and its up in each program."""
     output = tl.program_id(0)
     row, column = output + tl.arange(0, 2) * width, tl.arange(0, chunk)
     acc = tl.zeros([2, chunk], tl.float32)

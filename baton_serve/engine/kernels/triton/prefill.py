@@ -1,8 +1,8 @@
-"""Prefill attention: the new tokens of many sequences against their cached prefix and themselves, causally.
+"""Prefill attention: the new tokens of many sequences attend to their cached prefix and to themselves, causally.
 
-The query group of a KV head is folded into the rows of a tile (row = token * group + member), so short chunks fill
-the matrix units too. The grid is bounded by shapes (tokens and sequences); each program finds its sequence on
-the device. Long tiles start first. Twin: reference._prefill.
+The query heads that share a KV head are folded into the rows of a tile (row = token * group + member), so that short
+chunks fill the matrix units too. Shapes (tokens and sequences) bound the grid, and each program finds its sequence on
+the device. Long tiles start first, so that the last programs to run are short. Twin: `reference.attention._prefill`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -38,13 +38,13 @@ def prefill(
     *,
     skip_singles: bool,
 ) -> None:
-    """Fills `output`; with `skip_singles` the rows of sequences with one new token are left to decode."""
+    """Compute `output`. With `skip_singles`, the rows of sequences with one new token are left to the decode kernel."""
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     scaled = is_coded(cache)
     group = num_heads // num_kv_heads
     rows = max(tiles.rows, padded(group))
-    # A described tile lies within one block; over smaller blocks pointers gather a tile from several.
+    # A tile that a descriptor loads must lie within one block. With smaller blocks, pointers gather it from several.
     described = tiles.descriptors and block_tokens >= tiles.tile
     tile_tokens = rows // group
     grid = (num_kv_heads, query.shape[0] // tile_tokens + num_seqs)
@@ -87,7 +87,9 @@ def prefill(
 
 
 def _rows_descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
-    """The cache seen as rows of head_dim: every (block, plane, head) is a run of block_tokens rows."""
+    """Return a tensor descriptor of the cache as rows of head_dim: each (block, plane, head) is a run of block_tokens
+    rows.
+    """
     num_blocks, _, num_kv_heads, _, head_dim = cache.shape
     num_rows = (num_blocks - 1) * (cache.stride(0) // head_dim) + 2 * num_kv_heads * cache.stride(2) // head_dim
     return TensorDescriptor(cache, [num_rows, head_dim], [head_dim, 1], [tile, padded(head_dim)])
@@ -165,7 +167,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     position = context - query_len + mine
     lowest = context - query_len + token
     stride: tl.constexpr = 2 * tile if paired else tile
-    begin, plain_end = 0, ((lowest + 1) // stride) * stride  # tiles that every row sees whole
+    begin, plain_end = 0, ((lowest + 1) // stride) * stride  # the tiles before it need no mask
     end = tl.minimum(lowest + tokens, context)
     if window > 0:
         begin = (tl.maximum(lowest - window + 1, 0) // tile) * tile
@@ -355,7 +357,7 @@ def _attend_pairs(  # noqa: PLR0913
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Two tiles of plain span per step: half the reductions and rescalings."""
+    """Process two tiles without a mask in each step, which halves the reductions and rescalings."""
     plane = kv_heads * head_rows
     factor = factor_of(scale, softcap, capped)
     block0 = tl.load(table + begin // block_tokens, mask=begin < end, other=0)

@@ -1,7 +1,7 @@
-"""The arithmetic that prefill and decode share: scores, the running softmax, and where a tile lies in the cache.
+"""Arithmetic that prefill and decode share: scores, the running softmax, and the place of a tile in the cache.
 
-Device code only; knows nothing of launches or tile sizes. Peaks are kept in units of log2, so that exp2 serves.
-Addresses are counted in rows of head_dim elements: one int32 spans half a terabyte of bf16 heads of 128.
+Device code only; it knows nothing of launches or tile sizes. Peaks are kept in units of log2, so that exp2 can be used.
+Addresses are counted in rows of head_dim elements: an int32 then spans half a terabyte of bf16 heads of 128.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -10,13 +10,15 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 HIDDEN: tl.constexpr = tl.constexpr(float("-inf"))  # the score of a masked token
-# A row that has seen nothing yet: finite, so that exp2(HIDDEN - LOWEST) is 0 and not NaN; below any real score.
+# The peak of a row without tokens. It is finite, so that exp2(HIDDEN - LOWEST) is 0 and not NaN, and below any score.
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 
 @triton.jit
 def tile_rows(block, start, head, block_rows, head_rows: tl.constexpr, block_tokens: tl.constexpr):
-    """First cache row of key tokens `start..` of a head; `block` holds `start`. Values lie one plane further."""
+    """Return the first cache row of the key tokens from `start` on of a head. `block` is the block that holds `start`.
+    Values lie one plane further.
+    """
     return block * block_rows + head * head_rows + start % block_tokens
 
 
@@ -32,14 +34,16 @@ def load_scales(  # noqa: PLR0913
     block_tokens: tl.constexpr,
     head_dim: tl.constexpr,
 ):
-    """What the codes of key tokens `position` of a head are multiples of; see kv_codes."""
+    """Return the scales of the codes of key tokens `position` of a head; see `kv_codes`."""
     row = (block * block_rows + head * head_rows + block_tokens).to(tl.int64)
     return tl.load(scales + row * (head_dim // 2) + position % block_tokens, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_rows(cache, rows, mask, dims, head_dim: tl.constexpr):
-    """[tokens, padded_dim] by pointers; masked tokens read as zero (memory never written may hold NaN)."""
+    """Load [tokens, padded_dim] by pointers. Masked tokens read as zero, because memory that was never written may hold
+    NaN.
+    """
     offsets = rows.to(tl.int64)[:, None] * head_dim + dims[None, :]
     if head_dim == dims.shape[0]:
         return tl.load(cache + offsets, mask=mask[:, None], other=0.0)
@@ -48,13 +52,15 @@ def load_rows(cache, rows, mask, dims, head_dim: tl.constexpr):
 
 @triton.jit
 def factor_of(scale, softcap, capped: tl.constexpr):
-    """What turns `capped_scores` into log2 units; applied inside exp2's argument, where it costs nothing."""
+    """Return the factor that converts `capped_scores` to units of log2. It is applied inside exp2's argument, where it
+    costs nothing.
+    """
     return softcap * LOG2E if capped else scale * LOG2E
 
 
 @triton.jit
 def capped_scores(raw, scale, softcap, capped: tl.constexpr):
-    """q @ k^T as it is, or tanh(scaled / softcap), spelt with exp2, which every backend has."""
+    """Return q @ k^T unchanged, or tanh(scaled / softcap), written with exp2, which every backend supports."""
     if capped:
         power = tl.minimum(raw * (scale / softcap) * (2 * LOG2E), 126.0, tl.PropagateNan.ALL)
         return 1.0 - 2.0 / (tl.exp2(power) + 1.0)
@@ -65,14 +71,15 @@ def capped_scores(raw, scale, softcap, capped: tl.constexpr):
 def absorb(  # noqa: PLR0913
     acc, total, peak, scores, factor, values, worths, scaled: tl.constexpr, precision: tl.constexpr
 ):
-    """One step of the running softmax over a tile of scores [rows, tokens] and values [tokens, dim], which with
-    `scaled` are multiples of `worths` [tokens]."""
+    """Add a tile to the running softmax: scores [rows, tokens] and values [tokens, dim]. With `scaled`, the values are
+    codes with scales `worths` [tokens].
+    """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     shrink = tl.exp2(peak - new_peak)
     weights = tl.exp2(scores * factor - new_peak[:, None])
     total = total * shrink + tl.sum(weights, 1)
     if scaled:
-        if values.dtype == tl.float16:  # whose range the product of weight and scale could leave
+        if values.dtype == tl.float16:  # the product of weight and scale could exceed its range
             values = (values.to(tl.float32) * worths[:, None]).to(tl.float16)
         else:
             weights = weights * worths[None, :]

@@ -1,7 +1,8 @@
-"""A product of a few rows whose sums are cut along the inputs, and the norm that adds the parts up as it reads them.
+"""A product of a few rows whose sums are cut along the inputs, and the norm that adds up the parts as it reads them.
 
-Few rows read every weight once, so what counts is how many programs read at a time. A library that cuts the sums of
-such a product adds them up in a pass of its own, which here is the norm's. Twin: `rms_norm` of `linear`.
+With few rows every weight is read once, so that the number of programs that read at a time determines the speed. A
+library that cuts the sums of such a product adds them in a separate pass; here the norm does it. Twin: `rms_norm` of
+`linear`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -16,12 +17,13 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.kernels.triton.tiles import DeviceLimits, SplitTiles, device_limits, padded, split_tiles
 
 MAX_ROWS = 16
-"""Of a matrix unit's operand: fewer cost the same."""
+"""Rows of an operand of a matrix unit; fewer rows cost the same."""
 INTERPRETED = DeviceLimits(processors=1, shared_bytes=0, descriptors=False)
+"""Limits for Triton's interpreter, which has no device."""
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """x [rows, inputs], weight [outputs, inputs]."""
+    """Return whether the kernel supports x [rows, inputs] and weight [outputs, inputs]."""
     if not 1 < x.shape[0] <= MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
     outputs, inputs = weight.shape
@@ -31,7 +33,9 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x @ weight.T + `residual` [rows, outputs], which becomes that sum. Asks for `fits`."""
+    """Return the RMSNorm of x @ weight.T + `residual` [rows, outputs], and store that sum in `residual`. Call it only
+    if `fits` is True.
+    """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     tiles = _tiles(outputs, inputs, x.device)
     parts = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x.device)
@@ -53,8 +57,9 @@ def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
 
 
 def norm_of_parts(parts: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the sum of `parts`, float32 [parts, rows, hidden], and contiguous `residual`, which becomes that sum.
-    Rounds the parts' sum to its dtype first, as a product would."""
+    """Return the RMSNorm of the sum of `parts`, float32 [parts, rows, hidden], and contiguous `residual`, which becomes
+    that sum. The sum of the parts is rounded to the dtype of `residual` first, as a product would round it.
+    """
     splits, rows, hidden = parts.shape
     normed = torch.empty_like(residual)
     dims = padded(hidden)

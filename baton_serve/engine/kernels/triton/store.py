@@ -1,4 +1,6 @@
-"""Scatters new K and V rows into the block-major cache, converting to its dtype. Twin: ReferenceAttention.store."""
+"""Scatter new K and V rows into the block-major cache, and convert them to its dtype. Twin:
+`ReferenceAttention.store`.
+"""
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 import torch
@@ -11,7 +13,9 @@ from baton_serve.engine.kernels.triton.tiles import padded
 
 
 def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """key/value [num_tokens, num_kv_heads, head_dim], any strides but the last; a negative slot is skipped."""
+    """Store key and value [num_tokens, num_kv_heads, head_dim], whose last stride must be 1. A negative slot is
+    skipped.
+    """
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     _store_kernel[(key.shape[0],)](
         key,
@@ -78,26 +82,30 @@ def _store_kernel(  # noqa: PLR0913
 
 @triton.jit
 def largest_of(rows):
-    """[heads, dims] -> float32 [heads, 1]; NaN where one is, for as an integer it is larger than all numbers."""
+    """Return the largest absolute value of each row [heads, dims], float32 [heads, 1], or NaN if the row has one: as an
+    integer, NaN is larger than all numbers.
+    """
     bits = rows.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, 1)[:, None].to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_of(largest_element, largest: tl.constexpr):
-    """The scale as it is stored: bfloat16, rounded to nearest here, since devices convert in different ways."""
+    """Return the scale as it is stored, in bfloat16. It is rounded to nearest here, because devices convert in
+    different ways.
+    """
     bits = (largest_element * (1.0 / largest)).to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = tl.where(largest_element == largest_element, rounded, 0x7FC0)  # NaN, which a code may not be, stays one
+    rounded = tl.where(largest_element == largest_element, rounded, 0x7FC0)  # NaN stays NaN; a code could not show it
     return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def coded(rows, largest_element, cache, largest: tl.constexpr):
-    """Codes of `cache`'s dtype, still as float32 or as that dtype; see kv_codes.encode."""
+    """Return codes of `cache`'s dtype, still as float32 or as that dtype; see `kv_codes.encode`."""
     divisor = scale_of(largest_element, largest).to(tl.float32)
     inverse = tl.where(divisor > 0, 1.0 / tl.where(divisor > 0, divisor, 1.0), 0.0)
     scaled = tl.minimum(tl.maximum(rows.to(tl.float32) * inverse, -largest), largest)
     if cache.dtype.element_ty == tl.int8:
-        scaled = (scaled + 12582912.0) - 12582912.0  # to the nearest integer, ties to even
+        scaled = (scaled + 12582912.0) - 12582912.0  # rounds to the nearest integer, ties to even
     return scaled

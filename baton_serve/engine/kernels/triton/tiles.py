@@ -1,7 +1,7 @@
-"""Tile sizes, from what the device says of itself: processors, shared memory, hardware tensor descriptors.
+"""Tile sizes, chosen by what a device reports: processors, shared memory, tensor descriptors in hardware.
 
-The choices were measured (docs/log/gpu-kernels.md, "Triton attention"); a device that reports less shared memory gets
-smaller tiles, never a failure to launch.
+The choices were measured (docs/log/gpu-kernels.md, "Triton attention"). A device with less shared memory gets smaller
+tiles, never a launch that fails.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +15,8 @@ from triton.compiler import make_backend
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
+    """The limits of a device that determine tile sizes."""
+
     processors: int  # multiprocessors, or Xe cores
     shared_bytes: int  # shared local memory that one program may use
     descriptors: bool  # tensor descriptors are loads in hardware
@@ -22,6 +24,8 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
+    """Tile sizes of decode attention."""
+
     tile: int  # KV tokens per step
     min_split: int  # tokens, about; a multiple of tile and of the block
     max_splits: int  # per sequence
@@ -32,6 +36,8 @@ class DecodeTiles:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
+    """Tile sizes of prefill attention."""
+
     rows: int  # query tokens x group members
     tile: int  # KV tokens per step
     warps: int
@@ -42,6 +48,8 @@ class PrefillTiles:
 
 @dataclass(frozen=True, slots=True)
 class SplitTiles:
+    """Tile sizes of a product whose sums are cut along the inputs."""
+
     tile: int  # outputs
     step: int  # inputs
     splits: int  # of the inputs
@@ -51,6 +59,8 @@ class SplitTiles:
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
+    """Tile sizes of a product with one row."""
+
     rows: int  # of the weight, one output each
     chunk: int  # inputs
     warps: int
@@ -58,7 +68,9 @@ class RowTiles:
 
 
 def row_tiles(inputs: int) -> RowTiles:
-    """Of a product with one row: measured for 2,048 to 14,336 inputs. Small programs, many at a time."""
+    """Return the tiles of a product with one row, measured for 2,048 to 14,336 inputs: small programs,
+    many at a time.
+    """
     if inputs % 2048 == 0:
         return RowTiles(rows=2 if inputs == 2048 else 1, chunk=2048, warps=8 if inputs <= 8192 else 4, stages=2)
     if inputs % 1024 == 0:
@@ -67,9 +79,10 @@ def row_tiles(inputs: int) -> RowTiles:
 
 
 def split_tiles(limits: DeviceLimits, *, outputs: int, inputs: int) -> SplitTiles:
-    """Of a product of up to 16 rows whose parts somebody else adds up: two parts of the inputs, and more where that
-    leaves processors idle."""
-    tile, stages = (64, 5) if limits.shared_bytes >= 96 << 10 else (32, 3)  # 82 and 25 KB
+    """Return the tiles of a product of up to 16 rows whose parts another kernel adds: two parts of the inputs, or more
+    if processors would stay idle.
+    """
+    tile, stages = (64, 5) if limits.shared_bytes >= 96 << 10 else (32, 3)  # uses 82 or 25 KB
     splits = 2
     while outputs // tile * splits < limits.processors * 9 // 10 and splits < 8 and inputs % (256 * splits) == 0:
         splits *= 2
@@ -77,12 +90,12 @@ def split_tiles(limits: DeviceLimits, *, outputs: int, inputs: int) -> SplitTile
 
 
 def padded(size: int) -> int:
-    """The next power of two, which Triton's shapes must be."""
+    """Return the next power of two, which shapes in Triton must have."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def device_limits(index: int) -> DeviceLimits:
-    """Asks Triton's driver, which answers alike for every backend."""
+    """Return the limits from Triton's driver, whose answer has the same form on every backend."""
     active = triton.runtime.driver.active
     properties = active.utils.get_device_properties(index)
     target = active.get_current_target()
@@ -95,7 +108,9 @@ def device_limits(index: int) -> DeviceLimits:
 
 @lru_cache(maxsize=16)
 def narrowest_columns(device: torch.device) -> int:
-    """The fewest columns of a matrix product's right operand, but at least 8: what Triton's backend says of itself."""
+    """Return the smallest number of columns of a product's right operand that Triton's backend supports, but at least
+    8.
+    """
     if device.type == "cpu":  # Triton's interpreter
         return 8
     backend = make_backend(triton.runtime.driver.active.get_current_target())
@@ -109,10 +124,13 @@ def narrowest_columns(device: torch.device) -> int:
 def decode_tiles(
     limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False, num_heads: int = 0
 ) -> DecodeTiles:
-    """`head_bytes`: one token's K of one head, padded, as multiplied. One or two sequences are cut finely enough to
-    fill the device. `num_heads` KV heads of all sequences together say how finely. `is_coded`: K and V in one byte,
-    whose decoding takes registers."""
-    room = limits.shared_bytes // 3  # so that three programs share a processor and hide each other's waits
+    """Return the tiles of decode attention. `head_bytes` is the padded size of one token's K of one head, as
+    multiplied.
+
+    One or two sequences are cut finely enough to fill the device, by the number of KV heads of all sequences,
+    `num_heads`. `is_coded` means one-byte K and V, whose decoding needs registers.
+    """
+    room = limits.shared_bytes // 3  # three programs share a processor and hide each other's waits
     candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
     tile, stages = next(
         (fit for fit in candidates if 2 * fit[0] * max(fit[1] - 1, 1) * head_bytes <= room), candidates[-1]
@@ -129,15 +147,17 @@ def decode_tiles(
         return replace(tiles, tile=min(tile, 32), warps=1)
     if is_coded and num_heads <= limits.processors // 4:
         return replace(tiles, min_split=max(128, block_tokens), max_splits=64, stages=min(stages, 2))
-    if not is_coded and 0 < num_heads <= limits.processors // 8:  # one or two sequences have the device to themselves
+    if not is_coded and 0 < num_heads <= limits.processors // 8:  # one or two sequences use the whole device
         min_split = 64 if num_heads <= limits.processors // 16 else 128
         return replace(tiles, min_split=max(min_split, block_tokens), max_splits=max(tiles.max_splits, 32))
     return tiles
 
 
 def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) -> PrefillTiles:
-    """The query rows and the stages of K and V tiles share the device's fast memory."""
-    has_matrix_units = element_bytes <= 2  # float32 is multiplied in registers, of which there are few
+    """Return the tiles of prefill attention. The query rows and the stages of K and V tiles share the device's fast
+    memory.
+    """
+    has_matrix_units = element_bytes <= 2  # float32 is multiplied in registers, which are scarce
     rows = 128 if has_matrix_units else 32
     candidates = [(64, 3), (64, 2), (32, 2), (16, 2), (16, 1)] if has_matrix_units else [(16, 2), (16, 1)]
     tile, stages = next(

@@ -1,7 +1,7 @@
 // Products of whole tiles (AMX), where the CPU has them and the system lets this process use them.
 //
-// The sums of a row are formed in an order of their own: even and odd inputs apart, 32 inputs at a time. So whether tiles
-// are used must depend on the weights alone, never on the number of rows.
+// Tiles sum a row in another order than the other kernels: even and odd inputs separately, 32 inputs at a time. Therefore
+// the use of tiles must depend on the weights only, never on the number of rows, or a row's result would change with it.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ constexpr int PAIRS = 16;  // pairs of inputs of one tile
 
 inline std::atomic<bool> is_wanted{true};
 
-// Asked of the system once: the state of tiles is large, so a process has to ask for it.
+// The permission is requested once: the state of tiles is large, so Linux gives it only to a process that requests it.
 inline bool are_on() {
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   static const bool is_allowed = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -59,7 +59,7 @@ class Shape {
 };
 
 // sums[rows][32] (+)= x[rows][depth] x b[depth][32] of pairs; depth is a multiple of PAIRS, `rows` those of the shape,
-// strides in bytes, `x_step` bytes from PAIRS of a row to the next. `ahead`: memory to ask for meanwhile, `ahead_step` bytes per pair.
+// strides in bytes, `x_step` bytes from PAIRS of a row to the next. `ahead` is prefetched, `ahead_step` bytes for each pair.
 template <bool HAS_SECOND>
 inline void multiply(const uint32_t* x, int64_t x_stride, int64_t x_step, const uint32_t* b, int64_t b_stride, float* sums,
                      int64_t sums_stride, int depth, bool starts_at_zero, const char* ahead, int ahead_step) {

@@ -1,4 +1,5 @@
-// What Python passes to the library, field by field as in baton_serve/engine/kernels/cpu_*.py, and the functions it calls.
+// The arguments that Python passes to the library, field by field as in baton_serve/engine/kernels/cpu/*.py, and the
+// functions that it calls.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@ extern "C" {
 
 struct NormArguments {
   const void *input, *weight;
-  void* residual;  // null: none; otherwise becomes input + residual, and that is what is normed
+  void* residual;  // null: none; otherwise it is set to input + residual, and this sum is normed
   void* output;    // contiguous
   int64_t input_stride, residual_stride, num_rows;
   int32_t size, dtype, num_threads, unit_offset;  // unit_offset: the weight is 1 + weight, one rounding (Gemma)
@@ -42,7 +43,7 @@ struct AttendArguments {
   const int32_t* query_starts;
   const int32_t* context_lens;
   const int32_t* block_tables;
-  const float* alibi;  // [num_heads] or null: slopes, as scores are before they are scaled
+  const float* alibi;  // [num_heads] or null: slopes, which are added before a score is scaled
   const float* sinks;  // [num_heads] or null
   int64_t query_token_stride, query_head_stride;  // strides count elements
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;

@@ -1,9 +1,9 @@
 // Attention over the paged, block-major KV cache: prompts with a cached prefix and decode tokens in one pass that
 // streams K and V once per tile of queries.
 //
-// A row's result depends on its query, the keys it sees and its position, never on batch, chunking, tiles or threads:
-// keys are taken in tiles and parts that start at fixed positions, a part's sums are formed in order of its tiles, and
-// parts merge in order. So a part may be computed by any thread (long contexts of small batches use all cores).
+// The result of a row depends on its query, its visible keys and its position, but not on batch, chunks, tiles or threads:
+// keys are processed in tiles and parts that start at fixed positions, the sums of a part are formed in the order of its
+// tiles, and parts are merged in order. Any thread may compute a part, so long contexts of small batches use all cores.
 #include "amx.h"
 #include "attention_plan.h"
 #include "codes.h"
@@ -38,7 +38,7 @@ struct Sums {
   float *maxima, *totals, *values;
 };
 
-// this = this followed by `part`, row by row. The only place where parts meet.
+// Append `part` to this, row by row. Parts are merged here only.
 template <class M>
 __attribute__((noinline)) void merge(Sums whole, Sums part, int rows, int columns) {
   for (int r = 0; r < rows; r++) {
@@ -76,7 +76,7 @@ template <class M> class Attention {
 
   void run() {
     Buffer<float> partials = allocate<float>(plan.num_partial_floats + 1);
-    std::vector<Scratch> scratches;  // made here: an exception cannot leave a parallel region
+    std::vector<Scratch> scratches;  // allocated here, because an exception must not leave a parallel region
     for (int i = 0; i < plan.num_threads; i++) scratches.emplace_back(*this);
 #pragma omp parallel num_threads(plan.num_threads)
     {
@@ -95,20 +95,20 @@ template <class M> class Attention {
   }
 
  private:
-  // Where K and V of the keys [start, start + TILE_KEYS) lie; zeros for those outside [first, end). Of codes, which rows
-  // they are becomes elements in a scratch buffer; scales stay apart until the products are there.
+  // Addresses of K and V of the keys [start, start + TILE_KEYS), or of zeros for keys outside [first, end). Codes are
+  // decoded to elements in a scratch buffer; their scales are applied after the products.
   struct KeyRows {
     const void *keys[TILE_KEYS], *values[TILE_KEYS];
     float key_scales[TILE_KEYS], value_scales[TILE_KEYS];
   };
   struct Scratch {
-    Buffer<Element> zeros;  // stands for keys that no row of the tile may see
+    Buffer<Element> zeros;  // replaces keys that no row of the tile may see
     Buffer<Element> expanded;
     Buffer<Word> queries, keys, values, probabilities;
     Buffer<float> scores, row_sums, part, whole;
     std::unique_ptr<KeyRows> now = std::make_unique<KeyRows>(), next = std::make_unique<KeyRows>();
-    int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` already asked for; how many to ask for per query row
-    Ahead ahead_keys{}, ahead_values{};  // instead, where few rows share a tile
+    int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` that were prefetched; how many to prefetch for each query row
+    Ahead ahead_keys{}, ahead_values{};  // used instead if few rows share a tile
     tiles::Shape* shape = nullptr;
     explicit Scratch(const Attention& t)
         : zeros(allocate<Element>(t.columns * 2)),
@@ -132,7 +132,7 @@ template <class M> class Attention {
     return M::MAX_ROWS;
   }
   bool packs_values(int rows) const { return !M::READS_ROWS || rows > M::MAX_ROWS || a.head_dim % (2 * W) != 0; }
-  bool reads_codes() const { return M::READS_ROWS && a.codes == INT8; }  // else they become elements first
+  bool reads_codes() const { return M::READS_ROWS && a.codes == INT8; }  // otherwise they are decoded to elements first
   int rows_of(const Tile& t) const { return plan.rows_of(t); }
   int64_t sums_size(int rows) const { return plan.sums_size(rows); }
   Sums sums_at(float* p, int rows) const { return {p + (int64_t)rows * columns, p + (int64_t)rows * (columns + 1), p}; }
@@ -206,7 +206,7 @@ template <class M> class Attention {
     }
   }
 
-  // Codes of the tile become elements, without their scales.
+  // Decode the codes of the tile to elements, without their scales.
   void expand(KeyRows& rows, Scratch& scratch) const {
     const CodeBook& book = code_book(a.codes);
     Element* to = scratch.expanded.get();
@@ -218,14 +218,14 @@ template <class M> class Attention {
       }
   }
 
-  // Rows that are `Source`'s elements, as M multiplies them.
+  // Pack rows of elements of `Source` in the form that M multiplies.
   template <class Source> void pack(int rows, const KeyRows& from, Scratch& scratch) const {
     using Row = const typename Source::Element*;
     pack_keys<Source>((const Row*)from.keys, a.head_dim, words, scratch.keys.get());
     if (packs_values(rows)) Source::pack_values((const Row*)from.values, a.head_dim, columns, scratch.values.get());
   }
 
-  // Keys of the parts before `end_part` are asked for ahead.
+  // Prefetch the keys of the parts before `end_part`.
   void compute_part(const Tile& t, int part, int end_part, Scratch& scratch, Sums sums) const {
     const int rows = rows_of(t);
     std::fill(sums.maxima, sums.maxima + rows, NEG_INF);
@@ -341,8 +341,8 @@ template <class M> class Attention {
     for (int j = 0; j < TILE_KEYS; j++) scores[j] += slope * (distance + j);
   }
 
-  // Memory answers while the processor multiplies: a few rows of the next tile at a time, for blocks lie anywhere
-  // and the hardware's own prefetchers stop at their ends.
+  // Prefetch a few rows of the next tile at a time, while the processor multiplies. Blocks may lie anywhere, and the
+  // hardware's own prefetchers stop at the end of a block.
   void prefetch(Scratch& scratch) const {
     const int end = std::min(scratch.prefetched + scratch.prefetch_step, TILE_KEYS);
     for (int i = scratch.prefetched; i < end; i++)

@@ -1,4 +1,4 @@
-// How the rows of a step are cut into pieces of work; what is cut where never shows in the results.
+// Cuts the rows of a step into pieces of work. The cut does not change the results.
 #pragma once
 
 #include "arguments.h"
@@ -8,7 +8,7 @@
 
 namespace baton {
 
-constexpr int PART_KEYS = 512;  // keys whose sums are formed by themselves; parts start at multiples of it
+constexpr int PART_KEYS = 512;  // keys of a part, whose sums are formed separately; parts start at multiples of it
 constexpr int MAX_TILE_ROWS = 384, MIN_TILE_ROWS = 48;
 constexpr int MAX_SPLIT_ROWS = 32;
 constexpr int64_t THREAD_WORK = 1 << 19;  // rows x keys x head_dim worth a thread: about 25 us
@@ -19,7 +19,7 @@ struct Tile {
   int sequence, kv_head, first_token, num_tokens;  // tokens counted within the step's tokens of the sequence
   int position;                                    // of the first token
   int first_key, end_key;                          // seen by any of its rows
-  int64_t partial;                                 // where a split tile's parts go, -1: not split
+  int64_t partial;                                 // place of a split tile's parts; -1 if it is not split
 
   int first_part() const { return first_key / PART_KEYS; }
   int end_part() const { return (end_key + PART_KEYS - 1) / PART_KEYS; }

@@ -1,5 +1,6 @@
-// K and V in one byte per element: a code times a scale of its token and head, as baton_serve/engine/kernels/kv_codes.py has them.
-// The scales of a head's tokens follow its codes in a block, in bf16. Every code is exact in bf16 and in float16.
+// K and V in one byte for each element: a code times a scale of its token and head, as in
+// baton_serve/engine/kernels/kv_codes.py. The scales of a head's tokens follow its codes in a block, in bf16. bf16 and float16
+// represent every code exactly.
 #pragma once
 
 #include "rows.h"
@@ -8,7 +9,7 @@ namespace baton {
 
 enum KvCode : int32_t { NO_CODE = 0, E4M3 = 1, E5M2 = 2, INT8 = 3 };
 
-// What a row's largest element becomes.
+// The value that the largest element of a row is scaled to.
 inline float largest_code(int kind) { return kind == INT8 ? 127.f : 448.f; }
 
 // The value of every code.
@@ -38,7 +39,7 @@ class CodeBook {
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
   void expand(const uint8_t* codes, int count, bf16* to) const {
-    alignas(64) static constexpr uint64_t ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // what interleaving within lanes undoes
+    alignas(64) static constexpr uint64_t ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // interleaving within lanes undoes this order
     const __m512i order = _mm512_load_si512(ORDER), sign = _mm512_set1_epi8((char)0x80);
     for (int i = 0; i < count; i += 64) {
       const int n = std::min(64, count - i);
@@ -87,7 +88,7 @@ inline vu encoded(vf x, int kind) {
   const int fraction = kind == E4M3 ? 3 : 2, shift = 23 - fraction, bias = kind == E4M3 ? 7 : 15;
   const vu magnitude = bits & 0x7fffffff;
   const vu normal = (magnitude + ((magnitude >> shift) & 1) + ((1u << (shift - 1)) - 1) - ((127u - bias) << 23)) >> shift;
-  // Below the least normal number: adding one whose last place is the least code's value rounds to whole codes.
+  // Below the smallest normal number, add a number whose last place is worth the smallest code: this rounds to whole codes.
   const float unit = std::ldexp(1.f, 23 + 1 - bias - fraction);
   const vu small = (vu)((vf)magnitude + unit) - (vu)splat(unit);
   const vu is_small = (vu)((vf)magnitude < splat(std::ldexp(1.f, 1 - bias)));

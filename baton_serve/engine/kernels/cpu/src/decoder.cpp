@@ -1,4 +1,4 @@
-// All layers of a Llama-shaped decoder in one call, on packed bf16 weights: between the products only what memory needs.
+// All layers of a Llama-shaped decoder in one call, on packed bf16 weights, with as few passes over memory as possible.
 #include "arguments.h"
 #include "linear.h"
 #include "rows.h"
@@ -31,7 +31,7 @@ struct StepArguments {
   int64_t table_stride, rotary_stride, num_tokens, num_logits;
   int32_t num_layers, num_seqs, num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, num_threads, codes;
   float epsilon;
-  int32_t (*after_layer)(int32_t layer);  // once its K and V are stored and read; not 0: the step ends there. May be null
+  int32_t (*after_layer)(int32_t layer);  // called after its K and V were stored and read; the step ends unless it returns 0. May be null
 };
 
 }  // extern "C"
@@ -124,7 +124,7 @@ struct Step {
     return baton_attend(&attend) == 0;
   }
 
-  // From here on only tokens whose logits are wanted. Rows move forwards, so none is overwritten before it moved.
+  // Keep only the tokens whose logits are wanted. Rows move towards the start, so none is overwritten before it has moved.
   void keep_logit_rows() {
     for (int64_t i = 0; i < a.num_logits; i++) {
       move_row(a.attended, query_width, a.logit_rows[i], i);

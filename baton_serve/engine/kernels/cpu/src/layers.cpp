@@ -12,9 +12,9 @@ using namespace baton;
 
 namespace {
 
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // below this a second thread costs more than it brings
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // below this, a second thread costs more time than it saves
 
-// e^x, as exact as the element that it ends in needs.
+// e^x, with the precision that the resulting element needs.
 template <class T> inline vf exponential(vf x) { return exp_accurate(x); }
 template <> inline vf exponential<bf16>(vf x) { return exp2_fast(x * 1.44269504088896341f); }
 
@@ -108,7 +108,7 @@ template <class T> void rotate(const T* from, T* to, const StoreArguments& a, in
     std::memcpy((void*)(to + a.rotary_dim), from + a.rotary_dim, (a.head_dim - a.rotary_dim) * sizeof(T));
 }
 
-// Of one token and all KV heads, as codes.
+// Store one token of all KV heads as codes.
 template <class T> void store_codes(const StoreArguments& a, int64_t token, const T* key, const T* value, T* rotated) {
   const int64_t block = a.slots[token] / a.block_tokens, offset = a.slots[token] % a.block_tokens;
   uint8_t* head = (uint8_t*)a.cache + block * a.cache_block_stride;

@@ -1,6 +1,7 @@
-// Products of a few rows are bounded by reading the weights, of many by the dot products: one kernel serves both. It keeps
-// up to 12 rows x 32 columns in registers; weights pass in pieces that stay in a near cache for all rows. Codes of few bits
-// become bf16 there, piece by piece: values of at most 8 significant bits, so nothing is rounded; scales come after the sums.
+// One kernel serves products of a few rows, which reading the weights bounds, and of many, which the dot products bound.
+// It keeps up to 12 rows x 32 columns in registers. Weights are processed in pieces that stay in a near cache for all rows.
+// Quantized codes are decoded to bf16 there: their values have at most 8 significant bits, so that nothing is rounded.
+// Scales multiply the sums.
 #include "linear.h"
 
 #include "amx.h"
@@ -19,7 +20,7 @@ namespace baton {
 namespace {
 
 constexpr int BLOCK_ROWS = 96;    // their float32 sums stay in the first-level cache
-constexpr int SLICE_ROWS = 512;   // their inputs stay in the last-level cache while all weights pass
+constexpr int SLICE_ROWS = 512;   // their inputs stay in the last-level cache while all weights are read
 constexpr int CODED_DEPTH = 64;   // of codes: 8 KiB once they are bf16
 constexpr int FEW_ROWS = 4;        // whose codes become bf16 in registers
 constexpr int MANY_ROWS = 64;      // whose products take longer than reading the weights
@@ -99,11 +100,11 @@ class Product {
 
 #ifdef BATON_TILES
   int pieces() const { return (depth() + DEPTH - 1) / DEPTH; }
-  // Whether all inputs of the rows would pass the near caches again for each panel.
+  // True if each panel would read all inputs of the rows through the near caches again.
   bool has_many(int64_t rows) const { return uses_tiles && rows >= MANY_ROWS && pieces() > 1; }
 
-  // Panels [panel, end) of rows that `scratch` has room for. Inputs lie in a near cache as tiles want them, one piece after
-  // another; each group of rows asks for its share of the weights that come next.
+  // Panels [panel, end) of rows that `scratch` has room for. Inputs lie in a near cache in the order of the tiles, one piece
+  // after another; each group of rows prefetches its share of the next weights.
   void compute_many(int panel, int end, int64_t first_row, int count, TiledScratch& scratch, tiles::Shape& shape) const {
     shape.set(tiles::ROWS);
     const int groups = (count + tiles::ROWS - 1) / tiles::ROWS;
@@ -168,7 +169,7 @@ class Product {
       for (int i = 0; i < ROWS; i++) finish(scaled[p] + i * PANEL, panel + p, i);
   }
 
-  // One piece of a panel with all rows of a block; each group of rows asks for its share of the next piece.
+  // One piece of a panel with all rows of a block; each group of rows prefetches its share of the next piece.
   void multiply(int panel, int64_t first_row, int count, int k, int n, const uint32_t* b, float* sums) const {
     const int num_groups = (count + KERNEL_ROWS - 1) / KERNEL_ROWS, least = count / num_groups, extra = count % num_groups;
     const int stride = PANEL * (int)sizeof(uint32_t) / num_groups;
@@ -286,7 +287,8 @@ void add_up(const bf16* x, int64_t x_stride, int64_t rows, int inputs, int group
 }
 
 #ifdef BATON_TILES
-// A task is a stretch of panels for a slice of rows. Threads take them in turns: one whose core is taken away holds nobody up.
+// A task is a stretch of panels for a slice of rows. Each thread takes the next free task, so that a thread whose core is
+// taken away delays no other one.
 bool compute_tiled(const Product& product, int64_t rows, int num_threads) {
   const int64_t slices = (rows + TILED_ROWS - 1) / TILED_ROWS;
   const int64_t height = ((rows + slices - 1) / slices + tiles::ROWS - 1) / tiles::ROWS * tiles::ROWS;
@@ -335,8 +337,8 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
     const int threads = std::clamp<int64_t>(work / THREAD_WORK, 1, num_threads);
     const bool few = product.has_few(count);
     const int64_t tasks = few ? (product.panels() + 1) / 2 : product.panels() * blocks;
-    // Few rows: each thread reads one stretch of the weights, the hardware's prefetchers follow it. Many: a thread whose
-    // core is taken away holds nobody up.
+    // With few rows, each thread reads one stretch of the weights, which the hardware's prefetchers follow. With many, threads
+    // take tasks dynamically, so that a thread whose core is taken away delays no other one.
     const int64_t share = (tasks + threads - 1) / threads, callback = count < MANY_ROWS ? share : (share + 15) / 16;
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -5,8 +5,8 @@
 
 namespace baton {
 
-// Weights of `outputs` x `inputs` in panels of 32 outputs, the last one padded. Whatever the number of rows, they are
-// read once, forwards. A weight is bf16, or a code of `bits` bits: (table[code] - zero) * scale, where a scale and a zero
+// Weights of `outputs` x `inputs` in panels of 32 outputs, the last one padded. They are read once, from start to end, for
+// any number of rows. A weight is bf16, or a code of `bits` bits: (table[code] - zero) * scale, where a scale and a zero
 // belong to one output and `group` inputs.
 //   16 bits: [panel][pair of inputs][output][input of the pair]
 //    8 bits: [panel][pair of inputs] 64 codes: sign, and a place in the table of 128 bf16; their order is

@@ -35,7 +35,7 @@ inline __m512 multiply_add(__m512 sum, const Input* x, const Weights& w) {
 }
 #endif
 
-// What sums of one group of inputs become; null scales: what they are.
+// The scales and zeros that are applied to the sums of one group of inputs. With null scales the sums stay as they are.
 struct Scaling {
   const float *scales, *zeros;  // [32]
   const float* totals;          // of each row, its inputs' sum; read where there are zeros
@@ -48,7 +48,7 @@ inline vf rescaled(vf sum, const Scaling& scaling, int i, int j, vf before) {
   return fma(sum, load(scaling.scales + j * W), before);
 }
 
-// sums[ROWS][32] (+)= x[ROWS][depth] x b[depth][32]. `ahead`: memory to ask for meanwhile, `stride` bytes per step.
+// sums[ROWS][32] (+)= x[ROWS][depth] x b[depth][32]. `ahead` is prefetched, `stride` bytes for each step.
 template <int ROWS, bool ASKS>
 void kernel(const Input* x, int64_t ldx, const uint32_t* b, float* sums, int depth, bool is_first, Scaling scaling,
             const char* ahead, int stride) {
@@ -84,8 +84,8 @@ constexpr Kernel KERNELS[] = {nullptr,         kernel<1, ASKS>, kernel<2, ASKS>,
                               kernel<5, ASKS>, kernel<6, ASKS>, kernel<7, ASKS>,  kernel<8, ASKS>,  kernel<9, ASKS>,
                               kernel<10, ASKS>, kernel<11, ASKS>, kernel<12, ASKS>};
 
-// sums[ROWS][2 panels][32] += x[ROWS][depth] x codes of two panels, for rows so few that bf16 in memory would cost more
-// than the products. The same sums in the same order as of `kernel`.
+// sums[ROWS][2 panels][32] += x[ROWS][depth] x codes of two panels. With so few rows, decoding to bf16 in memory would cost
+// more than the products. The sums are formed in the same order as in `kernel`.
 template <class Codes, int ROWS>
 void kernel_coded(const Input* x, int64_t ldx, const uint8_t* const* codes, const Codes& source, float* sums, int at,
                   int depth) {

@@ -11,9 +11,9 @@
 
 namespace baton {
 
-constexpr int TILED_ROWS = 384, TILED_PANELS = 16;  // whose inputs of a piece and sums share a second-level cache
+constexpr int TILED_ROWS = 384, TILED_PANELS = 16;  // their sums and their inputs of a piece fit a second-level cache
 
-// What one thread needs for many rows; kept while the thread lives.
+// Memory of one thread for products of many rows. It lives as long as the thread.
 struct TiledScratch {
   struct Free {
     void operator()(void* p) const { std::free(p); }
@@ -33,7 +33,7 @@ struct TiledScratch {
 
   const uint32_t* group(int number, int depth) const { return inputs.get() + (int64_t)number * tiles::ROWS * depth; }
 
-  // Rows that complete the last group hold what they held: nobody reads their sums.
+  // Rows that fill up the last group are not initialized, because their sums are not read.
   void fill(const bf16* x, int64_t x_stride, int64_t first_row, int count, int k, int depth) {
     for (int row = 0; row < count; row++) {
       const bf16* from = x + (first_row + row) * x_stride + 2 * k;

@@ -1,5 +1,5 @@
-// Weights into the panels that products read (linear.h), once, when a model is loaded: one pass over memory that is often
-// a mapped file, into memory that nobody has touched.
+// Pack weights into the panels that products read (linear.h), once, when a model is loaded: one pass over memory that is
+// often a mapped file, into memory that was never written.
 #include "linear.h"
 
 using namespace baton;
@@ -17,7 +17,7 @@ void pack_words(const pair_word* const* rows, int count, int64_t first, int64_t 
     for (int output = 0; output < PANEL; output++) words[pair * PANEL + output] = output < count ? rows[output][pair] : 0;
 }
 
-// As many of the words of a panel's rows as fill squares of W x W. Returns how many.
+// Pack the words of a panel's rows that fill squares of W x W. Returns their number.
 int64_t pack_squares(const pair_word* const* rows, int64_t pairs, uint32_t* words) {
   int64_t k = 0;
   for (; k + W <= pairs; k += W)

@@ -1,5 +1,5 @@
-// How long this CPU takes for a dot product of pairs of bf16, measured when the kernels are built. Some do two
-// multiplications in one cycle, some split the instruction into steps and are faster with float32.
+// Measures the time of a dot product of bf16 pairs when the kernels are built. Some CPUs do two multiplications in one
+// cycle; others split the instruction into steps and are faster with float32.
 #include <algorithm>
 #include <chrono>
 
@@ -35,7 +35,7 @@ template <class M> double seconds() {
 
 }  // namespace
 
-// The time of a dot product to that of a float32 multiply-add; the least of many, so that a busy machine tells the same.
+// Returns the time of a dot product relative to a float32 multiply-add: the smallest of many, so that load does not matter.
 extern "C" double baton_pair_cost() {
   double pairs = 1, floats = 1;
   for (int round = 0; round < ROUNDS; round++) pairs = std::min(pairs, seconds<Pairs>()), floats = std::min(floats, seconds<Floats>());

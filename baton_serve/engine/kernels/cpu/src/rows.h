@@ -1,11 +1,11 @@
-// What happens to one row of a tensor, for steps that share it.
+// Operations on one row of a tensor that several steps share.
 #pragma once
 
 #include "vector.h"
 
 namespace baton {
 
-// x as it would be read back from a tensor of T.
+// Returns x rounded as if it had been stored in a tensor of T.
 template <class T> inline vf rounded(vf x) {
   T elements[W];
   store_elements(elements, x);

@@ -1,7 +1,7 @@
-// The arithmetic of one tile of attention, in three flavours behind one interface: how K, V, Q and the probabilities
-// are laid out for a register-tiled product, and how a row of scores becomes probabilities.
+// The arithmetic of one tile of attention, in three variants with one interface: the layout of K, V, Q and the
+// probabilities for a register-tiled product, and the conversion of a row of scores to probabilities.
 //
-// Each row's arithmetic is the same sequence of operations whatever rows share its tile, its task or its batch.
+// The operations on a row and their order do not depend on the other rows of its tile, its task or its batch.
 #pragma once
 
 #include "vector.h"
@@ -36,7 +36,7 @@ template <class T> struct Widening {
   using Element = T;
   using Word = float;
   static constexpr int MAX_ROWS = 6;  // at once
-  static constexpr bool READS_ROWS = false;  // V of a tile with no more rows is not packed
+  static constexpr bool READS_ROWS = false;  // true: V is read without packing if a tile has at most MAX_ROWS rows
   static constexpr int PAIR = 1;  // elements per packed word
   static constexpr float UNIT = 1.f;  // scores are natural exponents
 
@@ -75,7 +75,7 @@ struct WidenedBf16 : Widening<bf16> {
 };
 using Bf16 = WidenedBf16;
 
-// Codes of int8 on their way to the same products, without scales.
+// int8 codes for the same products, without their scales.
 struct WidenedInt8 : Widening<int8_t> {
   static constexpr int LANE = 4;
 
@@ -151,8 +151,8 @@ void pack_keys(const typename M::Element* const* rows, int head_dim, int words, 
     }
 }
 
-// Rows of the next tile, to ask for a line at a time while this one is multiplied: more at once than the processor has
-// room for would make it wait. `end`: bytes of a row.
+// Rows of the next tile, which are prefetched one cache line at a time while this tile is multiplied. More requests at once
+// than the processor can hold would make it wait. `end` is the number of bytes of a row.
 struct Ahead {
   const void* const* rows;
   int end;
@@ -189,8 +189,8 @@ void multiply(const typename M::Word* a, int lda, const typename M::Word* b, int
   for (; j < columns; j += W) multiply_columns<M, ROWS, 1>(a, lda, b + j, ldb, c + j, ldc, depth, factors, {}, 0);
 }
 
-// c[ROWS][columns] = c * factors + a[ROWS][TILE_KEYS] x rows, the same sums in the same order as of packed rows: for so few
-// rows of `a` that packing costs more. `columns` is a multiple of 2 * W.
+// c[ROWS][columns] = c * factors + a[ROWS][TILE_KEYS] x rows, with the sums in the same order as for packed rows. It is for
+// so few rows of `a` that packing would cost more. `columns` is a multiple of 2 * W.
 template <int ROWS, class Element>
 void multiply_rows(const float* a, const Element* const* rows, float* c, int columns, const float* factors, Ahead ahead) {
   for (int d = 0; d < columns; d += 2 * W) {
@@ -214,9 +214,9 @@ struct ScoreRule {
   float scale, softcap;  // softcap 0: none
 };
 
-// One row of raw scores becomes probabilities relative to the row's maximum so far; keys outside [first, end) get 0.
-// `value_scales`, if any, go into the probabilities and not into their sum. Returns the factor by which everything summed
-// so far shrinks.
+// Converts one row of raw scores to probabilities relative to the row's maximum so far; keys outside [first, end) get 0.
+// `value_scales`, if not null, multiply the probabilities but not their sum. Returns the factor by which all earlier sums of
+// the row must be multiplied.
 template <class M>
 __attribute__((noinline)) float soften(const float* scores, typename M::Word* probabilities, ScoreRule rule, int first,
                                        int end, float* row_maximum, float* row_sums, const float* value_scales) {

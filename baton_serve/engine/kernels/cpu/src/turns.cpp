@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t LOOK_AGAIN_NS = 200'000;
 
-// As in baton_serve/engine/kernels/cpu/time_slicing.py: words of processes that map the same memory, one row each. The first word of a row
-// is the time (CLOCK_MONOTONIC, ns) until which its process has the turn, 0 when it has ended.
+// As in baton_serve/engine/kernels/cpu/time_slicing.py: the words of processes that map the same memory, one row each. The
+// first word of a row is the time (CLOCK_MONOTONIC, ns) at which the turn of its process ends, or 0 after its end.
 struct Rows {
   const int64_t* words;
   int64_t count, width;

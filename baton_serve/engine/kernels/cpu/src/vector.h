@@ -121,7 +121,7 @@ inline void transpose(vf (&rows)[W]) {
 #endif
 }
 
-inline float sum(vf v) {  // the same tree everywhere: results do not depend on the caller
+inline float sum(vf v) {  // one order of additions everywhere, so that results do not depend on the caller
   for (int half = W / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) v[i] += v[i + half];
   return v[0];

@@ -1,4 +1,4 @@
-// Weights of few bits become bf16 in registers, as the layouts of linear.h have them.
+// Decodes quantized weights, in the layouts of linear.h, to bf16 in registers.
 #pragma once
 
 #include "vector.h"
@@ -35,7 +35,7 @@ struct Codes8 {
 
 struct Codes4 {
   static constexpr int PAIRS = 2;
-  __m512i values;  // 16 of them twice: the fifth bit of an index is another code's
+  __m512i values;  // 16 values, twice: the fifth bit of an index belongs to another code and must not matter
 
   explicit Codes4(const uint16_t* table) : values(_mm512_loadu_si512(table)) {}
   void expand(const uint8_t* codes, __m512i* to) const {

@@ -1,7 +1,8 @@
-"""What the Triton products over quantized weights share: numbers from words of codes, and what a launch is told.
+"""Functions that the Triton products of quantized weights share: they decode words of codes, and collect the constants
+of a launch.
 
-Four and six bits: a word's nibble `i` is input `16 * i` further than its nibble 0 (see quantized.py), so that one shift
-of a row of words gives runs of 16 neighbouring inputs. Twins: quantized.numbers and quantized.dequantize.
+With four and six bits, nibble `i` of a word is `16 * i` inputs behind its nibble 0 (`quantized`), so that one shift of
+a row of words gives runs of 16 neighbouring inputs. Twins: `quantized.numbers` and `quantized.dequantize`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -22,17 +23,17 @@ from baton_serve.engine.kernels.quantized import (
 )
 
 KINDS = {"int4": 0, "uint4": 0, "fp4": 1, "fp6": 2, "nf4": 3, "bnb_fp4": 3}
-"""How `values` turns a code into a number."""
+"""The way in which `values` decodes each codebook."""
 
 
 @lru_cache(maxsize=16)
 def table_of(codebook: Codebook, device: torch.device) -> Tensor:
-    """float32: the numbers of a codebook that no arithmetic yields."""
+    """Return the values of a codebook that cannot be computed from the code, as a float32 tensor."""
     return torch.tensor(code_values(codebook), device=device)
 
 
 def word_arguments(weight: QuantizedWeight) -> dict[str, int | bool]:
-    """The constants of a kernel over words."""
+    """Return the constants of a kernel that reads words."""
     six = code_bits(weight.codebook) == 6
     return {
         "inputs": weight.inputs,
@@ -48,14 +49,16 @@ def word_arguments(weight: QuantizedWeight) -> dict[str, int | bool]:
 
 @triton.jit
 def values(low, high, column, nibble: tl.constexpr, table, kind: tl.constexpr):
-    """float32 numbers of nibble `nibble` of the words `low`; `column` counts words within a stretch. `kind` 0 gives
-    the code plus 128: the caller subtracts that together with the zero."""
-    if kind == 0:  # the code becomes the last bits of a float between 128 and 256
+    """Return the float32 numbers of nibble `nibble` of the words `low`. `column` counts words within a stretch.
+
+    For `kind` 0 the result is the code plus 128, which the caller subtracts together with the zero.
+    """
+    if kind == 0:  # the code becomes the low bits of a float32 mantissa: a number between 128 and 256
         bits = low << (16 - 4 * nibble) if nibble < 4 else low >> (4 * nibble - 16)
         number = ((bits & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
     else:
         code = (low >> (4 * nibble)) & 15
-        if kind == 1:  # E2M1 within float16, whose exponent counts from 14 more
+        if kind == 1:  # E2M1 becomes a float16; 2 ** 14 makes up for the difference of the exponents' biases
             half = (((code & 7) << 9) | ((code & 8) << 12)).to(tl.int16).to(tl.float16, bitcast=True)
             number = half.to(tl.float32) * 16384.0
         elif kind == 2:  # E2M3
@@ -69,15 +72,16 @@ def values(low, high, column, nibble: tl.constexpr, table, kind: tl.constexpr):
 
 @triton.jit
 def both_values(low, nibble: tl.constexpr, kind: tl.constexpr, centre: tl.constexpr, dtype: tl.constexpr):
-    """Nibbles `nibble` and `nibble + 4` of the words `low` less `centre`, exactly, in `dtype` of 16 bits. Both are put
-    together in one word, so that an instruction serves two weights."""
+    """Return nibbles `nibble` and `nibble + 4` of the words `low` minus `centre`, exactly, in a 16-bit `dtype`. Both
+    are built in one word, so that one instruction serves two weights.
+    """
     shifted = low >> (4 * nibble)
     if kind == 0:  # the codes become the last bits of numbers from 128 (bfloat16) or 1024 (float16)
         offset: tl.constexpr = 128.0 + centre if dtype == tl.bfloat16 else 1024.0 + centre
         both = (shifted & 0x000F000F) | (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
         first = both.to(tl.int16).to(dtype, bitcast=True) - offset
         second = (both >> 16).to(tl.int16).to(dtype, bitcast=True) - offset
-    else:  # E2M1, whose exponent counts from 126 (14) more
+    else:  # E2M1; the factor makes up for the difference of the exponents' biases, 126 in bfloat16 and 14 in float16
         left: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
         factor: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
         both = ((shifted & 0x00070007) << left) | ((shifted & 0x00080008) << 12)
@@ -88,5 +92,5 @@ def both_values(low, nibble: tl.constexpr, kind: tl.constexpr, centre: tl.conste
 
 @triton.jit
 def offset_of(kind: tl.constexpr, centre: tl.constexpr):
-    """What `values` has too much, beside the zero."""
+    """Return the constant by which `values` is too large, apart from the zero."""
     return 128.0 + centre if kind == 0 else 0.0

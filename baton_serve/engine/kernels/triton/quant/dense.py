@@ -1,6 +1,6 @@
-"""A whole quantized weight back to its numbers, for products so large that reading it twice costs little.
+"""Decode a whole quantized weight, for products so large that reading it twice costs little.
 
-Twin: quantized.dequantize.
+Twin: `quantized.dequantize`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -14,7 +14,7 @@ from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, tabl
 
 
 def dense(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] in `dtype`."""
+    """Return the weight as numbers [outputs, inputs] in `dtype`."""
     result = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.codes.device)
     zeros = weight.scales if weight.zeros is None else weight.zeros
     if weight.codebook in KINDS:

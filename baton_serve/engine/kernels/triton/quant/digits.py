@@ -1,9 +1,11 @@
-"""A few tokens times a quantized weight over integers: the codes enter the matrix units as they are stored.
+"""Products of a few tokens with a quantized weight, computed with integers: the codes enter the matrix units as they
+are stored.
 
-Of four-bit codes a byte's low nibble is one operand's number and its high nibble, sixteen times itself less eight, the
-other's: one mask serves four weights. What that adds is taken off each group's sum by the sums of its inputs. A group's
-scales, the weight's and the activations', multiply its sum. Long rows are cut over programs and the parts added in
-order. Twin: quantized.linear, of what the digits stand for (triton_digits.values_of).
+For four-bit codes, the low nibble of a byte is a number of one operand, and its high nibble, as sixteen times (code -
+8), is a number of the other one, so that one mask serves four weights. The constants that this adds are subtracted from
+each group's sum with the sums of its inputs. The scales of a group, those of the weight and of the activations,
+multiply its sum. Long rows are cut over programs, and the parts are added in order. Twin: `quantized.linear` of the
+numbers that the digits represent (`triton.digits.values_of`).
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -20,13 +22,15 @@ from baton_serve.engine.kernels.triton.quant.tile import MAX_COUNTERS, counters_
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
 MAX_TOKENS = {"int4": 16, "uint4": 16, "int8": 64}
-"""By codebook. Beyond, the sums of all columns cost more than decoding the weight."""
+"""Largest number of tokens for each codebook. With more, the sums of all columns cost more than decoding the weight."""
 MANY_OUTPUTS = 16384
-"""Eight bits of fewer outputs gain nothing (measured from 1 to 64 tokens)."""
+"""Number of outputs from which eight-bit codes gain by this method (measured from 1 to 64 tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigitTiles:
+    """Tile sizes of a product with integers."""
+
     outputs: int
     splits: int
     unroll: int  # stretches per step: neighbours in memory
@@ -35,7 +39,9 @@ class DigitTiles:
 
 
 def takes_digits(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> bool:
-    """Whether the product of so many tokens goes over integers: codes that are integers, in groups of 128 or more."""
+    """Return whether the product of this number of tokens is computed with integers: its codes must be integers in
+    groups of 128 or more.
+    """
     if dtype.itemsize != 2 or num_tokens > MAX_TOKENS.get(weight.codebook, 0) or weight.inputs % GROUP:
         return False
     if weight.codebook == "int8" and weight.outputs < MANY_OUTPUTS:
@@ -44,12 +50,14 @@ def takes_digits(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -
 
 
 def has_nibbles(weight: QuantizedWeight) -> bool:
+    """Return whether the codes of the weight have four bits."""
     return weight.codebook != "int8"
 
 
 def digit_tiles(weight: QuantizedWeight, num_tokens: int) -> DigitTiles:
-    """Measured (docs/log/low-bit-formats.md, "Products over integers"). With few outputs rows are cut, but so
-    that a program's part is long enough for its loads to run ahead."""
+    """Return the tile sizes, which were measured (docs/log/low-bit-formats.md, "Products over integers"). With few
+    outputs the rows are cut, but each program's part stays long enough for its loads to run ahead.
+    """
     is_narrow = num_tokens <= 8
     outputs = 128 if weight.outputs >= 65536 and num_tokens <= 16 else 64
     tiles, stretches = -(-weight.outputs // outputs), weight.inputs // GROUP
@@ -63,7 +71,7 @@ def digit_tiles(weight: QuantizedWeight, num_tokens: int) -> DigitTiles:
 def digit_product(
     digits: Digits, weight: QuantizedWeight, bias: Tensor | None, tiles: DigitTiles | None = None
 ) -> Tensor:
-    """[num_tokens, outputs] in the activations' dtype."""
+    """Return the product [num_tokens, outputs] in the dtype of the activations."""
     tiles = tiles or digit_tiles(weight, digits.num_tokens)
     result = torch.empty((digits.num_tokens, weight.outputs), dtype=digits.dtype, device=digits.codes.device)
     _launch(digits, weight, bias, tiles, result, _sums(digits, weight, tiles) if tiles.splits > 1 else result)
@@ -71,7 +79,7 @@ def digit_product(
 
 
 def digit_parts(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles | None = None) -> Tensor | None:
-    """float32 [parts, num_tokens, outputs], which add up to `digit_product`; None: it is not cut."""
+    """Return float32 [parts, num_tokens, outputs], whose sum is `digit_product`, or None if the product is not cut."""
     tiles = tiles or digit_tiles(weight, digits.num_tokens)
     if tiles.splits == 1:
         return None
@@ -88,7 +96,7 @@ def _sums(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles) -> Tensor:
 def _launch(
     digits: Digits, weight: QuantizedWeight, bias: Tensor | None, tiles: DigitTiles, to: Tensor | None, sums: Tensor
 ) -> None:
-    """Without `to` nobody adds the parts in `sums` up."""
+    """Launch the kernel. Without `to`, the parts stay in `sums` and are not added."""
     assert digits.nibbles == has_nibbles(weight) and digits.inputs == weight.inputs
     num_tokens, adds = digits.num_tokens, to is not None
     result = sums if to is None else to
@@ -156,7 +164,7 @@ def _digit_kernel(  # noqa: PLR0913, PLR0915
     output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
     live = output < outputs
     row = tl.where(live, output, 0).to(tl.int64)
-    column = tl.arange(0, columns)  # high and low bytes of one token after the other
+    column = tl.arange(0, columns)  # the high and the low bytes of a token alternate
     asked = column < 2 * num_tokens
     token = tl.where(asked, column // 2, 0)
     stretches: tl.constexpr = inputs // 128
@@ -178,7 +186,9 @@ def _digit_kernel(  # noqa: PLR0913, PLR0915
                 low_asked = tl.load(reader + stretch * 128, asked[None, :], other=0)
                 high_asked = tl.load(reader + stretch * 128 + 64, asked[None, :], other=0)
                 low_part = tl.dot(both & 15, low_asked, out_dtype=tl.int32)
-                high_part = tl.dot((both & -16) ^ -128, high_asked, out_dtype=tl.int32)  # sixteen times (code - 8)
+                high_part = tl.dot(
+                    (both & -16) ^ -128, high_asked, out_dtype=tl.int32
+                )  # the operand is sixteen times (code - 8)
                 part = (low_part * 16 + high_part).to(tl.float32)
             else:
                 number = tl.load(code_reader + stretch * 128)
@@ -190,7 +200,7 @@ def _digit_kernel(  # noqa: PLR0913, PLR0915
                 acc += part * (tl.load(scales + index).to(tl.float32)[:, None] * worth[None, :])
             else:
                 acc += part * worth[None, :]
-    # A low byte counts a 256th of a high one; both nibbles' sums are sixteen times too large.
+    # A low byte counts 1 / 256 of a high one. The sums of both nibbles are sixteen times too large.
     high_worth: tl.constexpr = 16.0 if nibbles else 256.0
     acc *= tl.where(column % 2 == 0, high_worth, high_worth / 256)[None, :]
     if groups == 1:
@@ -211,8 +221,9 @@ def _less_zeros(  # noqa: PLR0913
     nibbles: tl.constexpr,
     has_zeros: tl.constexpr,
 ):
-    """A stretch's sums [outputs, columns] without what zeros add: once per token, to its high bytes' column. Of four
-    bits the sums count sixteenths, and high nibbles have lost eight already."""
+    """Subtract from a stretch's sums [outputs, columns] what the zeros have added: once for a token, in the column of
+    its high bytes. With four bits the sums count sixteenths, and high nibbles have lost eight already.
+    """
     if has_zeros or (nibbles and centre != 8):
         whole = tl.load(all_sums, is_high, other=0.0)
         zero = tl.zeros([part.shape[0]], tl.float32)

@@ -1,4 +1,4 @@
-"""Products over quantized weights in Triton: which kernel takes how many rows. Twin: quantized.linear."""
+"""Choose the kernel of a product with a quantized weight by its number of rows. Twin: `quantized.linear`."""
 
 import torch
 from torch import Tensor
@@ -18,22 +18,28 @@ from baton_serve.engine.kernels.triton.quant.row import row_product
 from baton_serve.engine.kernels.triton.quant.tile import is_paired, tile_parts, tile_product
 
 LONG_ROW = 8192
-"""Longer rows of paired weights are cut over programs even for one token (measured at 4,096 and 14,336 inputs)."""
-DENSE_TOKENS = 193  # more than three tiles of 64
-"""From here on the weight is written out once per product, for the library's own product to read."""
+"""Row length from which rows of paired weights are cut over programs even for one token (measured at 4,096 and 14,336
+inputs).
+"""
+DENSE_TOKENS = 193
+"""Number of tokens from which the weight is decoded once for a product and multiplied by the library; more than three
+tiles of 64.
+"""
 DENSE_BYTES = 256 << 20
-"""The largest piece of a weight that is written out at once."""
+"""Largest part of a weight, in bytes, that is decoded at once."""
 
 
 def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether this is a product that gives each output to one program, which can gate it (`row_product`)."""
+    """Return whether each output of this product is computed by one program, which can then apply the gate
+    (`row_product`).
+    """
     if x.shape[0] != 1 or takes_digits(weight, 1, x.dtype):
         return False
     return not (weight.inputs > LONG_ROW and is_paired(weight, x.dtype))
 
 
 def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
-    """float32 [parts, num_tokens, outputs], which add up to `linear`; None: it is not cut."""
+    """Return float32 [parts, num_tokens, outputs], whose sum is `linear`, or None if the product is not cut."""
     if isinstance(x, Digits):
         return digit_parts(x, weight)
     assert isinstance(x, Tensor)
@@ -47,7 +53,7 @@ def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x [num_tokens, inputs] -> [num_tokens, outputs]."""
+    """Return x [num_tokens, inputs] times the weight: [num_tokens, outputs]."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if takes_digits(weight, x.shape[0], x.dtype):

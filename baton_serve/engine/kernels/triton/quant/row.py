@@ -1,6 +1,6 @@
-"""One row times a quantized weight: the weight is read once, which is all that takes time. Twin: quantized.linear.
+"""One row times a quantized weight. Its time is that of reading the weight once. Twin: `quantized.linear`.
 
-Sums are float32. The constant that every four-bit number carries (and its zero) is taken off a group's sum, as that
+Sums are float32. The constant in every four-bit number (and its zero) is subtracted from a group's sum, as that
 constant times the sum of the group's inputs, so that a weight costs a shift, a mask and a multiply-add.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
@@ -19,6 +19,8 @@ from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, tabl
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRowTiles:
+    """Tile sizes of a product with one row."""
+
     rows: int  # outputs per program
     chunk: int  # words (four and six bits) or codes (eight) per step
     warps: int
@@ -26,7 +28,7 @@ class QuantizedRowTiles:
 
 
 def row_tiles(weight: QuantizedWeight) -> QuantizedRowTiles:
-    """Measured (docs/log/low-bit-formats.md, "Products over weights in few bits")."""
+    """Return the tile sizes, which were measured (docs/log/low-bit-formats.md, "Products over weights in few bits")."""
     if weight.codebook in KINDS:
         return QuantizedRowTiles(rows=4, chunk=512, warps=4, stages=1)
     if weight.codebook != "int8" and weight.outputs >= 16384:
@@ -44,8 +46,9 @@ def row_product(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """x [1, inputs] -> [1, outputs]; `gated`: the outputs are gates, then ups, and SiLU(gate) * up [1, outputs / 2] is
-    what is wanted."""
+    """Return x [1, inputs] times the weight: [1, outputs]. With `gated`, the outputs are gates and then ups, and the
+    result is SiLU(gate) * up [1, outputs / 2].
+    """
     tiles = tiles or row_tiles(weight)
     outputs = weight.outputs // 2 if gated else weight.outputs
     result = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
@@ -93,7 +96,9 @@ def row_product(
 
 @triton.jit
 def _rows_of(outputs, rows: tl.constexpr, gated: tl.constexpr):
-    """(this program's rows of the weight, whether they are there): a gate and its up, `outputs` further, take turns."""
+    """Return the rows of the weight that this program reads, and whether they exist. With `gated`, a gate and its up,
+    which lies `outputs` further, alternate.
+    """
     place = tl.arange(0, rows)
     if gated:
         output = tl.program_id(0) * (rows // 2) + place // 2
@@ -116,7 +121,7 @@ def _store_rows(  # noqa: PLR0913
     has_bias: tl.constexpr,
     gated: tl.constexpr,
 ):
-    """Rounds where a product, SiLU and mul by themselves would."""
+    """Store a program's outputs, with the same rounding as a product, SiLU and mul by themselves."""
     if has_bias:
         summed += tl.load(bias + row, live, other=0.0).to(tl.float32)
     dtype = result.dtype.element_ty

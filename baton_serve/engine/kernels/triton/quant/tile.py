@@ -1,9 +1,9 @@
-"""Some rows times a quantized weight through the device's matrix units.
+"""Several rows times a quantized weight with the device's matrix units.
 
-The weight is the left operand, [outputs, inputs] x [inputs, tokens]: devices that multiply from registers take freshly
-decoded numbers from there. A group's scale multiplies its sum, so that codes enter the product exactly. Long rows are
-cut over programs and the parts added in order: a result does not depend on who shares its batch's tile.
-Twin: quantized.linear.
+The weight is the left operand, [outputs, inputs] x [inputs, tokens]: devices that multiply from registers can use
+freshly decoded numbers there. A group's scale multiplies its sum, so that codes enter the product exactly. Long rows
+are cut over programs and the parts are added in order, so that a result does not depend on the other rows of its tile.
+Twin: `quantized.linear`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -28,21 +28,25 @@ from baton_serve.engine.kernels.triton.quant.codes import (
 from baton_serve.engine.kernels.triton.tiles import padded
 
 MAX_COUNTERS = 1 << 16
+"""Largest number of tiles of a product, each of which has a counter."""
 
 
 @lru_cache(maxsize=16)
 def counters_of(device: torch.device) -> Tensor:
-    """int32 zeros, one per tile of a product; each product leaves zeros. A device computes one product after the
-    other."""
+    """Return int32 zeros, one for each tile of a product. Each product leaves zeros behind, so that the next one can
+    use them: a device computes one product after the other.
+    """
     return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 
 
 MANY_OUTPUTS = 16384
-"""From here on wide tiles occupy the whole device."""
+"""Number of outputs from which wide tiles occupy the whole device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
+    """Tile sizes of a product with several rows."""
+
     outputs: int
     tokens: int
     depth: int  # inputs per step, of eight-bit codes; words go by stretches
@@ -52,15 +56,17 @@ class ProductTiles:
 
 
 def is_paired(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether an instruction decodes two weights: for floats of 16 bits, where the kind of code allows it and the zero
-    is such a float too."""
+    """Return whether one instruction decodes two weights. It does for 16-bit floats if the codebook allows it and the
+    zeros have the same dtype.
+    """
     zeros_fit = weight.zeros is None or weight.zeros.dtype == dtype
     return KINDS.get(weight.codebook, 3) <= 1 and dtype.itemsize == 2 and zeros_fit
 
 
 def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> ProductTiles:
-    """Measured in 16 bits (docs/log/low-bit-formats.md, "Products over weights in few bits"). A tile of outputs is as
-    wide as leaves a program for every processor; with fewer outputs rows are cut."""
+    """Return the tile sizes, measured in 16 bits (docs/log/low-bit-formats.md, "Products over weights in few bits").
+    Tiles are as wide as possible while each processor gets a program; with fewer outputs, rows are cut.
+    """
     tokens = min(64, max(16, padded(num_tokens)))
     has_many_outputs = weight.outputs >= MANY_OUTPUTS
     if dtype == torch.float32:
@@ -86,7 +92,7 @@ def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) 
 
 
 def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles | None = None) -> Tensor:
-    """x [num_tokens, inputs] with contiguous rows -> [num_tokens, outputs]."""
+    """Return x [num_tokens, inputs], with contiguous rows, times the weight: [num_tokens, outputs]."""
     tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
     result = torch.empty((x.shape[0], weight.outputs), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, tiles, result, _sums(x, weight, tiles) if tiles.splits > 1 else result)
@@ -94,7 +100,7 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
 
 
 def tile_parts(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles | None = None) -> Tensor | None:
-    """float32 [parts, num_tokens, outputs], which add up to `tile_product`; None: it is not cut."""
+    """Return float32 [parts, num_tokens, outputs], whose sum is `tile_product`, or None if the product is not cut."""
     tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
     if tiles.splits == 1:
         return None
@@ -110,7 +116,7 @@ def _sums(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles) -> Tensor:
 def _launch(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles, to: Tensor | None, sums: Tensor
 ) -> None:
-    """Without `to` nobody adds the parts in `sums` up."""
+    """Launch the kernel. Without `to`, the parts stay in `sums` and are not added."""
     num_tokens, adds = x.shape[0], to is not None
     result = sums if to is None else to
     grid = (-(-weight.outputs // tiles.outputs), -(-num_tokens // tiles.tokens), tiles.splits)
@@ -169,8 +175,9 @@ def write_sums(  # noqa: PLR0913
     has_bias: tl.constexpr,
     adds: tl.constexpr,
 ):
-    """acc [outputs, tokens] -> rows of tokens. Of a cut row the part that is finished last adds all of them up, in
-    their order; it also leaves the counter of its tile as it was. Unless `adds`, whoever reads the parts does."""
+    """Store acc [outputs, tokens] as rows of tokens. If rows are cut, the program that finishes a tile last adds all
+    its parts in their order, and resets the tile's counter. Without `adds`, the kernel that reads the parts adds them.
+    """
     at = token[:, None].to(tl.int64) * outputs + output[None, :]
     known = (token < num_tokens)[:, None] & (output < outputs)[None, :]
     total = tl.trans(acc)
@@ -180,6 +187,7 @@ def write_sums(  # noqa: PLR0913
         tl.store(sums + tl.program_id(2) * part + at, total, known)
         last = False
         if adds:
+            # All threads must have stored their sums before the counter announces them.
             tl.debug_barrier()
             counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
             last = tl.atomic_add(counter, 1) == splits - 1
@@ -196,8 +204,9 @@ def write_sums(  # noqa: PLR0913
 
 @triton.jit
 def _inputs(reader, left, ahead: tl.constexpr, asking, whole: tl.constexpr, single: tl.constexpr):
-    """[inputs, tokens] from `ahead` inputs further; `left` [inputs] are all in their row. Where all tokens but one are
-    padding they are not even read."""
+    """Load activations [inputs, tokens] from `ahead` inputs further; `left` [inputs] is the number of inputs that are
+    left in a row. If all tokens but one are padding, they are not read.
+    """
     if whole:
         if single:
             return tl.load(reader + ahead, asking, other=0.0)
@@ -223,7 +232,7 @@ def _add_paired_stretch(  # noqa: PLR0913
     whole: tl.constexpr,
     single: tl.constexpr,
 ):
-    """acc plus a stretch's products: its first half's runs and its second half's at once."""
+    """Return acc plus the products of a stretch: the runs of its first half and of its second half at the same time."""
     run: tl.constexpr = 4 if group >= 64 else group // 16
     dtype: tl.constexpr = reader.dtype.element_ty
     for first in tl.static_range(0, 4, run):

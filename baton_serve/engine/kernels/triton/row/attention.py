@@ -1,7 +1,7 @@
-"""Attention of one new token after a meeting of a kernel's programs: rotary, the store, splits, and their merge as the
-inputs of the product that follows.
+"""Attention of one new token inside the row kernel: rotation, the KV store, splits, and their merge as inputs of the
+next product.
 
-Device code only. Its query, key and value are sums of their product, which lack `norm_factor`.
+Device code only. Query, key and value are sums of their product, not yet multiplied by `norm_factor`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -53,8 +53,9 @@ def attend(  # noqa: PLR0913, PLR0915
     head_rows: tl.constexpr,
     programs: tl.constexpr,
 ):
-    """After a meeting: one new token over its context, cut into splits; the token is a split by itself, which stores
-    its K and V. A split's share is what it would be alone, its statistic the log2 of the sum of its weights."""
+    """Attend for the new token after a barrier. The context is cut into splits; the new token is a split by itself, and
+    stores its K and V. The result of a split is normalized on its own; its statistic is the log2 of its sum of weights.
+    """
     group: tl.constexpr = heads // kv_heads
     half: tl.constexpr = head_dim // 2
     dtype: tl.constexpr = cache.dtype.element_ty
@@ -88,7 +89,7 @@ def attend(  # noqa: PLR0913, PLR0915
                     query = tl.reshape(
                         tl.broadcast_to(asked[None, :, :], [rows // few, few, head_dim]), [rows, head_dim]
                     )
-                # The block number of the next tile is read one tile ahead, so that no load waits for another.
+                # The block number of the next tile is read one tile ahead, so that no load waits for another's result.
                 ahead = start + token_tile + (token if is_wide else 0)
                 next_blocks = tl.load(block_table + ahead // block_tokens, mask=ahead < end, other=0)
                 position = start + token
@@ -128,7 +129,7 @@ def _query(  # noqa: PLR0913
     head_dim: tl.constexpr,
     few: tl.constexpr,
 ):
-    """The queries of a KV head [few, head_dim], turned."""
+    """Return the rotated queries of a KV head [few, head_dim]."""
     dim = tl.arange(0, head_dim)
     at = (kv_head * group + tl.arange(0, few) % group)[:, None] * head_dim
     straight = sum_of(sums, at + dim[None, :], at >= 0)
@@ -163,6 +164,7 @@ def _new_token(  # noqa: PLR0913
     block_tokens: tl.constexpr,
     head_rows: tl.constexpr,
 ):
+    """Compute the split of the new token alone, and store its K and V."""
     group: tl.constexpr = heads // kv_heads
     dtype: tl.constexpr = cache.dtype.element_ty
     row, dim = tl.arange(0, few), tl.arange(0, head_dim)
@@ -188,7 +190,7 @@ def _new_token(  # noqa: PLR0913
 
 @triton.jit
 def cut(past, token_tile: tl.constexpr, max_splits: tl.constexpr):
-    """(tokens of a split, splits) of the tokens in the cache; the new one is one more split."""
+    """Return (tokens of a split, number of splits) of the tokens in the cache. The new token is one more split."""
     most: tl.constexpr = (max_splits - 1) * token_tile
     size = tl.maximum((past + most - 1) // most, 1) * token_tile
     return size, (past + size - 1) // size
@@ -220,7 +222,7 @@ def merged_product(  # noqa: PLR0913
     stages: tl.constexpr,
     runs: tl.constexpr,
 ):
-    """After a meeting: the product of the heads' splits, merged in their order."""
+    """Compute the product of the merged splits of all heads, after a barrier. Splits are merged in their order."""
     tiles: tl.constexpr = outputs // tile
     steps: tl.constexpr = inputs // depth
     wide: tl.constexpr = columns if columns > depth // 64 else depth // 64
@@ -251,6 +253,7 @@ def _merged(  # noqa: PLR0913
     max_splits: tl.constexpr,
     depth: tl.constexpr,
 ):
+    """Return the merged heads of one step, float32 [depth / 128, 128]."""
     _, splits = cut(tl.maximum(context - 1, 0), token_tile, max_splits)
     count: tl.constexpr = depth // head_dim
     split = tl.arange(0, max_splits)

@@ -1,6 +1,8 @@
-"""One kernel for all layers of one row over four-bit weights: five steps a layer, and a meeting of all programs between
-each two. What does not depend on the step before is asked for before a program waits for it. Device code only; see
-triton_row_layers for who may launch it."""
+"""One kernel for all layers of one row over four-bit weights: five steps for each layer, with a barrier of all programs
+between two steps. Loads that do not depend on the previous step start before a program waits at the barrier.
+
+Device code only; `triton.row.layers` decides who may launch it.
+"""
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 import triton
@@ -65,8 +67,11 @@ def layers_kernel(  # noqa: PLR0913, PLR0915
     down_runs: tl.constexpr,
     patience: tl.constexpr,
 ):
-    """`table`: see triton_row_layers. `heads_sums` are zero, and left so; `hidden_sums` are two products'. What a step
-    adds to was cleared two meetings before, and is not read by the step that clears it."""
+    """Run all layers. `table` is described in `triton.row.layers`. `heads_sums` must be zero and is left so;
+    `hidden_sums` holds the sums of two products.
+
+    A buffer that a step adds to was cleared two barriers earlier, and the step that clears it does not read it.
+    """
     qkv: tl.constexpr = (heads + 2 * kv_heads) * head_dim
     attended: tl.constexpr = heads * head_dim
     dtype: tl.constexpr = residual.dtype.element_ty
@@ -137,7 +142,8 @@ def layers_kernel(  # noqa: PLR0913, PLR0915
         index = start + tl.arange(0, 128)
         more = sum_of(down_sums, index, index < hidden).to(dtype).to(tl.float32)
         value = tl.load(residual + index, cache_modifier=".cg").to(tl.float32)
-        tl.debug_barrier()  # threads may hold the same number: all have loaded it before one stores
+        # Several threads may hold the same element: all must have loaded it before one of them stores it.
+        tl.debug_barrier()
         tl.store(residual + index, (value + more + nothing).to(dtype))
     tl.debug_barrier()
     target += programs

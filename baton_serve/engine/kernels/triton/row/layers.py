@@ -1,8 +1,10 @@
-"""All layers of one row over four-bit weights in one kernel, whose programs meet after each step of a layer.
+"""Run all layers of one row over four-bit weights in one kernel, whose programs wait for each other after each step of
+a layer.
 
-A launch costs more than a meeting, which takes a microsecond. All programs must run at once: how many can
-is computed from what the compiler and the device say, and where one of them does not say, nothing here is used. Who
-waits some seconds in vain goes on, and all results are NaN from then on. Twin: the steps apart (engine.model.fused).
+A launch costs more than such a barrier, which takes a microsecond. All programs must run at the same time, or they
+would wait for ever: how many can is computed from what the compiler and the device report, and if one of them does not
+report it, this module is not used. A program that waits in vain for some seconds continues, and all results are NaN
+from then on. Twin: the separate steps (engine.model.fused).
 """
 
 from collections.abc import Sequence
@@ -21,13 +23,14 @@ from baton_serve.engine.kernels.triton.row.kernel import layers_kernel
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
 MAX_SPINS = 1 << 23
-"""Questions that a program asks in vain in one step, about half a microsecond each."""
+"""How often a program polls in vain within one step; each poll takes about half a microsecond."""
 SCALE_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Dtypes of scales that the kernel reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Measured (docs/log/low-bit-formats.md, "All layers of one row in one kernel")."""
+    """Sizes of the kernel, which were measured (docs/log/low-bit-formats.md, "All layers of one row in one kernel")."""
 
     programs: int
     depth: int  # inputs of a tile: 256 or 512
@@ -37,11 +40,15 @@ class RowPlan:
     token_tile: int = 64
     max_splits: int = 32  # the new token is one
     down_runs: bool = False
-    """Whether the tiles of down are dealt as those of all other products: see triton_row_steps.share_of."""
+    """True if the tiles of the down product are divided as those of all other products; see
+    `triton.row.steps.share_of`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
+    """The sizes of a decoder that all its layers share."""
+
     hidden: int
     width: int
     heads: int
@@ -50,9 +57,12 @@ class RowShape:
 
 
 MAX_PROGRAMS_PER_PROCESSOR = 2
+"""Programs that the plan starts on each processor."""
 
 
 class RowLayers:
+    """Implements `RowKernel` for one model."""
+
     def __init__(
         self,
         layers: Sequence[RowLayer],
@@ -61,8 +71,9 @@ class RowLayers:
         plan: RowPlan,
         limits: dict[str, int] | None = None,
     ) -> None:
-        """Asks for `shape_of`. Keeps the layers' tensors, and some megabytes of scratch. `limits`: of the device; it is
-        not asked whether one program fits."""
+        """Keep the layers' tensors, and allocate some megabytes of scratch memory. `shape` must come from `shape_of`.
+        `limits` are those of the device; without them only a plan of one program is allowed, which always fits.
+        """
         self._layers, self._shape, self._scale, self._plan, self._limits = layers, shape, scale, plan, limits
         assert limits is not None or plan.programs == 1
         self._safe: dict[tuple[int, int], bool] = {}
@@ -70,8 +81,8 @@ class RowLayers:
         self._dtype, self._device = like.dtype, like.device
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         splits = shape.heads * plan.max_splits
-        # The counter of the programs that have come, what a meeting that failed leaves (see `wait`), and what says
-        # that a sum of this launch is no number.
+        # Three words: the number of programs that have reached the barrier, NaN after a barrier that failed (see
+        # `wait`), and NaN if a sum of this launch overflowed or was NaN.
         self.state = torch.zeros(3, dtype=torch.int32, device=self._device)
         self._other = torch.empty(shape.hidden, dtype=self._dtype, device=self._device)
         self._sums = [
@@ -88,7 +99,9 @@ class RowLayers:
     def __call__(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
     ) -> bool:
-        """Whether `residual` [1, hidden] has gone through all layers; if not, nothing was touched."""
+        """Pass `residual` [1, hidden] through all layers. Return False, and change nothing, if this step is not
+        supported.
+        """
         if not self._takes(residual, rotation, caches, meta):
             return False
         given, constants = self._arguments(residual, rotation, caches, meta), self._constants(caches[0])
@@ -98,13 +111,15 @@ class RowLayers:
         return True
 
     def _is_safe(self, given: tuple[Any, ...], constants: dict[str, Any]) -> bool:
-        """Whether all programs run at once, by what the compiled kernel needs."""
+        """Return whether all programs run at the same time, by the registers and the memory that the compiled kernel
+        needs.
+        """
         if self._limits is None:
             return True
         key = (constants["block_tokens"], constants["head_rows"])
         if key not in self._safe:
             kernel = layers_kernel.warmup(*given, grid=(self._plan.programs,), **constants)
-            has_loaded = kernel.run is not None  # only then are its registers known
+            has_loaded = kernel.run is not None  # Triton knows the registers only after loading the kernel
             count = resident(kernel.n_regs, kernel.metadata.shared, self._plan.warps, self._limits)
             self._safe[key] = has_loaded and count * self._limits["multiprocessor_count"] >= self._plan.programs
         return self._safe[key]
@@ -121,7 +136,9 @@ class RowLayers:
         return is_plain and is_whole and has_heads and residual.dtype == self._dtype and residual.is_contiguous()
 
     def _table(self, caches: list[Tensor]) -> Tensor:
-        """int64 [layers, 11], made once for a cache: before a graph is captured, as everything is run once before."""
+        """Return int64 [layers, 11]: the places of each layer's tensors. It is made once for a cache, before a graph is
+        captured, because every step runs once before its capture.
+        """
         key = tuple(cache.data_ptr() for cache in caches)
         if key not in self._tables:
             rows = [_tensors(layer, cache) for layer, cache in zip(self._layers, caches, strict=True)]
@@ -181,7 +198,9 @@ class RowLayers:
 def row_layers(
     layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
 ) -> RowLayers | None:
-    """None where these layers do not fit, or the device does not say how many programs it runs at once."""
+    """Return the kernel for these layers, or None if they are not supported or the device does not report how many
+    programs it runs at the same time.
+    """
     shape = shape_of(layers, specs, head_dim, kv_heads)
     if shape is None:
         return None
@@ -196,8 +215,9 @@ def row_layers(
 
 
 def resident(registers: int, shared: int, warps: int, limits: dict[str, int]) -> int:
-    """Programs of a kernel that one processor runs at once: each has its registers, in eights, and its shared memory,
-    with a kilobyte that the device takes of each."""
+    """Return how many programs of a kernel one processor runs at the same time. Each needs its registers, in multiples
+    of eight, and its shared memory with one kilobyte that the device adds.
+    """
     threads = warps * limits["warpSize"]
     by_registers = limits["max_num_regs"] // (-(-registers // 8) * 8 * threads)
     return min(by_registers, (limits["max_shared_mem"] + 1024) // (shared + 1024))
@@ -206,8 +226,9 @@ def resident(registers: int, shared: int, warps: int, limits: dict[str, int]) ->
 def shape_of(
     layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
 ) -> RowShape | None:
-    """None: not layers of one shape with four-bit weights in groups of 128, attention over the whole context, no bias,
-    and sizes in whole tiles."""
+    """Return the shape of a decoder's layers, or None if the kernel does not support them. It needs layers of one shape
+    with four-bit weights in groups of 128, attention over the whole context, no bias, and sizes in whole tiles.
+    """
     first = layers[0]
     products = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     if not all(part is not None and is_taken(part) for part in products):
@@ -232,11 +253,13 @@ def shape_of(
 
 
 def depth_of(shape: RowShape) -> int:
+    """Return the number of inputs of a tile."""
     sizes = (shape.hidden, shape.width, shape.heads * shape.head_dim)
     return 512 if all(size % 512 == 0 for size in sizes) else 256
 
 
 def is_taken(product: Linear) -> bool:
+    """Return whether the kernel supports this product's weight."""
     weight = product.weight
     if product.bias is not None or not isinstance(weight, QuantizedWeight):
         return False
@@ -246,7 +269,7 @@ def is_taken(product: Linear) -> bool:
 
 
 def _tensors(layer: RowLayer, cache: Tensor) -> list[Tensor]:
-    """In the order of the kernel's table."""
+    """Return the tensors of a layer in the order of the kernel's table."""
     qkv, output = _weight(layer.qkv), _weight(layer.output)
     gate_up, down = _weight(cast(Linear, layer.gate_up)), _weight(cast(Linear, layer.down))
     start = [layer.input_norm.weight, qkv.codes, qkv.scales, output.codes, output.scales, layer.mlp_norm.weight]

@@ -1,8 +1,9 @@
-"""What programs of one kernel do for one row between their meetings: products of inputs that each program makes itself.
+"""The steps of the row kernel between two barriers: products whose inputs each program computes itself.
 
-Device code only. A product's inputs are cut into stretches of `depth`, and what they add to an output is added up in
-fixed point, whose sum no order changes; who finds no number there says so in `failed`, for all. A program waits within
-its loop over tiles, once the first ones' codes are asked for: Triton asks for them several tiles ahead.
+Device code only. A product's inputs are cut into stretches of `depth`. Their contributions to an output are added in
+fixed point, where the order does not change the sum. A program that finds NaN or an overflow stores it in `failed`, for
+all programs. A program waits inside its loop over tiles, after it has requested the codes of the first tiles, because
+Triton requests them several tiles ahead.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -10,22 +11,23 @@ import triton
 import triton.language as tl
 
 UNIT: tl.constexpr = tl.constexpr(2.0**32)
-"""One, in a sum: fixed point, to 2 ** -32 and up to 2 ** 31."""
+"""The number one in a sum, which is fixed point with steps of 2 ** -32 and a range up to 2 ** 31."""
 MOST: tl.constexpr = tl.constexpr(2.0**24)
-"""That a stretch of inputs may add to an output; what is more, or NaN, is no number."""
+"""Largest contribution of a stretch of inputs to an output. Larger ones, and NaN, make the result NaN."""
 
 
 @triton.jit
 def arrive(counter):
-    """Says that this program has done its step."""
+    """Report that this program has finished its step."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def wait(counter, failed, target, left):
-    """Returns once `target` programs have come, with what is left of the patience. Who runs out of it says so in
-    `failed`, and waits no more."""
+    """Spin until `counter` reaches `target`, at most `left` times, and return the number of spins left. On timeout
+    store NaN in `failed` and return 0, so that later waits return at once.
+    """
     seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     while (seen < target) & (left > 0):
         seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
@@ -37,19 +39,21 @@ def wait(counter, failed, target, left):
 
 @triton.jit
 def number_of(left):
-    """This program's number, which the compiler cannot know to be the same in all layers: it would keep every address
-    made of it in registers."""
+    """Return this program's number in a way that the compiler cannot recognize as the same in all layers. Otherwise it
+    would keep every address that depends on it in registers.
+    """
     return tl.program_id(0) + tl.where(left == 0x5A17C0DE, 1, 0)
 
 
 @triton.jit
 def place_of(table, layer, entry: tl.constexpr, entries: tl.constexpr):
+    """Return an entry of the table of a layer's tensors."""
     return tl.load(table + layer * entries + entry)
 
 
 @triton.jit
 def tensor_of(anchor, place, dtype: tl.constexpr):
-    """A pointer to `dtype` at a place out of the table of a layer's tensors, which counts 16 bytes from `anchor`."""
+    """Return a pointer to `dtype` at a place from the table of tensors, which counts 16 bytes from `anchor`."""
     return (anchor + place * 16).to(tl.pointer_type(dtype), bitcast=True)
 
 
@@ -78,8 +82,9 @@ def normed_product(  # noqa: PLR0913
     stages: tl.constexpr,
     runs: tl.constexpr,
 ):
-    """After a meeting: `to` = `residual` + `added`, its `squares`, and the product of it, normed but for
-    `norm_factor`, which whoever reads `sums` applies."""
+    """After a barrier, compute `to` = `residual` + `added`, its `squares`, and its product. The product is normed
+    except for `norm_factor`, which the code that reads `sums` applies.
+    """
     tiles: tl.constexpr = outputs // tile
     steps: tl.constexpr = inputs // depth
     wide: tl.constexpr = columns if columns > depth // 64 else depth // 64
@@ -122,7 +127,7 @@ def gated_product(  # noqa: PLR0913
     stages: tl.constexpr,
     runs: tl.constexpr,
 ):
-    """After a meeting: the product of SiLU(gate) * up."""
+    """Compute the product of SiLU(gate) * up, after a barrier."""
     tiles: tl.constexpr = outputs // tile
     steps: tl.constexpr = inputs // depth
     wide: tl.constexpr = columns if columns > depth // 64 else depth // 64
@@ -143,8 +148,10 @@ def gated_product(  # noqa: PLR0913
 
 @triton.jit
 def share_of(me, steps: tl.constexpr, tiles: tl.constexpr, programs: tl.constexpr, runs: tl.constexpr):
-    """(first, last, stride) of a program's items, each a tile of a step. With `runs` all have as many, one after the
-    other, and may come to a second step; else a program stays at a step, whose tiles a team of programs takes in turn.
+    """Return (first, last, stride) of a program's items; an item is a tile of a step.
+
+    With `runs`, all programs have the same number of consecutive items and may reach a second step. Otherwise a program
+    stays at one step, whose tiles a team of programs shares alternately.
     """
     teams: tl.constexpr = programs // steps
     if runs:
@@ -156,7 +163,7 @@ def share_of(me, steps: tl.constexpr, tiles: tl.constexpr, programs: tl.constexp
 
 @triton.jit
 def place_in(item, me, steps: tl.constexpr, tiles: tl.constexpr, runs: tl.constexpr):
-    """(step, tile) of an item."""
+    """Return (step, tile) of an item."""
     if runs:
         step, number = item // tiles, item % tiles
     else:
@@ -172,20 +179,25 @@ def no_digits(depth: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def digits_of(values, depth: tl.constexpr, columns: tl.constexpr):
-    """float32 [groups, 128] as right operands: inputs of low nibbles and of high ones, four bytes to a word [columns,
-    words], what is taken off the sums and what they count [columns]. A group has columns of its own, so that one sum
-    serves all."""
+    """Convert values, float32 [groups, 128], to right operands of a product.
+
+    Return the inputs of low nibbles and of high ones, four bytes to a word [columns, words]; the constants to subtract
+    from the sums [columns]; and the scales of the columns [columns]. A group has columns of its own, so that one sum
+    serves all groups.
+    """
     groups: tl.constexpr = depth // 128
     per: tl.constexpr = columns // groups
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-20) * (1.0 / 32512.0)
-    # To the nearest integer, by the last bit of floats from 2 ** 23; half a step up keeps the low byte below 128.
+    # Adding and subtracting 1.5 * 2 ** 23 rounds to the nearest integer, since floats of that size have no fraction.
+    # The half that is added to `number` keeps the low byte below 128.
     number = (values * (1.0 / scale)[:, None] + 12582912.0) - 12582912.0
     is_low = (tl.arange(0, 128) // 16) % 2 == 0
-    low_sum = tl.sum(number * is_low[None, :].to(tl.float32), 1)  # NaN, which a byte cannot be, in either half shows
+    # Multiplied by 0, NaN stays NaN: it shows in this sum from either half, although no byte can be NaN.
+    low_sum = tl.sum(number * is_low[None, :].to(tl.float32), 1)
     first = ((number + 0.5) * 0.00390625 + 12582912.0) - 12582912.0
     second = (number - first * 256.0).to(tl.int32) & 255
     both = (first.to(tl.int32) & 255).to(tl.int64) | (second.to(tl.int64) << 32)
-    byte = tl.arange(0, 128) // 32  # of its word
+    byte = tl.arange(0, 128) // 32  # within its word
     words = tl.sum(tl.reshape(both << (byte * 8).to(tl.int64)[None, :], [groups, 4, 2, 16]), 1)
     low, high = tl.split(tl.permute(words, (0, 2, 1)))
     kind = tl.arange(0, columns) % per
@@ -202,7 +214,9 @@ def _spread(values, columns: tl.constexpr):
 
 @triton.jit
 def _columns_of(words, depth: tl.constexpr, columns: tl.constexpr):
-    """Words [groups, 16] of first bytes, and above them of second ones, each where its column is."""
+    """Place words [groups, 16], whose low half has the first bytes and whose high half the second ones, in their
+    columns.
+    """
     per: tl.constexpr = columns // (depth // 128)
     words = tl.reshape(words, [depth // 8])
     column, word = tl.arange(0, columns), tl.arange(0, depth // 8)
@@ -213,7 +227,7 @@ def _columns_of(words, depth: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def _bytes_of(words):
-    """[columns, words] of four bytes as int8 [bytes, columns]."""
+    """Return [columns, words] of four bytes as int8 [bytes, columns]."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
     return tl.trans(tl.reshape(tl.join(even, odd), [words.shape[0], 4 * words.shape[1]]))
@@ -236,18 +250,20 @@ def add_tile(  # noqa: PLR0913
     depth: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Adds what `depth` inputs, as `digits_of` them, add to the sums of `tile` outputs."""
+    """Add the contributions of `depth` inputs, given as `digits_of` them, to the sums of `tile` outputs."""
     group = tl.arange(0, columns) // (columns // (depth // 128))
     row = number * tile + tl.arange(0, tile)
     code = codes + row[:, None] * (inputs // 2) + step * (depth // 2) + tl.arange(0, depth // 2)[None, :]
     both = tl.load(code)
-    # The scales of a run's groups are read as one word, so that they come through the pipeline too.
+    # The scales of all groups of a tile are read as one word: Triton pipelines only loads of 32 bits and more.
     kind: tl.constexpr = tl.int32 if depth == 256 else tl.int64
     word = tl.load(scales.to(tl.pointer_type(kind), bitcast=True) + row * (inputs // depth) + step)
     bits = (word[:, None] >> (16 * group).to(kind)[None, :]).to(tl.int16)
     scale = bits.to(scales.dtype.element_ty, bitcast=True).to(tl.float32)
     low_part = tl.dot(both & 15, _bytes_of(low), out_dtype=tl.int32)
-    high_part = tl.dot((both & -16) ^ -128, _bytes_of(high), out_dtype=tl.int32)  # sixteen times (code - 8)
+    high_part = tl.dot(
+        (both & -16) ^ -128, _bytes_of(high), out_dtype=tl.int32
+    )  # the operand is sixteen times (code - 8)
     shares = ((low_part * 16 + high_part).to(tl.float32) - base[None, :]) * (scale * worth[None, :])
     share = tl.sum(shares, 1)
     tl.atomic_add(sums + row, (share * UNIT).to(tl.int64), sem="relaxed", scope="gpu")
@@ -256,12 +272,13 @@ def add_tile(  # noqa: PLR0913
 
 @triton.jit
 def sum_of(sums, index, known):
-    """Outputs `index` of a product, float32."""
+    """Return outputs `index` of a product as float32."""
     return tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32) * (1.0 / UNIT)
 
 
 @triton.jit
 def clear(me, sums, count: tl.constexpr, programs: tl.constexpr):
+    """Set the sums of a product to zero, each program its part."""
     for start in range(me * 128, count, programs * 128):
         index = start + tl.arange(0, 128)
         tl.store(sums + index, tl.zeros([128], tl.int64), index < count)
@@ -276,7 +293,9 @@ def _inputs(step, depth: tl.constexpr):
 def _normed(  # noqa: PLR0913
     step, is_first, added, has_added, residual, to, weight, squares, depth: tl.constexpr
 ):
-    """Who computes a step's first tile stores what all of the step have."""
+    """Return the normed inputs of a step without `norm_factor`. The program that computes the first tile of a step
+    stores the values that all tiles of the step need.
+    """
     dtype: tl.constexpr = residual.dtype.element_ty
     index = _inputs(step, depth)
     more = sum_of(added, index, (index >= 0) & has_added).to(dtype).to(tl.float32)
@@ -290,7 +309,9 @@ def _normed(  # noqa: PLR0913
 
 @triton.jit
 def norm_factor(squares, failed, eps, hidden: tl.constexpr):
-    """RMSNorm's, of sums of squares by groups; NaN once a meeting has failed, or this row has had a sum of none."""
+    """Return the factor of RMSNorm from the sums of squares of all groups, or NaN if a barrier has failed or a sum of
+    this row was invalid.
+    """
     number = tl.arange(0, 128)
     total = tl.zeros([128], tl.float32)
     for first in tl.static_range(0, hidden // 128, 128):
@@ -301,7 +322,7 @@ def norm_factor(squares, failed, eps, hidden: tl.constexpr):
 
 @triton.jit
 def lost(failed):
-    """Zero, or NaN."""
+    """Return 0, or NaN if a barrier has failed or a sum was invalid."""
     return tl.load(failed, cache_modifier=".cg") + tl.load(failed + 1, cache_modifier=".cg")
 
 
