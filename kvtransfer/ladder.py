@@ -118,6 +118,8 @@ class Ladder:
             # and have rested.
             rested = now - self._limits.last_resort_s
             return [r for r, s in self._standings.items() if not s.needs_proof and s.failed_at <= rested]
+        # Sorting is stable: the rung that a probe found fastest comes first, and the others keep the order of
+        # preference.
         return sorted(usable, key=lambda rung: rung != self._best)
 
     def attached(self, rung: Rung, now: float, detail: str = "") -> None:
@@ -143,6 +145,8 @@ class Ladder:
         waiting = [rung for rung, standing in self._standings.items() if _is_due(rung, standing, now)]
         if not waiting or self.current is None or self.current.transport in UNSEEN:
             return waiting
+        # The current rung is probed first: speeds from different probes cannot be compared, since the load may have
+        # changed.
         return [self.current, *(rung for rung in waiting if rung != self.current)]
 
     def postponed(self, now: float) -> None:
@@ -217,6 +221,7 @@ class Ladder:
         interval = min(limits.retry_s * 2.0 ** (standing.failures - 1), limits.max_retry_s)
         standing.is_usable, standing.trouble, standing.served_since = False, trouble, 0.0
         standing.failed_at, standing.retry_at = now, now + interval
+        # The measurement is outdated: the rung must win a new probe to be preferred again.
         if self._best == rung:
             self._best = None
         if self.current == rung:

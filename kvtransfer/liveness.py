@@ -36,6 +36,7 @@ class ProcessWatch:
             return True
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
+        # Ask the kernel: the event loop may not have run its callback yet.
         return bool(poll.poll(0))
 
     def close(self) -> None:

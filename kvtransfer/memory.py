@@ -104,6 +104,7 @@ class PartitionedMemory:
         return version_of(self._memory, block // self._count)
 
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
+        # A set, because several parts may belong to one block, which has its events only once.
         events: Sequence[Any] = self._memory.ready_after({block // self._count for block in blocks})
         return events
 
@@ -121,6 +122,7 @@ class HostMemory:
         self.block_bytes = block_bytes
         self.shared_fd: int | None = os.memfd_create("baton-blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.shared_fd, num_blocks * block_bytes)
+        # The mapping stays valid after the descriptor is closed; `host_view` keeps it alive.
         self._map = mmap.mmap(self.shared_fd, num_blocks * block_bytes)
         self.host_view: memoryview | None = memoryview(self._map)
         self.versions: list[int] | None = None
@@ -168,6 +170,8 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     # musl has no `mallopt`; there the setting is skipped.
     if hasattr(libc, "mallopt"):
+        # Frames of up to 32 MiB come from the heap instead of a mapping of their own, which would be unmapped when they
+        # are freed.
         libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(M_TRIM_THRESHOLD, 256 << 20)
 

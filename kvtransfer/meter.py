@@ -25,6 +25,7 @@ class ThroughputMeter:
 
     def announced(self, num_bytes: int, now: float) -> None:
         """Count bytes that the producer has announced and that are wanted here."""
+        # Time in which nothing was outstanding is not transfer time: a new sample starts.
         if self._outstanding == 0:
             self._busy_since, self._delivered = now, 0
         self._outstanding += num_bytes

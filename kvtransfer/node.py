@@ -81,6 +81,7 @@ class TransferNode:
     ) -> None:
         if layout.block_bytes != memory.block_bytes:
             raise LocalTransferError(f"blocks of {memory.block_bytes} bytes do not fit {layout}")
+        # A part is `block_bytes / parts` bytes at both ends, so the division must be exact.
         if memory.block_bytes % settings.parts:
             raise LocalTransferError(f"blocks of {memory.block_bytes} bytes have no {settings.parts} equal parts")
         self._instance, self._generation, self._layout = instance, generation, layout
@@ -116,6 +117,7 @@ class TransferNode:
             observer=self._ports.observer,
             transports=self._transports,
             ladders=Ladders(settings, self._transports),
+            # Each connection of a peer can use an I/O thread of its own; one thread moves only a part of a fast link.
             zmq=zmq.Context(max(settings.io_threads, settings.zeromq_connections)),
             loop=loop,
             workers=Workers(loop, _num_threads(settings, self._memory)),
@@ -193,6 +195,7 @@ class TransferNode:
 
     async def released(self, ticket: TicketId) -> ReleaseReason:
         """Wait until nothing reads the blocks of a ticket any more, and return why. The caller may free them then."""
+        # Several callers may wait for one outcome: cancelling one of them must not cancel the future.
         return await asyncio.shield(self._producing.outcome(ticket))
 
     async def fetch(
@@ -279,6 +282,7 @@ class TransferNode:
         context.zmq.destroy(linger=0)
 
     def _tick(self) -> None:
+        # Schedule the next tick first, so that an exception below does not end the deadlines of all transfers.
         self._ticking = asyncio.get_running_loop().call_later(self._settings.tick_s, self._tick)
         now = self._clock()
         self._producing.tick(now)

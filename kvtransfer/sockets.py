@@ -46,6 +46,7 @@ def configure(socket: "zmq.Socket[bytes]", settings: TransferSettings) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+    # A socket that reconnects would drop messages without an error; `Connections` makes a new one instead.
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     # ZeroMQ checks the length before it allocates a frame, so a peer cannot exhaust the memory.
     longest = max(MAX_CONTROL_BYTES, settings.frame_bytes, settings.inline_bytes)
@@ -116,6 +117,7 @@ class MonitoredSocket:
         the end.
         """
         while not self._is_closed and _is_readable(self._monitor):
+            # The value is the file descriptor of a connection, or an error number, depending on the event.
             event = recv_monitor_message(self._monitor, zmq.DONTWAIT)
             self._on_down(event["value"])
 
@@ -143,6 +145,7 @@ class MonitoredSocket:
         consume the edge.
         """
         if not self._is_scheduled and not self._is_closed:
+            # Both file descriptors and `send` can ask for another look; one callback per turn is enough.
             self._is_scheduled = True
             self._loop.call_soon(self._again)
 

@@ -47,6 +47,7 @@ class Workers:
         dropped.
         """
         for _ in self._threads:
+            # One end marker for each thread, behind all jobs that were queued before.
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()

@@ -75,6 +75,7 @@ class Connections:
         """
         link = self._links.get(address)
         if link is not None and link.is_up and link.peer is not None and link.peer[1] != generation:
+            # The process was restarted. Its new generation knows nothing of the old connection.
             link.lose("another generation is expected there")
             link = None
         # There is none, it was lost, or another fetch is still opening it: `open` waits for that one task.
@@ -120,6 +121,7 @@ class Connections:
         link = self._new_link(old.address, rung)
         try:
             await link.open(self._context.settings.connect_timeout_s)
+            # The producer may have been restarted since the probe: its transports must be proved again.
             if link.peer != old.peer:
                 raise PeerLost(f"another generation answers at {old.address}")
         except (PeerLost, Refused, TransportUnavailable) as exc:
@@ -132,6 +134,7 @@ class Connections:
         replaced = self._links.get(old.address)
         self._links[old.address] = link
         if replaced is not None:
+            # Fetches that run on the old connection end there: moving them would repeat the blocks that are in flight.
             self._outgrown.append(replaced)
         return True
 

@@ -51,6 +51,7 @@ class ConsumerSide:
         self._context = context
         self._fetches: dict[TicketId, Fetching] = {}
         self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
+        # Three renewals in a lease: one may be lost or late without ending it.
         self._renewals = Renewals(context.limits.lease_s / 3)
         self.connections = Connections(context, on_message=self._receive, on_lost=self._lost, on_broken=self._broken)
 
@@ -131,6 +132,7 @@ class ConsumerSide:
     def _begin(self, ticket: Ticket, wanted: Sequence[tuple[BlockHash, int]], options: FetchOptions) -> Fetching:
         context, translation = self._context, options.translation
         now, layout, staged = context.clock(), context.layout, None
+        # Create the memory pages while the request travels, so that the copies find them.
         context.pages.make(block for _, block in wanted)
         if translation is not None and translation.layout != layout:
             layout, staged = translation.layout, context.staging_buffers.begin(translation, wanted)
@@ -167,12 +169,14 @@ class ConsumerSide:
         if transport is None or not link.is_up:
             self._connect(fetching, self._context.settings.relink_timeout_s)
             return
+        # The blocks would have other hashes, or other bytes under the same ones.
         if link.layout != fetching.layout:
             reason = f"layouts differ: producer {link.layout}, the fetch is for one of {fetching.layout}"
             self._apply(fetching, fetching.session.link_failed(Fault.REFUSED, reason))
             return
         fetching.link, fetching.receiver, fetching.is_buffered = link, link.receiver, transport.buffers
         fetching.block_bytes = link.block_bytes
+        # A flag of its own for each attempt: copies of the last attempt stay stopped.
         fetching.stop = StopFlag()
         steps = fetching.session.linked(
             transport.name, pulls=transport.pulls, now=self._context.clock(), parts=link.parts
@@ -247,6 +251,7 @@ class ConsumerSide:
                     self._end(fetching, step)
 
     def _notify_caller(self, fetching: Fetching, step: Arrived) -> None:
+        # The callback of the caller raised: end its fetch.
         if not fetching.notify(step):
             self._apply(fetching, fetching.session.cancel())
 
@@ -269,6 +274,7 @@ class ConsumerSide:
         if fetching.link is not None:
             for receipt in fetching.link.receipts.values():
                 if receipt.stop is fetching.stop:
+                    # A parcel whose bytes do not come any more would never look at the flag by itself.
                     receipt.schedule_run()
 
     def _copy(
@@ -281,6 +287,7 @@ class ConsumerSide:
         assert link is not None and receiver is not None
         size = fetching.block_bytes // message.parts
         num_bytes = len(message.pieces) * size
+        # Count only wanted bytes: `delivered` counts the same placements when they end.
         link.meter.announced(len(placements) * size, context.clock())
         report = partial(self._reported, fetching, link, size)
         if message.epoch:

@@ -82,6 +82,7 @@ class CopyJob:
         each placement.
         """
         result = CopyResult()
+        # One call for all blocks: it waits for a device, or gives up the GIL, only once.
         if isinstance(self.receiver, ReceivesAll) and not self.stop.is_set:
             self._receive_all(self.receiver, result)
             return result
@@ -162,6 +163,7 @@ class ParcelAssembly:
         except Exception as exc:
             logger.exception("copying a received block failed")
             self.abandon(f"{type(exc).__name__}: {exc}")
+        # Counted in any case: the producer gets credit for bytes that could not be placed, too.
         self.num_taken += len(frame)
 
     def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
@@ -280,6 +282,7 @@ class BufferedParcel:
     def _run(self) -> None:
         while True:
             with self._lock:
+                # The lock is held for the queue only. Copies run without it, while the event loop adds frames.
                 frame = self._frames.popleft() if self._frames else None
             if self.stop.is_set:
                 self._assembly.abandon("")

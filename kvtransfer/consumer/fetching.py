@@ -128,6 +128,7 @@ class Fetching:
             payload=step.payload,
             transport=session.transport,
             seconds=now - self.began,
+            # The two clocks may differ slightly, so keep the value between 0 and the duration of the fetch.
             exposed_s=min(max(now - finished_at, 0.0), now - self.began),
             num_bytes=len(session.received) * self.block_bytes,
             num_blocks=len(session.received),

@@ -44,6 +44,7 @@ class Ladders:
         notes: list[str] = []
         for name, transport in self._transports.items():
             if name in welcome.transports:
+                # A transport without dialects is one rung.
                 rungs += [Rung(name, dialect) for dialect in transport.dialects] or [Rung(name)]
             else:
                 notes.append(f"{name}: not offered by the producer")

@@ -129,6 +129,7 @@ class ConsumerLink:
         if self.layout != context.layout or context.memory.block_bytes % self.parts:
             self.parts = 1  # parts of a converted block would mean nothing here
         self.ladder = context.ladders.of(self.address, welcome)
+        # A pidfd reports the death of a process on this host at once, long before a heartbeat is missed.
         self._watch = watch_process(welcome.host, context.host, lambda: self.lose("its process ended", dead=True))
         await self.attach()
 
@@ -175,6 +176,7 @@ class ConsumerLink:
         if self.ladder is not None and self._rung is not None:
             self.ladder.demoted(self._rung, reason, self._context.clock())
         self._context.observer.switched(peer=self.name, transport=name, change="demoted")
+        # A link that was opened for one rung may use any other one after that rung has failed.
         self._only = None
         receiver, self.receiver, self.transport = self.receiver, None, None
         if receiver is not None:
@@ -252,6 +254,8 @@ class ConsumerLink:
                 try:
                     receiver = await self._unless_lost(self._attach_by(rung, welcome))
                 except TransportUnavailable as exc:
+                    # Bar this rung and try the next one; the producer may already hold resources for it, so `Detach`
+                    # follows.
                     ladder.missing(rung, str(exc), context.clock())
                     self.send(Detach(rung.transport, self._epoch))
                     continue
@@ -294,6 +298,7 @@ class ConsumerLink:
         finally:
             if not task.done():
                 task.cancel()
+                # Wait until it has been cancelled: it must not touch the link after `lose`.
                 await asyncio.wait({task})
         if task.cancelled():
             raise PeerLost(f"{self.address}: connection lost")

@@ -45,6 +45,7 @@ class Pages:
         if not fresh:
             return
         for block in fresh:
+            # Marked when it is queued: a second fetch into this block must not queue it again.
             self._is_made[block] = 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="baton-pages", daemon=True)
@@ -53,6 +54,7 @@ class Pages:
 
     def close(self) -> None:
         """End the thread. Pages that were not created yet are left to the copies."""
+        # The thread checks this before each block, so that closing does not wait for a long list.
         self._is_of_use = False
         if self._thread is not None:
             self._asked.put(None)
@@ -73,6 +75,7 @@ def make_pages(address: int, num_bytes: int) -> bool:
 
     Other Python threads run meanwhile, because ctypes releases the GIL.
     """
+    # madvise needs an address at the start of a page.
     begin = address - address % mmap.PAGESIZE
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is None:

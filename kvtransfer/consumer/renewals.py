@@ -55,6 +55,7 @@ class Renewals:
 
     def confirm(self, message: Renewed) -> list[Confirmed]:
         """Return the tickets that an answer confirms; none if the renewal is unknown."""
+        # The time of sending is this node's own: an answer of the peer cannot extend a lease beyond it.
         sent_at, attempts = self._unconfirmed.pop(message.sequence, (0.0, {}))
         unknown = set(message.unknown)
         return [Confirmed(ticket, attempt, sent_at, ticket not in unknown) for ticket, attempt in attempts.items()]

@@ -120,6 +120,7 @@ class ProducerLink:
 
     def attach(self, message: Attach) -> None:
         """Prepare a transport for this consumer in the background, then send `Attached`."""
+        # A second attachment replaces the first, for example after the consumer has demoted it.
         self.detach(message.transport)
         self._attaching[message.transport] = self._context.loop.create_task(self._attach(message))
 
@@ -149,6 +150,7 @@ class ProducerLink:
 
     def credit(self, message: Got) -> None:
         """Free room in the windows, and staging memory of a parcel that the consumer has read; then send what fits."""
+        # ZeroMQ sends in order, so finished frames are at the front.
         while self._in_flight and self._in_flight[0][1].done:
             self._in_flight.popleft()
         for name, attached in list(self._attached_transports.items()):
@@ -243,6 +245,7 @@ class ProducerLink:
         if attached.sender.is_quick(chosen, is_little=num_bytes <= context.settings.inline_bytes):
             self._push(attached, parcel, attached.sender.prepare(chosen))
             return
+        # The thread reads the blocks: `is_reading` keeps them from being freed until it has finished.
         self._hashing[parcel.ticket] += 1
 
         def job() -> None:

@@ -249,6 +249,7 @@ class ProducerSide:
 
     def _join(self, identity: bytes, fd: int, join: Join) -> None:
         self._socket.drain_monitor()
+        # The secret identifies the link; the identity of a new connection says nothing about its owner.
         link = next((link for link in self._links.values() if link.admits(join)), None)
         if link is None:
             self._answer(identity, Refuse("no connection with this secret can be joined"))
@@ -424,6 +425,8 @@ class ProducerSide:
                 self._by_identity.pop(identity, None)
         for handoff in list(self._handoffs.values()):
             if handoff.session.link == link.number or (dead and handoff.key[1:] == link.peer):
+                # Without its process, no connection of the consumer will come back: end all its tickets, whatever link
+                # they use.
                 self._apply(handoff, handoff.session.link_lost(dead=dead))
 
 

@@ -77,6 +77,7 @@ class SendQueue:
 
     def credit(self, num_bytes: int) -> None:
         """Free bytes of the window."""
+        # Credit comes from the peer: too much of it must not enlarge the window.
         self._travelling = max(self._travelling - num_bytes, 0)
 
     def take(self) -> SendBatch | None:
@@ -97,6 +98,7 @@ class SendQueue:
             blocks.append((index, block))
         num_bytes = self.window_bytes_of(len(blocks), parts)
         if queue:
+            # The next parcel is of another ticket, so that a long prompt does not hold up short ones.
             self._tickets.move_to_end(ticket)
             self._gone[ticket] += num_bytes
         else:
@@ -121,6 +123,7 @@ class SendQueue:
             return min(taper, max(window // size, 1))
         room, fitting = min(batch, max(waiting // 2, taper)), (window - self._travelling) // size
         if self._in_blocks:
+            # A slot of the ring holds whole blocks: a rest of parts would occupy a whole slot.
             fitting -= fitting % parts
         return min(room, fitting) if fitting >= min(room, (batch + 1) // 2) else 0
 

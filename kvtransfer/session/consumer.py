@@ -119,6 +119,7 @@ class ConsumerSession:
         """React to a broken connection: retry, or end the fetch if the producer's process is known to be `dead`."""
         if self.state not in LIVE:
             return []
+        # Without the process nobody will answer: a retry would only wait for `connect_timeout_s`.
         if dead:
             return self._fail(Fault.LOST, reason)
         return self._retry(reason, now) if self.state is not State.LINKING else []
@@ -129,6 +130,8 @@ class ConsumerSession:
             return []
         if isinstance(message, Fail):
             return self._fail(FAULT_OF.get(message.code, Fault.SOURCE_FAILED), message.reason)
+        # Any message of this attempt shows that the producer has accepted it and that its lease runs since `Fetch` was
+        # sent.
         if self._move(Trigger.ACCEPTED):
             self._lease_until = max(self._lease_until, self._sent_at + self._limits.lease_s)
         match message:
@@ -160,6 +163,7 @@ class ConsumerSession:
             return self._outdated(now)
         fresh = self._progress.arrived(parts)
         self._arrived_now += len(fresh)
+        # A block counts when its last part has arrived; parts that came twice are not counted again.
         names = [self._wanted[number][0] for number in self._progress.whole(fresh)]
         self.received += names
         steps: list[ConsumerStep] = [Arrived(names)] if names and self.state in LIVE else []
@@ -174,9 +178,13 @@ class ConsumerSession:
         self._mismatches += len(indexes)
         if self.state not in (State.STREAMING, State.DRAINING) or attempts != {self.attempt}:
             return self._after_copies(now)
+        # One damaged block may be an accident. Several mean that the transport damages bytes, as some peer copies on
+        # Arc do.
         if self._mismatches >= self._limits.max_mismatches:
             self._mismatches = 0
             return self._retry("bytes did not match their checksum", now, demote=self.transport)
+        # The producer knows blocks by their position in this attempt's `Fetch.names`, not by the number among all
+        # wanted blocks.
         place = {index: position for position, index in enumerate(self._requested)}
         again = [place[number // parts] * parts + number % parts for number in numbers]
         return [Ask(Again(self.ticket.ticket, self.attempt, again))]
@@ -247,6 +255,7 @@ class ConsumerSession:
         self.attempt += 1
         self.transport, self._pulls = self._link.transport, self._link.pulls
         self._progress.begin(self._link.parts)
+        # Only blocks that are still incomplete are asked for: a retry does not send again what has arrived.
         self._requested = sorted(self._progress.lacking)
         self._arrived_now = 0
         self._done = None
@@ -270,6 +279,7 @@ class ConsumerSession:
 
     def _place(self, message: Blocks) -> list[ConsumerStep]:
         parts, of_each, placements = message.parts, self._progress.parts, list[BlockPlacement]()
+        # The number comes from the peer. It may send whole blocks, or parts as agreed in `Welcome`.
         if parts not in (1, of_each):
             return self._fail(Fault.SOURCE_FAILED, f"it sends {parts} parts of a block, not {of_each}")
         each = of_each // parts
@@ -279,6 +289,8 @@ class ConsumerSession:
             if number >= len(self._requested):
                 return self._fail(Fault.SOURCE_FAILED, f"block {number} was never asked for")
             first = self._requested[number] * of_each + part
+            # A block may be announced twice, for example after `Again`: ignore it while a copy runs or if it has
+            # arrived.
             if self._is_free(first, each):
                 self._copying[first] = Copying(self.attempt, each)
                 self._under_way.update(range(first, first + each))

@@ -93,6 +93,7 @@ class ProducerSession:
         `pulls`, the consumer reads this node's memory directly. An attempt that is not newer than the last one is
         ignored.
         """
+        # A message of an earlier attempt came late, over a connection that was replaced.
         if fetch.attempt <= self.attempt:
             return []
         self._fetch, self.attempt, self.link = fetch, fetch.attempt, link
@@ -102,6 +103,7 @@ class ProducerSession:
         self._pulls = self._pulls or pulls
         self._deadline = max(self._deadline, now + fetch.timeout_s)
         self._index = {name: index for index, name in enumerate(fetch.names)}
+        # The new attempt lists only blocks that the consumer lacks, so everything on this list has to be served again.
         self._parts, self._served = parts, set()
         self._lease(now)
         ready = Tell(Ready(fetch.ticket, fetch.attempt, self.state is not State.PARKED))
@@ -151,6 +153,7 @@ class ProducerSession:
         """React to the broken connection of the current attempt. With `dead`, the consumer's process is known to be
         gone and the ticket ends; otherwise the consumer may come back until its lease runs out.
         """
+        # A parked fetch has nobody who waits for it here: its consumer can fetch again.
         if dead or self.state is State.PARKED:
             return self._let_go("lost", "the consumer is gone")
         self._move(Trigger.LINK_LOST)
@@ -242,6 +245,7 @@ class ProducerSession:
             of_it = range(position * count, (position + 1) * count)
             if served.isdisjoint(of_it):
                 served.update(of_it)
+                # No part has left yet: one message for the whole block is cheaper than one for each part.
                 whole.append((position, block))
             else:
                 rest += [(name, block, part) for part in range(count)]

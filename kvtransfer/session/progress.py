@@ -25,6 +25,7 @@ class Progress:
 
     def arrived(self, parts: Sequence[int]) -> list[int]:
         """Mark parts as arrived. Return the parts that were missing until now."""
+        # A part may arrive twice, if an attempt was given up while its copy ran.
         fresh = [part for part in parts if part in self.missing]
         self.missing.difference_update(fresh)
         return fresh
