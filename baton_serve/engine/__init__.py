@@ -1,8 +1,9 @@
-"""Token ids in, KV and token ids out. Import from here; modules below are the engine's own.
+"""The engine: it takes token ids, and returns KV blocks and token ids. Other packages import from here only.
 
-`Engine`, `KVCache` and `LLM` bring torch with them, so they are imported when first asked for: values, errors and the
-pure cores of the engine load in milliseconds. `LLM` is the offline API: text in, text out, in one process; `LLMEngine`
-and `AsyncLLMEngine` are the same for requests that come and go.
+`Engine`, `KVCache` and the classes of the offline API are imported at first access, because they load torch, which
+takes seconds. The settings, the errors and the scheduler's data types load in milliseconds. `LLM` is the offline API
+for lists of prompts: text in, text out, in one process. `LLMEngine` and `AsyncLLMEngine` accept further requests while
+others are running.
 """
 
 from importlib import import_module
@@ -54,6 +55,7 @@ _LATE = {
     "PoolingParams": "baton_serve.engine.offline.params",
     "SamplingParams": "baton_serve.engine.offline.params",
 }
+"""Names that `__getattr__` imports at first access, with the module that defines each."""
 
 __all__ = [
     "LLM",
@@ -89,6 +91,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of `_LATE` at its first access (PEP 562). Raises `AttributeError` for any other name."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)

@@ -1,4 +1,4 @@
-"""The settings of one engine, checked before any weight is read. Names are vLLM's."""
+"""The settings of one engine. They are checked before any weight is read, and have vLLM's names where vLLM has them."""
 
 from dataclasses import dataclass
 from math import inf
@@ -14,74 +14,109 @@ Quantization = Literal[
     "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4",
     "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf",
 ]  # fmt: skip
+"""Formats of quantized weights that `quantization` may name."""
 CHECKPOINT_ONLY = ("gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf")
-"""Name what a checkpoint must be; the others round weights, `fp8` and `mxfp4` where the checkpoint has not."""
+"""Formats that only describe how a checkpoint is stored.
+
+With all other formats the engine quantizes while it loads; `fp8` and `mxfp4` also name checkpoints that are stored so.
+"""
 Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 GROUP_SIZES = (32, 64, 128)
+"""Numbers of inputs per scale that the kernels for four and six bits support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """`None` means: chosen by the device or by the model's config."""
+    """Settings of one engine. In optional fields `None` means that the device or the model's config decides."""
 
     model: str
-    """A folder in Hugging Face's format, or a GGUF file in one."""
+    """Folder in Hugging Face format, or a GGUF file in such a folder."""
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"
     max_model_len: int | None = None
+    """Longest prompt plus answer, in tokens; None: the longest that the model's config allows."""
     max_num_seqs: int = 256
+    """Largest number of sequences in one step."""
     max_num_batched_tokens: int | None = None
+    """Largest number of tokens in one step, prompts and decoding sequences together; None: depends on the device."""
     tensor_parallel_size: int = 1
-    """Devices over which the model is split."""
+    """Number of devices over which the layers are split (tensor parallelism); each holds a part of every KV block."""
     disable_custom_all_reduce: bool = False
-    """Sums over ranks through the collective library alone; devices do not write into each other's memory."""
+    """Sum over ranks with the collective library alone, instead of a kernel that reads other devices' memory directly.
+    """
     gpu_memory_utilization: float = 0.9
+    """Fraction of the device's memory, from 0 to 1, that this process may use in all; the KV cache gets what is left of
+    it.
+    """
     kv_cache_bytes: int | None = None
+    """Size of the KV cache in bytes for each device; it overrides `gpu_memory_utilization`."""
     host_kv_bytes: int = 0
-    """Host memory for blocks that the device evicts; 0: they are forgotten."""
+    """Size of the host tier in bytes: host memory that keeps KV blocks which the device evicts. 0: evicted blocks are
+    lost.
+    """
     block_size: int | None = None
+    """Tokens per KV block; None: 16 on CPUs, 64 on accelerators."""
     num_gpu_blocks_override: int | None = None
+    """Number of KV blocks, instead of as many as fit into memory. For tests."""
     seed: int = 0
     enable_prefix_caching: bool = True
     load_format: LoadFormat = "auto"
     enforce_eager: bool = False
     max_step_stretch: float = inf
-    """So many times as long as a step without prompts may one with prompts be beside sequences that were promised no
-    time between tokens."""
+    """Longest duration of a step with prompt tokens, as a multiple of a decode-only step.
+
+    It protects decoding sequences that have no ITL SLO.
+    """
     async_scheduling: bool | None = None
-    """Launch a step before the tokens of the one before it are known. `None`: on accelerators."""
+    """Launch a step before the tokens of the previous one are known to the host. `None`: on accelerators only."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model's folder. Only for folders whose author is trusted."""
     max_logprobs: int = 20
+    """Largest number of logprobs per token that a request may ask for."""
     runner: RunnerType = "auto"
+    """`pooling` loads the model for embeddings and scores, `generate` for text; `auto` decides from the model's folder.
+    """
     task: Task = "auto"
     quantization: Quantization | None = None
-    """Round the weights of linear layers to this format while they are loaded; a quantized checkpoint must be in it."""
+    """Format to which the weights of linear layers are rounded while they load.
+
+    A quantized checkpoint must be in this format.
+    """
     fp8_dtype: Fp8Dtype = "e4m3"
-    """What `fp8` means, for weights and for the KV cache."""
+    """Number format that the name `fp8` stands for, for weights and for the KV cache."""
     quantization_group_size: int = 128
-    """Inputs that share a scale, in formats of four and six bits."""
+    """Number of consecutive inputs that share one scale, in formats of four and six bits."""
     quantization_skip: tuple[str, ...] = ()
-    """Modules that keep their dtype, by name or last part of it, such as `lm_head`."""
+    """Modules that keep their dtype, by full name or its last part, such as `lm_head`."""
     tail_parts: int | None = None
-    """Groups of layers in which a prompt's last blocks are told of. A divisor of the layers is taken; 1: whole; None:
-    as the device's copies allow, and fewer for few blocks."""
+    """Number of layer groups in which the KV blocks of a prompt's last chunk are reported, so that their transfer
+    overlaps with the computation of later layers. The largest divisor of the number of layers up to this is taken. 1:
+    report whole blocks; None: decide by the device, and use fewer groups for few blocks.
+    """
     kv_cache_dtype: KvCacheDtype = "auto"
-    """`auto`: as the model computes."""
+    """Dtype of the KV cache; `auto`: the dtype in which the model computes."""
     enable_lora: bool = False
-    """Adapters may be loaded beside the model."""
+    """Allow LoRA adapters to be loaded beside the model."""
     lora_modules: tuple[str, ...] = ()
-    """Adapters to begin with: `name=folder`."""
+    """Adapters that are loaded at the start, as `name=folder`."""
     max_loras: int = 1
-    """Adapters that one step may mix."""
+    """Largest number of different adapters in one step."""
     max_lora_rank: int = 16
+    """Largest rank of an adapter; each adapter occupies memory for this rank."""
     reads_images: bool = False
-    """Load the model's vision tower, where it has one: prompts may have images. Not with several ranks."""
+    """Load the model's vision tower if it has one, so that prompts may contain images.
+
+    Not supported with several ranks.
+    """
     max_cpu_loras: int | None = None
-    """Adapters kept loaded; here their weights lie on the device. None: 16, or as many as other settings ask for."""
+    """Largest number of adapters that stay loaded.
+
+    As in vLLM's name, but the weights lie on the device. None: 16, or more if `max_loras` or `lora_modules` need more.
+    """
 
     def check(self) -> None:
-        """Raises `ConfigError` for the first value that cannot be."""
+        """Check every value and combination of values. Raises `ConfigError` for the first that is not supported."""
         at_least_one = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
@@ -103,6 +138,8 @@ class EngineConfig:
         if self.quantization_group_size not in GROUP_SIZES:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise ConfigError(f"quantization_group_size is {self.quantization_group_size}; it must be one of {sizes}")
+        # Rounding chooses a scale for each group of a whole row. Ranks hold parts of rows, so they would choose other
+        # scales.
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"quantization ({self.quantization}) rounds whole weights, and tensor_parallel_size"
@@ -112,7 +149,7 @@ class EngineConfig:
             raise ConfigError(f"host_kv_bytes is {self.host_kv_bytes}; it must not be negative")
         if self.host_kv_bytes and not self.enable_prefix_caching:
             raise ConfigError(
-                "host_kv_bytes keeps cached prefixes, and enable_prefix_caching is off: use one of the two"
+                "host_kv_bytes keeps cached prefixes, but enable_prefix_caching is off: set only one of them"
             )
         self._check_adapters()
         if self.max_logprobs < 0:
@@ -126,14 +163,17 @@ class EngineConfig:
 
     @property
     def max_adapters(self) -> int:
-        """Most adapters whose weights are kept."""
+        """Largest number of adapters whose weights are kept in device memory."""
         return self.max_cpu_loras or max(16, self.max_loras, len(self.lora_modules))
 
     def runs_ahead(self, *, is_host: bool) -> bool:
-        """`async_scheduling`, decided."""
+        """Return whether steps are launched ahead: `async_scheduling`, or by default True unless the device is the
+        host's CPU.
+        """
         return not is_host if self.async_scheduling is None else self.async_scheduling
 
     def _check_adapters(self) -> None:
+        """Check the settings of LoRA adapters. Raises `ConfigError`."""
         if self.max_adapters < max(self.max_loras, len(self.lora_modules)):
             raise ConfigError(
                 f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras ({self.max_loras}) and the"
@@ -141,6 +181,7 @@ class EngineConfig:
             )
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules needs enable_lora")
+        # `partition` gives an empty string on the side of the "=" where something is missing.
         if any(not all(entry.partition("=")[::2]) for entry in self.lora_modules):
             raise ConfigError(f"lora_modules: each entry is name=folder, not {self.lora_modules}")
         if self.enable_lora and self.tensor_parallel_size > 1:

@@ -1,7 +1,7 @@
-"""The only file that names cuda, xpu or cpu: which device there is, and what it can do.
+"""Finds the device and describes what it can do. This is the only file that names cuda, xpu or cpu.
 
-Decided by feature detection, never by version. Native `torch.xpu` comes first; the legacy stack of older Arc installs
-(intel-extension-for-pytorch) adds the same names to torch when it is imported.
+Features are detected by looking for the function that is needed, never by comparing versions. Native `torch.xpu` comes
+first. On older Arc installs, importing intel-extension-for-pytorch adds the same names to torch.
 """
 
 import importlib
@@ -23,33 +23,43 @@ from baton_serve.engine.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CPU_KV_FRACTION = 0.25
+"""Fraction of the free host memory that a KV cache in it takes by default."""
 CPU_KV_MAX_BYTES = 4 << 30
+"""Largest KV cache in host memory by default, in bytes. The host has other users, unlike a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
+    """Free and total memory of a device, or of this container or machine for the CPU."""
+
     free_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
+    """Defaults of settings that depend on the device."""
+
     block_tokens: int
     max_num_batched_tokens: int
     max_num_pooled_tokens: int
-    """Of a pass without KV cache, padding included."""
+    """Largest number of tokens in one pass of a pooling model, with padding."""
     tail_parts: int
-    """Groups of layers in which a prompt's last blocks leave: 1 where copies take the time of the computation."""
+    """Number of layer groups in which the last blocks of a prompt are reported. 1 on hosts: copies there take the time
+    of the cores that compute.
+    """
 
 
 class DeviceGraph(Protocol):
+    """A captured graph of torch.cuda or torch.xpu."""
+
     def replay(self) -> None: ...
 
     def pool(self) -> object: ...
 
 
 class DeviceEvent(Protocol):
-    """Of torch; other threads' streams can wait for it."""
+    """An event of torch. Streams of other threads can wait for it."""
 
     def record(self) -> None: ...
 
@@ -59,7 +69,11 @@ class DeviceEvent(Protocol):
 
 
 def select_device(name: DeviceName, rank: int = 0) -> torch.device:
-    """Raises `ConfigError` if the device asked for is not there. `rank`: which of those that the process sees."""
+    """Return the device with this name and make it current. `rank` is its index among the devices that the process
+    sees.
+
+    `auto` takes xpu, then cuda, then the CPU. Raises `ConfigError` if the device does not exist.
+    """
     if name in ("auto", "xpu"):
         _import_legacy_xpu()
     available = [kind for kind in ("xpu", "cuda") if _is_available(kind)] + ["cpu"]
@@ -80,12 +94,13 @@ def select_device(name: DeviceName, rank: int = 0) -> torch.device:
 
 
 def enter(device: torch.device) -> None:
-    """This thread's events and streams are the device's from now on."""
+    """Make `device` current in this thread: events and streams that the thread creates belong to it."""
     if device.type != "cpu":
         _module(device).set_device(device)
 
 
 def defaults(device: torch.device) -> DeviceDefaults:
+    """Return the defaults of settings that depend on the device."""
     if device.type == "cpu":
         return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512, max_num_pooled_tokens=2048, tail_parts=1)
     return DeviceDefaults(
@@ -97,7 +112,10 @@ def defaults(device: torch.device) -> DeviceDefaults:
 
 
 def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | None) -> torch.dtype:
-    """`auto` keeps the model's own, save that half precision on CPUs becomes bfloat16, which they multiply natively."""
+    """Return the dtype to compute in. `auto` keeps the model's dtype.
+
+    On CPUs `auto` turns float16 into bfloat16, which they multiply natively.
+    """
     if asked != "auto":
         return DTYPES[asked]
     if model_dtype in (torch.float16, torch.bfloat16):
@@ -108,32 +126,36 @@ def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | No
 
 
 def is_host(device: torch.device) -> bool:
-    """The device's memory is the host's: any process can map it."""
+    """Return whether the device's memory is the host's, which other processes can map."""
     return device.type == "cpu"
 
 
 def has_side_streams(device: torch.device) -> bool:
-    """The device has streams of its own, and events that tell how far one has come."""
+    """Return whether the device has streams beside the default one, and events to order them."""
     return device.type != "cpu" and all(hasattr(_module(device), name) for name in ("Stream", "Event", "stream"))
 
 
 def has_graphs(device: torch.device) -> bool:
+    """Return whether work can be captured in graphs and replayed."""
     return device.type != "cpu" and _graph_type(device) is not None and hasattr(_module(device), "graph")
 
 
 class Capturing:
-    """Records graphs that share their scratch memory: only one of them may run at a time."""
+    """Captures graphs that share their scratch memory: only one of them may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: object = None
-        # Other threads, such as a collective library's watchdog, may ask the device meanwhile.
+        # By default, calls of any other thread to the device make a capture fail, for example those of the watchdog of
+        # a collective library. In the mode "thread_local", only this thread's calls count.
         can_choose = "capture_error_mode" in inspect.signature(_module(device).graph).parameters
         self._mode = {"capture_error_mode": "thread_local"} if can_choose else {}
 
     def __call__(self, call: Callable[[], None]) -> DeviceGraph:
-        """Records the device's work of `call`, which must have run once; `replay()` does it again on the same
-        memory. Raises RuntimeError if something in it cannot be recorded."""
+        """Capture the device's work of `call`, which must have run once before, and return the graph.
+
+        `replay` repeats the work on the same memory. Raises `RuntimeError` if something in `call` cannot be captured.
+        """
         module, graph_type = _module(self._device), _graph_type(self._device)
         assert graph_type is not None
         graph = graph_type()
@@ -141,21 +163,23 @@ class Capturing:
         with module.graph(graph, pool=self._pool, **self._mode):
             call()
         module.synchronize()
+        # The next graph may use the same scratch memory, since graphs run one after the other.
         self._pool = graph.pool()
         return graph
 
 
 class HostCopyBuffers:
-    """Brings small results to the host while the device goes on. Two may be on their way."""
+    """Copies small results to pinned host memory without stopping the device. Two copies may run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.int64)] * 2
 
     def start(self, values: Tensor) -> "HostCopy":
-        """int64 [count], as it is once the work given to the device so far is done."""
+        """Start copying `values`, int64 [count], behind the work that the device has been given so far."""
         if self._device.type == "cpu":
-            return HostCopy(values.clone(), None)
+            return HostCopy(values.clone(), None)  # the caller may overwrite `values` before it reads the copy
+        # A step may start its copy before the previous one is read, so two buffers are used alternately.
         self._buffers.reverse()
         if self._buffers[0].numel() < values.numel():
             self._buffers[0] = staging(self._device, (2 * values.numel(),), torch.int64)
@@ -167,14 +191,14 @@ class HostCopyBuffers:
 
 
 def record(device: torch.device) -> DeviceEvent:
-    """Done when the device has done what this thread has given it so far. Not for hosts."""
+    """Return an event after the work that this thread has given the device so far. Not for the CPU."""
     event: DeviceEvent = _module(device).Event()
     event.record()
     return event
 
 
 class SideStream:
-    """Work that a device does beside its computation: `with` it, what this thread gives the device belongs here."""
+    """A second stream of a device, for copies beside the computation. Inside `with`, this thread's work goes to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -182,10 +206,11 @@ class SideStream:
         self._entered: AbstractContextManager[object] | None = None
 
     def wait(self, event: DeviceEvent) -> None:
-        """What is given from now on comes after `event`."""
+        """Make later work of this stream wait for `event`."""
         self._stream.wait_event(event)
 
     def record(self) -> DeviceEvent:
+        """Return an event after the work that this stream has been given so far."""
         event: DeviceEvent = _module(self._device).Event()
         self._stream.record_event(event)
         return event
@@ -200,16 +225,19 @@ class SideStream:
 
 
 def order_after(device: torch.device, event: DeviceEvent) -> None:
-    """What this thread gives the device from now on comes after `event`."""
+    """Make later work of this thread's current stream wait for `event`."""
     _module(device).current_stream(device).wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
+    """A copy to the host that is running. `done` is None if it was finished at once."""
+
     values: Tensor
     done: DeviceEvent | None
 
     def wait(self) -> list[int]:
+        """Wait for the copy and return its values."""
         if self.done is not None:
             self.done.synchronize()
         found: list[int] = self.values.tolist()
@@ -217,26 +245,28 @@ class HostCopy:
 
 
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the host, from where the device copies without the host's help."""
+    """Return pinned host memory, filled with zeros: the device copies from it without blocking the host."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def pinned_memory(device: torch.device, num_bytes: int) -> Tensor:
-    """Host memory, not filled, that the device copies without the host's help. Raises RuntimeError if there is none."""
+    """Return pinned host memory, not filled. Raises `RuntimeError` if it cannot be allocated."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 def collective_backend(device: torch.device) -> str:
-    """torch.distributed's, for tensors of this device."""
+    """Return the backend of torch.distributed for tensors of this device."""
     return {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all its work."""
     if device.type != "cpu":
         _module(device).synchronize(device)
 
 
 def memory(device: torch.device) -> MemoryInfo:
+    """Return the device's free and total memory."""
     if device.type != "cpu":
         free, total = _module(device).mem_get_info(device)
         return MemoryInfo(free, total)
@@ -244,7 +274,7 @@ def memory(device: torch.device) -> MemoryInfo:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Bytes allocated now; `peak_bytes` counts from here."""
+    """Return the bytes that are allocated now, and start a new measurement of `peak_bytes`."""
     if device.type == "cpu":
         return 0
     _module(device).empty_cache()
@@ -253,6 +283,7 @@ def reset_peak(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that were allocated since `reset_peak`; 0 on the CPU, where torch does not count them."""
     return 0 if device.type == "cpu" else int(_module(device).max_memory_allocated(device))
 
 
@@ -263,9 +294,11 @@ def kv_cache_bytes(device: torch.device, *, memory_utilization: float, activatio
     """
     if device.type == "cpu":
         return min(CPU_KV_MAX_BYTES, int(memory(device).free_bytes * CPU_KV_FRACTION))
+    # Memory that torch keeps for reuse would count as used.
     _module(device).empty_cache()
     now = memory(device)
     usable = int(now.total_bytes * memory_utilization)
+    # Subtract all used memory, not only this process's: other processes on the device may not shrink.
     return usable - (now.total_bytes - now.free_bytes) - activation_bytes
 
 
@@ -293,11 +326,13 @@ def _host_memory() -> MemoryInfo:
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     free = os.sysconf("SC_AVPHYS_PAGES") * page
+    # MemAvailable also counts the page cache, which the kernel frees on demand; SC_AVPHYS_PAGES does not.
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
+    # In a container the limit of its cgroup (v2) counts, not the machine's memory.
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (value := limit.read_text().strip()) != "max":
         total = min(total, int(value))

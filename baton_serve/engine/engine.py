@@ -1,7 +1,7 @@
-"""The engine: token ids in, KV and token ids out. Single-threaded; its owner calls it from one thread.
+"""The engine: it takes token ids, and returns KV blocks and token ids. Its owner calls it from one thread.
 
-Knows nothing of networks, transports or text. `step` is the whole life of it: schedule, run, apply. On
-accelerators the next step is scheduled and launched while the device computes this one.
+It has no network, transport or text. `step` does the work of all requests: schedule, run, apply. On accelerators the
+next step is scheduled and launched while the device computes the current one.
 """
 
 import logging
@@ -62,16 +62,22 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """`kv` is the KV cache's memory; `layout` the shape of a block of it."""
+    """A loaded model with its KV cache and the requests that run on it. Owned by one thread, which must call `close`.
+
+    `kv` is the memory of the KV cache; `layout` is the shape of one of its blocks.
+    """
 
     def __init__(
         self, config: EngineConfig, *, progress: LoadProgress | None = None, on_lost: OnLost | None = None
     ) -> None:
-        """Loads the model, sizes the KV cache and warms up. Raises `engine.errors`.
+        """Load the model, size the KV cache and warm up; this takes seconds to minutes.
 
-        `on_lost`: called from another thread when one of several ranks has ended; the engine can only be closed then.
+        `progress` is called with the phase and its finished fraction. `on_lost` is called from another thread when a
+        tensor-parallel rank has exited; then the engine can only be closed. Raises `ConfigError`, `ModelError`,
+        `CapacityError` or `AdapterError`.
         """
         config.check()
+        # The other ranks load at the same time as this one, so they are started first.
         self._ranks = Ranks(config, on_lost or _ignore_lost_rank)
         try:
             self._load(config, progress or (lambda what, fraction: None))
@@ -80,8 +86,10 @@ class Engine:
             raise
 
     def _load(self, config: EngineConfig, report: LoadProgress) -> None:
+        """Load the model and build everything that depends on it."""
         self._device = device.select_device(config.device)
         model = load(config, self._device, report, self._ranks.shard)
+        # Collectives need the device that `load` made current. The group is complete when all ranks have loaded.
         self._ranks.join_group(self._device)
         self._max_logprobs, self._caching = config.max_logprobs, config.enable_prefix_caching
         self._is_async = config.runs_ahead(is_host=device.is_host(self._device))
@@ -95,15 +103,17 @@ class Engine:
         self._start(config, setup, report)
 
     def _start(self, config: EngineConfig, setup: EngineSetup, report: LoadProgress) -> None:
+        """Size the KV cache, warm up, measure the speed and build the scheduler."""
         report("reading the vocabulary", 0.0)
         grammars = Grammars(model_folder(config.model), vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
+        # Read the vocabulary now: at the first request with a grammar it would stop all requests for about a second.
         grammars.read()
         self._masking = TokenMasker(ConstraintBuilder(grammars, vocab_size=self.vocab_size), self._device)
         report("sizing the KV cache", 0.0)
         maker = KVCacheBuilder(config, setup, self._device, self._ranks, vocab_size=self.vocab_size)
         usable = maker.count_blocks(self._masking)
         capacity.check_fit(self.layout, usable, self.max_model_len)
-        self.kv = maker.make(num_blocks := usable + 1)
+        self.kv = maker.make(num_blocks := usable + 1)  # block 0 is for padding
         self._host = maker.make_host_tier(self.kv)
         self._executor = make_executor(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
         self._blocks = make_block_copier(self.kv, self._ranks)
@@ -117,11 +127,13 @@ class Engine:
         )
         report("warming up", 0.0)
         run_warm_up_batch(self._runner, num_blocks, self.limits, 16)
+        # Triton compiles a kernel at its first use, which would otherwise delay requests by seconds.
         if not device.is_host(self._device):
             compile_kernels(self._runner, num_blocks, self.limits)
         if maker.uses_graphs:
             report("capturing graphs", 0.0)
             self._executor.capture_graphs(lambda: device.Capturing(self._device))
+        # The router needs a prefill rate before the first request. Requests replace this estimate by measured steps.
         measured = measure_speed(self._runner, num_blocks, self.limits, may_be_short=device.is_host(self._device))
         measured.step_time_model.max_stretch, measured.step_time_model.is_warm_up_estimate = (
             config.max_step_stretch,
@@ -147,16 +159,23 @@ class Engine:
         self._last_finish = 0.0
         report("ready", 1.0)
 
-    def on_layer_groups(self, tell: OnLayerGroup) -> None:
-        """`tell` hears of the last blocks of `prefill` requests in `tail_parts`, from another thread too; that they are
-        whole is told by `step`. Before the first step."""
+    def on_layer_groups(self, on_group: OnLayerGroup) -> None:
+        """Report the last blocks of `prefill` requests in groups of layers to `on_group`. Call it before the first
+        step.
+
+        `on_group` is called from the engine's thread or from another one. `step` reports the blocks again when they are
+        complete. With `tail_parts` 1 it is never called.
+        """
         if self.tail_parts > 1:
-            self._tail = LayerGroupReporter(self.layout, self._tail_plan, self._device, tell)
+            self._tail = LayerGroupReporter(self.layout, self._tail_plan, self._device, on_group)
 
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
-        """`generate` writes the whole answer here. `prefill` computes the prompt, samples each sequence's first token,
-        and keeps the blocks until `release` or, if it fails, `cancel`. `pixels`: of the prompt's images, as
-        `image_reader` reads them. Raises `RequestError`."""
+        """Queue a request. `pixels` are those of the prompt's images, as `image_reader` returns them.
+
+        With mode `generate`, the whole answer is generated here. With `prefill`, the prompt is computed and the first
+        token of each sequence is sampled; the blocks are kept until `release` or, if the request fails, `cancel`.
+        Raises `RequestError` if the request can never be served.
+        """
         self._check(work)
         check_images(work, self._images, pixels)
         parent = self._table.add(work, mode, time.monotonic())
@@ -164,9 +183,10 @@ class Engine:
         self._table.enqueue(parent)
 
     def reserve(self, work: Work) -> Reservation | None:
-        """Memory for a prompt that another instance computes; None: no room now, ask again later.
+        """Allocate the blocks of a prompt that another instance computes. Return None if too few blocks are free; retry
+        later.
 
-        The reserved blocks are freed by `cancel`, or belong to the request after `admit`. Raises `RequestError`.
+        `cancel` frees the blocks; after `admit` they belong to the running request. Raises `RequestError`.
         """
         self._check(work)
         if self._scheduler.is_short_of_blocks:
@@ -178,21 +198,29 @@ class Engine:
         return reservation
 
     def mark_received(self, request_id: RequestId, names: Iterable[BlockHash]) -> None:
-        """These missing blocks hold their verified content now, where `kv` shows them to transports."""
+        """Record that these missing blocks have been received and verified, in the memory that `kv` shows to
+        transports.
+        """
         self._mirror_refs.copy_to_device(self._reservations.mark_received(request_id, names))
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
-        """All blocks are there: each sequence goes on after its first token, which is not reported again."""
+        """Start decoding a reserved request with its first tokens, by sequence index; they are not reported again.
+
+        Call it when all blocks have been received. Raises `UsageError` otherwise.
+        """
         self._reservations.admit(request_id, first_tokens)
         self._copy_blocks()
 
     def admit_locally(self, request_id: RequestId) -> None:
-        """The handoff failed: compute the prompt here, from the blocks that have arrived."""
+        """Compute the prompt of a reserved request here, after a failed handoff. Blocks that have arrived are used."""
         self._mirror_refs.free_mirror(self._reservations.missing_blocks(request_id))
         self._reservations.admit_locally(request_id)
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
-        """Frees at once, in any state. No copy may touch the request's blocks any more."""
+        """End a request, or one of its sequences, in any state, and free its blocks at once. Ignore unknown ids.
+
+        No transport may still read or write its blocks.
+        """
         missing = self._reservations.missing_blocks(request_id)
         self._table.cancel(request_id, sequence)
         if request_id not in self._table.requests:
@@ -200,17 +228,23 @@ class Engine:
             self._mirror_refs.end(request_id)
 
     def release(self, request_id: RequestId) -> None:
-        """The blocks of a held request have been fetched, or never will be."""
+        """Free the blocks of a `prefill` request after they were fetched, or if nothing will fetch them. Ignore unknown
+        ids.
+
+        Raises `UsageError` if its prompt is not computed yet.
+        """
         request = self._table.requests.get(request_id)
         if request is None:
             return
         if request.sequences[0].state is not SequenceState.AWAITING_FETCH:
-            raise UsageError(f"request {request_id} is not held")
+            raise UsageError(f"request {request_id} cannot be released: its prompt is not computed yet")
         self._table.finish_request(request)
         self._mirror_refs.end(request_id)
 
     def pin(self, pin_id: RequestId, names: Iterable[BlockHash]) -> list[NamedBlock]:
-        """The longest cached prefix of `names`, where transports read it, kept in place until `unpin`."""
+        """Keep the longest cached prefix of `names` in place until `unpin`, and return its blocks for transports to
+        read.
+        """
         pinned = self._reservations.pin(names)
         self._pins[pin_id] = [name for name, _ in pinned]
         self._host.move()
@@ -219,12 +253,17 @@ class Engine:
         return pinned
 
     def unpin(self, pin_id: RequestId) -> None:
+        """Undo `pin`: the blocks may be evicted again."""
         self._reservations.unpin(self._pins.pop(pin_id, []))
         self._mirror_refs.end(pin_id)
 
     def begin_import(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
-        """Memory for those of `names` that are not cached here, in their order and as far as there is room; another
-        instance has them. Kept until `end_import`; empty: there is nothing to bring or no room, and nothing to end."""
+        """Allocate blocks for those of `names` that are not cached here, in order, to be received from another
+        instance.
+
+        Return as many as there is room for. They are kept until `end_import`. If the list is empty there is nothing to
+        end.
+        """
         if self._scheduler.is_short_of_blocks:
             return []
         missing = self._imports.begin(import_id, names)
@@ -233,29 +272,42 @@ class Engine:
         return missing
 
     def end_import(self, import_id: RequestId, received: Iterable[BlockHash]) -> None:
-        """What was received holds its verified content and is cached from now on; nothing writes to the rest."""
+        """End an import. Blocks of `received` hold verified content and stay cached; the others are freed.
+
+        No transport may write to the blocks any more.
+        """
         self._mirror_refs.copy_to_device(self._imports.receive(import_id, received))
         self._mirror_refs.free_mirror(self._imports.end(import_id))
 
     def has_work(self) -> bool:
-        """Whether `step` could advance anything now."""
+        """Return whether `step` has work or events to report."""
         return self._ahead is not None or self._pool.has_events or self._scheduler.has_work()
 
     def step(self) -> StepResult:
-        """One step's results. With `async_scheduling` the next step is launched before this one's tokens are known."""
+        """Run one step for all requests and return its results.
+
+        With `async_scheduling`, the next step is launched before this one's tokens are known. Requests that fail are
+        listed in the result; other exceptions mean that the engine is broken.
+        """
         result = StepResult()
         current, self._ahead = self._ahead or self._begin(result), None
         if current is not None:
+            # Launch the next step first: the device must have work while the host processes the tokens of this one.
             following = self._begin_ahead(current.plan)
             self._finish(current, result)
             if following is not None:
+                # Its tokens are chosen only now, since penalties and grammars depend on the tokens that `_finish` has
+                # added.
                 self._ahead = self._choose(following, result)
         self._failures.fail_requests_missing_images(result)
         result.events = self._pool.take_events()
         return result
 
     def _begin(self, result: StepResult) -> InFlightStep | None:
-        """Schedules a step and gives the device all of it. None: it failed, as `result` says."""
+        """Schedule a step and launch all of it.
+
+        Return None if the device ran out of memory: `result` has the failed requests.
+        """
         now = time.monotonic()
         plan = self._planner.plan(now)
         try:
@@ -267,10 +319,14 @@ class Engine:
         return self._choose(launched, result)
 
     def _begin_ahead(self, plan: ScheduledBatch) -> InFlightStep | None:
-        """Launches what follows `plan` up to its logits, where that can be known."""
+        """Launch the step after `plan` up to its logits, before the tokens of `plan` are known.
+
+        Return None if it must wait.
+        """
         if not self._is_async:
             return None
-        # A mirror of several ranks' blocks is filled by the device in between.
+        # With several ranks the device copies finished blocks to the mirror between the steps; a step launched ahead
+        # would delay these copies.
         if has_prefill_requests(plan) and (self.kv.is_mirrored or not runs_longer_than_launch(plan, self.limits)):
             return None
         following = self._planner.plan_ahead(time.monotonic())
@@ -279,15 +335,20 @@ class Engine:
         try:
             started = self._runner.start(following, ahead=True, after_layer=self._tail_of(following))
             launched = InFlightStep(following, started, None)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # it is scheduled again, when no other step uses memory
             return None  # it is scheduled again, alone
         launched.advanced = self._scheduler.advance(following)
         return launched
 
     def _tail_of(self, plan: ScheduledBatch) -> AfterLayer | None:
+        """Return the function that reports layer groups during this step, or None if there is nothing to report."""
         return self._tail.follow(self._scheduler.last_chunk_blocks(plan)) if self._tail is not None else None
 
     def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
+        """Sample the tokens of a launched step on the device.
+
+        Return None if this failed: `result` has the failed requests.
+        """
         try:
             launched.chosen = self._runner.choose(launched.started)
             launched.ended_event = self._host.record_step_end()
@@ -299,49 +360,55 @@ class Engine:
         return launched
 
     def _finish(self, launched: InFlightStep, result: StepResult) -> None:
-        """Waits for the step's tokens and takes them into the state."""
+        """Wait for the tokens of a step, add them to the sequences, and add what the step completed to `result`."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
         self._host.on_step_end(launched.ended_event)
         now = time.monotonic()
         started = self._last_finish if launched.started_at is None else launched.started_at
         self._last_finish = now
-        rows = launched.plan.rows  # some may have ended since the step was launched
+        rows = launched.plan.rows  # sequences may have ended since the step was launched
         failed = [
             (rows[row], why)
             for row, why in sampled.failed.items()
             if rows[row].sequence.state is not SequenceState.FINISHED
         ]
+        # Find the failed rows before `apply`, which removes finished sequences from the table.
         applied = self._scheduler.apply(launched.plan, sampled, now, advanced=launched.advanced)
         result.tokens, result.first = applied.tokens, applied.first
         result.completed, result.held = applied.completed, applied.held
         for row, why in failed:
             self._failures.fail(row.sequence.request, why, result)
         self._copy_blocks()
+        # Transports wait for the event of this step, not for that of the step that was launched after it.
         done = (block for completed in result.completed for _, block in completed.blocks)
         self.kv.mark(done, after=launched.computed)
         self._mirror_refs.publish(result.completed)
         self._meter.record(launched.plan, now - started, len(result.tokens))
 
     def cached_block_hashes(self) -> list[BlockHash]:
+        """Return the hashes of all blocks in the prefix cache."""
         return self._pool.cached_block_hashes()
 
     def hot_block_hashes(self, limit: int) -> list[BlockHash]:
-        """Of the device tier, the most wanted first."""
+        """Return up to `limit` hashes of blocks on the device, the most used first."""
         return self._pool.hot_block_hashes(limit)
 
     def host_block_hashes(self) -> list[BlockHash]:
-        """What the host tier keeps."""
+        """Return the hashes of the blocks in the host tier."""
         return self._host.tier.names() if self._host.tier is not None else []
 
     def stats(self) -> EngineStats:
+        """Return the engine's load and counters."""
         return engine_stats(self._table, self._scheduler, self._meter)
 
     def check_invariants(self) -> None:
+        """Assert that the bookkeeping of requests and blocks is consistent. For tests."""
         self._table.check_invariants()
         self._mirror_refs.check_invariants()
 
     def close(self) -> None:
+        """End threads and other ranks, and free the memory."""
         if self._tail is not None:
             self._tail.close()
         self._masking.close()
@@ -359,24 +426,30 @@ class Engine:
         self.close()
 
     def _give_up(self, plan: ScheduledBatch, result: StepResult) -> None:
-        """The step's requests fail; all others live on. Handed-on blocks of `prefill` requests stay until `cancel`.
-        Part of the step may be running, in blocks that are free now: steps come after it in the device's order,
-        transfers by the marks of `reserve` and `begin_import`, the host tier by its own."""
+        """Fail the requests of a step that ran out of device memory; all others go on.
+
+        Blocks of `prefill` requests that were reported already stay until `cancel`.
+        """
+        # Part of the step may still be running, in blocks that are free from now on. Later steps come after it in the
+        # device's order. Transports wait for the marks of `reserve` and `begin_import`, and the host tier for its own
+        # event.
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
         self._host.on_step_end(self._host.record_step_end())
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
             self._failures.end(request)
-            message = "the device ran out of memory; lower gpu_memory_utilization or max_num_batched_tokens"
+            message = "the device ran out of memory in a step; lower gpu_memory_utilization or max_num_batched_tokens"
             result.failed.append(FailedRequest(request.work.request_id, message))
 
     def _check(self, work: Work) -> None:
+        """Raise `RequestError` if a request can never be served, and start compiling its grammar."""
         check_work(work, self.limits, self.vocab_size, max_logprobs=self._max_logprobs)
         self.adapters.check(work)
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)
 
     def _copy_blocks(self) -> None:
-        """At once: a block that is freed before its copy was made could be filled by another request."""
+        """Execute the block copies of forked sequences."""
+        # Not later: a block that is freed before it was copied could be filled by another request.
         copies = self._table.take_copies()
         self._host.move()
         if copies:
@@ -385,4 +458,4 @@ class Engine:
 
 
 def _ignore_lost_rank(why: str) -> None:
-    """The log has it."""
+    """Do nothing: `Ranks` has logged the loss."""

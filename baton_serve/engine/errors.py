@@ -1,43 +1,48 @@
-"""What the engine raises. Every message names the cause and the remedy.
+"""The errors that the engine raises. Every message names the cause and what to do about it.
 
 EngineError
-├── ConfigError         a setting that no model could run with
-├── ModelError          the folder is broken, or its weights do not fit its config
+├── ConfigError         a setting is wrong for every model, or two settings contradict each other
+├── ModelError          the model's folder is broken, or its weights do not fit its config
 │   └── UnsupportedModelError    the architecture cannot run on paged attention
-├── CapacityError       the model runs, but its KV cache does not fit this device
-├── AdapterError        a folder of a low-rank adapter that cannot be added to this model
-├── RequestError        this one request is at fault: `code` is one of contracts.messages.ErrorCode
-└── UsageError          a verb was called in a state that does not allow it: our bug, never retried
+├── CapacityError       the model would run, but its KV cache does not fit into the device's memory
+├── AdapterError        a LoRA adapter's folder is broken, or does not fit this model
+├── RequestError        one request is wrong; `code` is one of contracts.messages.ErrorCode
+└── UsageError          a method was called in a state that does not allow it: a bug of the caller, never retried
 """
 
 from baton_serve.contracts.messages import ErrorCode
 
 
 class EngineError(Exception):
-    """Root of all."""
+    """Base class of all errors of the engine."""
 
 
 class ConfigError(EngineError):
-    pass
+    """Reports a setting that no model can run with, or settings that contradict each other."""
 
 
 class ModelError(EngineError):
-    pass
+    """Reports a model folder that is broken, or weights that do not fit its config."""
 
 
 class UnsupportedModelError(ModelError):
-    pass
+    """Reports an architecture that this engine cannot serve."""
 
 
 class CapacityError(EngineError):
-    pass
+    """Reports that the device's memory is too small for the KV cache of one request."""
 
 
 class AdapterError(EngineError):
-    pass
+    """Reports a LoRA adapter that cannot be loaded beside this model."""
 
 
 class RequestError(EngineError):
+    """Reports a request that cannot be served.
+
+    The other requests go on. `code` is sent to the router and the client.
+    """
+
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code: ErrorCode = code
@@ -45,4 +50,4 @@ class RequestError(EngineError):
 
 
 class UsageError(EngineError):
-    pass
+    """Reports a method call in the wrong state. This is a bug of the caller; trying again does not help."""

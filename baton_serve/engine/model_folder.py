@@ -1,6 +1,6 @@
-"""A model's folder in Hugging Face's format, as far as every kind of model has it: config, lengths, broken files.
+"""Reads what all kinds of models have in a Hugging Face folder: the config, the context length, and broken files.
 
-Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
+Every defect of a folder is raised as a `ModelError` that names the folder and the cause.
 """
 
 import json
@@ -25,6 +25,7 @@ LOAD_ERRORS = (
     TypeError,
     ValueError,
 )
+"""Errors that transformers and safetensors raise for broken or unusual folders. Both document none of them."""
 _SIZES = (
     "head_dim",
     "hidden_size",
@@ -34,14 +35,21 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
+"""Fields of config.json that must be positive integers."""
 _LARGEST_SIZE = 2**31 - 1
+"""Sizes are stored as int32 in kernels' arguments."""
 
 _LFS_POINTER = b"version https://git-lfs"
+"""First bytes of the text file that Git LFS leaves in place of a large file that was not downloaded."""
 
 
 def read_config(folder: Path, config: EngineConfig) -> HfConfig:
-    """Raises `ModelError`."""
-    from transformers import AutoConfig  # seconds that only models read by transformers should cost
+    """Read config.json with transformers. Check first what transformers reports unclearly or late.
+
+    Raises `ModelError` if the folder, its config or its weights files are missing or broken, and
+    `UnsupportedModelError` for a model type that this version of transformers does not know.
+    """
+    from transformers import AutoConfig  # takes seconds: only models that are read by transformers should pay them
 
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give a local folder in Hugging Face's format")
@@ -67,17 +75,26 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
 
 
 def _refuse_sizes(path: Path, stated: dict[str, Any]) -> None:
-    """No model has 0 heads: whatever divides by a size would fail later, and say less. Raises `ModelError`."""
+    """Check the sizes in config.json. Raises `ModelError` for one that is not a positive integer.
+
+    Otherwise a later division by such a size, for example 0 heads, would fail with a message that does not name the
+    file.
+    """
+    # Multimodal models have the sizes of their language model in `text_config`.
     inner = stated.get("text_config")
     for part in (stated, inner if isinstance(inner, dict) else {}):
         for name in _SIZES:
             size = part.get(name)
             if isinstance(size, int | float) and not (isinstance(size, int) and 0 < size <= _LARGEST_SIZE):
-                raise ModelError(f"{path}: {name} is {size}; a whole number above 0 is wanted: download the file again")
+                raise ModelError(f"{path}: {name} is {size}; it must be a positive integer: download the file again")
 
 
 def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) -> None:
-    """transformers would say so at length, or begin to ask."""
+    """Check the model type. Raises `UnsupportedModelError` for one that needs `trust_remote_code` or newer
+    transformers.
+
+    transformers itself would raise a very long message, or wait for an answer on the terminal.
+    """
     import transformers
     from transformers import CONFIG_MAPPING
 
@@ -88,7 +105,7 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
     reason = f"{name}: transformers {transformers.__version__} has no model of type {model_type!r}"
     if "auto_map" in stated:
         raise UnsupportedModelError(
-            f"{reason}; {folder} brings Python code for it, which runs only with --trust-remote-code, and is served"
+            f"{reason}; {folder} contains Python code for it, which runs only with --trust-remote-code, and is served"
             " only if it attends through transformers' attention interface. A copy of the model in transformers' own"
             " format needs neither (docs/reference/models.md)"
         )
@@ -96,7 +113,11 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
 
 
 def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
-    """Raises `ConfigError`."""
+    """Return the longest prompt plus answer in tokens: `config.max_model_len`, or what the model's config allows.
+
+    Raises `ConfigError` if neither says it, or if the setting exceeds the model's own limit.
+    """
+    # Older architectures use the other two names.
     known = (getattr(text_config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))
     longest = next((length for length in known if length is not None), None)
     if longest is None:
@@ -112,13 +133,16 @@ def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
 
 
 def weights_error(folder: Path, exc: BaseException) -> ModelError:
-    """Why the weights of a folder could not be loaded, which raised `exc`."""
+    """Return the `ModelError` for weights of `folder` that failed to load with `exc`, with the first broken file's
+    name.
+    """
     file = _broken_file(folder)
     reason = first_line(exc)
+    # Cloning a repository without Git LFS is the most frequent cause, and the loader's own message does not hint at it.
     if file is not None and _begins_with(file, _LFS_POINTER):
         reason = "it is a pointer of Git LFS, not the weights: `git lfs pull` fetches them"
     elif file is not None:
-        reason += " (cut short, or not safetensors: download it again)"
+        reason += " (truncated, or not in safetensors format: download it again)"
     return ModelError(f"the weights in {file or folder} cannot be loaded: {reason}")
 
 
@@ -131,7 +155,7 @@ def _begins_with(file: Path, text: bytes) -> bool:
 
 
 def _broken_file(folder: Path) -> Path | None:
-    """The first weights file that cannot even be opened: cut short, or something else under that name."""
+    """Return the first weights file that cannot be opened because it is truncated or in another format, or None."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -142,5 +166,6 @@ def _broken_file(folder: Path) -> Path | None:
 
 
 def first_line(exc: BaseException) -> str:
+    """Return the type and the first line of an error's message."""
     lines = str(exc).strip().splitlines()
     return f"{type(exc).__name__}: {lines[0] if lines else ''}"

@@ -211,7 +211,7 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(
             for output in result.tokens:
                 tokens[output.request_id] += len(output.token_ids)
     assert [(one.request_id, one.code) for one in failed] == [("bad", "internal")]
-    assert "not numbers" in failed[0].message
+    assert "NaN logits" in failed[0].message
     assert tokens == {"good": 12, "bad": 2}
 
 

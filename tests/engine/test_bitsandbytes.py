@@ -73,5 +73,5 @@ def test_answers_are_those_of_the_dequantized_weights(tmp_path: Path, write: Wri
 def test_eight_bits_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", writer("nf4"), stated("nf4"))
     add_to_config(tmp_path / "model", {"quant_method": "bitsandbytes", "load_in_8bit": True})
-    with pytest.raises(UnsupportedModelError, match="in 8 bits; served: 4 bits"):
+    with pytest.raises(UnsupportedModelError, match="in 8 bits; supported: 4 bits"):
         make_engine(tmp_path / "model")

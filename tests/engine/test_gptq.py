@@ -90,7 +90,7 @@ def test_the_flag_must_agree(tmp_path: Path, references: References) -> None:
 def test_models_that_answer_with_vectors_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", writer(), stated())
     config = EngineConfig(model=str(tmp_path / "model"), device="cpu")
-    with pytest.raises(UnsupportedModelError, match="answer with vectors"):
+    with pytest.raises(UnsupportedModelError, match="pooling models"):
         load_pooling_model(config, "embed", torch.device("cpu"), lambda what, fraction: None)
 
 

@@ -78,8 +78,8 @@ def test_what_cannot_be_asked_is_refused_and_leaves_nothing(
     high = LoRARequest("high", 7, str(write_adapter(tmp_path / "high", folder, rank=9)))
     wrongs: list[tuple[Any, type[Exception], str]] = [
         ([poet], ConfigError, "1 lora_requests for 3 prompts"),
-        (LoRARequest("other", poet.lora_int_id, poet.lora_path), ConfigError, "id or the name of another"),
-        (LoRARequest(poet.lora_name, 9, poet.lora_path), ConfigError, "id or the name of another"),
+        (LoRARequest("other", poet.lora_int_id, poet.lora_path), ConfigError, "lora_int_id or lora_name of another"),
+        (LoRARequest(poet.lora_name, 9, poet.lora_path), ConfigError, "lora_int_id or lora_name of another"),
         (LoRARequest("lost", 8, str(tmp_path / "lost")), AdapterError, "cannot be read"),
         (high, AdapterError, "rank 9, the limit is 8"),
     ]
@@ -97,7 +97,7 @@ def test_without_enable_lora_no_adapter_is_taken(folder: Path, adapters: list[Lo
     with LLM(str(folder), **OPTIONS) as llm, pytest.raises(ConfigError, match="enable_lora=True"):
         tokens(llm, adapters[0])
     vectors = write_pooling_model(tmp_path / "vectors", "bert", "embed")
-    with pytest.raises(ConfigError, match="answers with vectors"):
+    with pytest.raises(ConfigError, match="models that generate text only"):
         LLM(str(vectors), enable_lora=True, device="cpu", dtype="float32")
 
 
@@ -107,5 +107,5 @@ def test_the_adapter_asked_for_longest_ago_makes_room(folder: Path, adapters: li
     with LLM(str(folder), **options) as llm:
         answers = [tokens(llm, adapter) for adapter in (one, two, one)]
         assert answers[0] == answers[2] != answers[1]
-        with pytest.raises(ConfigError, match="names 2 adapters, and there is room for 1"):
+        with pytest.raises(ConfigError, match="uses 2 adapters, but max_cpu_loras leaves room for 1"):
             tokens(llm, [one, two, None])

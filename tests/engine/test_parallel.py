@@ -73,7 +73,7 @@ def test_an_engine_ends_with_its_ranks(references: References) -> None:
         (rank,) = engine._ranks._ranks
         os.kill(rank.process.pid, signal.SIGKILL)
         assert told.wait(10)
-        assert heard == ["rank 1 of 2 has ended (its last words are in the log)"]
+        assert heard == ["rank 1 of 2 has exited; its error is in the log above"]
         engine.add(make_work(engine, "a", references("llama").prompts[0]))
         with pytest.raises((EngineError, RuntimeError)):
             run(engine)
@@ -109,7 +109,7 @@ def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: 
     ("family", "size", "error", "words"),
     [
         ("llama", 4, ConfigError, r"KV heads \(2\); choose one that does, such as 2"),
-        ("gpt2", 2, UnsupportedModelError, "cannot be split over devices yet"),
+        ("gpt2", 2, UnsupportedModelError, "cannot be split over devices"),
         ("llama", 0, ConfigError, "tensor_parallel_size is 0"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Sums and exchanges between tensor-parallel ranks, and which part of the weights each rank has."""
+"""Collectives between tensor-parallel ranks, and the part of the weights that each rank holds."""

@@ -1,4 +1,4 @@
-"""What ranks compute together. One port; one rank alone, and a group through torch.distributed."""
+"""Collectives between ranks: one protocol, implemented for a single rank and for a group of torch.distributed."""
 
 import importlib
 import itertools
@@ -15,58 +15,68 @@ from baton_serve.engine.collectives.custom_all_reduce import MAX_ARGMAX_ROWS, Fu
 from baton_serve.engine.collectives.shard import Shard
 
 TIMEOUT_S = 300.0
-"""No step, and no compilation at start, takes so long: a rank that is behind by more is lost."""
+"""Longest wait for another rank, in seconds. No step and no compilation at the start takes so long."""
 
 _groups_that_map = itertools.count()
-"""Of this process. Torch numbers exchanges of addresses by process, not by group: rank 0's second group would wait for
-what its new ranks write under other numbers."""
+"""Counts groups of this process that map memory.
+
+Torch numbers exchanges of addresses by process, not by group: rank 0's second group would wait for addresses that its
+new ranks publish under other numbers.
+"""
 logger = logging.getLogger(__name__)
 
 
 class Collectives(Protocol):
+    """The operations that all ranks execute together. Every rank must call them in the same order."""
+
     def prepare(self, weight: Tensor) -> None:
-        """For `sum_norm` with such weights. All ranks call it together."""
+        """Prepare `sum_norm` for weights of this shape. All ranks call it together."""
         ...
 
     def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """RMSNorm of the ranks' sum and `residual` [rows, hidden], which becomes their sum; None, and nothing is done,
-        where no kernel does all of it at once."""
+        """Return RMSNorm of the sum of the ranks' `values` and `residual`, both [rows, hidden], and store the sum in
+        `residual`.
+
+        Return None, with nothing done, if no kernel does all of it at once.
+        """
         ...
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The ranks' sum. `values` may be overwritten."""
+        """Return the sum over the ranks. `values` may be overwritten."""
         ...
 
     def gather_columns(self, values: Tensor) -> Tensor:
-        """[rows, columns] of each rank, side by side in the order of ranks."""
+        """Return the ranks' [rows, columns] side by side, in the order of ranks."""
         ...
 
     @property
     def argmax_rows(self) -> int:
-        """Of how many rows, at most, `argmax` finds the largest; 0: of none."""
+        """Largest number of rows that `argmax` supports; 0: it is not supported."""
         ...
 
     def argmax(self, values: Tensor, out: Tensor) -> None:
-        """`out`, int64 [rows]: where in `gather_columns` of `values` each row's largest is, the first among equals; of
-        a row with NaN the number of all columns."""
+        """Store the argmax of each row of `gather_columns(values)` to `out`, int64 [rows].
+
+        Among equals the first is taken. A row with NaN gets the number of all columns.
+        """
         ...
 
     def broadcast(self, values: Tensor) -> None:
-        """Every rank's `values` become those of rank 0."""
+        """Overwrite every rank's `values` with those of rank 0."""
         ...
 
     def abort(self) -> None:
-        """From any thread: whoever waits for another rank stops waiting, as far as the backend can."""
+        """Make waiting ranks return, as far as the backend can. Callable from any thread."""
         ...
 
     def close(self) -> None: ...
 
 
 class SingleRank:
-    """A group of one."""
+    """Implements `Collectives` for one rank: nothing is exchanged."""
 
     def prepare(self, weight: Tensor) -> None:
-        """Nothing is."""
+        """Do nothing: a single rank has no peers."""
 
     def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
@@ -80,29 +90,38 @@ class SingleRank:
     argmax_rows = 0
 
     def argmax(self, values: Tensor, out: Tensor) -> None:
-        raise AssertionError("of no rows")
+        raise AssertionError("argmax_rows is 0")
 
     def broadcast(self, values: Tensor) -> None:
-        """Nobody else is there."""
+        """Do nothing: a single rank has no peers."""
 
     def abort(self) -> None:
-        """Nobody waits."""
+        """Do nothing: a single rank has no peers."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 class TorchCollectives:
-    """`nccl` on cuda, `xccl` on xpu, `gloo` on CPUs. Calls on devices are queued on the current stream."""
+    """Collectives of torch.distributed: nccl on cuda, xccl on xpu, gloo on CPUs.
+
+    Device calls go to the current stream.
+    """
 
     def __init__(self, store_path: Path, shard: Shard, device: torch.device, *, maps_memory: bool = True) -> None:
-        """Returns when all ranks are there. `maps_memory`: devices may write into each other's. Raises RuntimeError."""
+        """Form the group. Return when all ranks have joined. `maps_memory` allows kernels that write into other ranks'
+        memory.
+
+        Raises `RuntimeError` if the group cannot be formed.
+        """
         distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
         timeout = timedelta(seconds=TIMEOUT_S)
         store = importlib.import_module("torch.distributed").FileStore(str(store_path), shard.size)
         store.set_timeout(timeout)
         self._shard = shard
         self._distributed = distributed
+        # torch's symmetric memory finds its group by name, so on devices the group must be the world. On CPUs several
+        # groups may exist in one process (tests).
         self._is_world = not devices.is_host(device)
         if self._is_world:
             backend = devices.collective_backend(device)
@@ -114,7 +133,7 @@ class TorchCollectives:
             options._timeout = timeout
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             self._group = distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
-        self.broadcast(torch.zeros(1, device=device))  # connects
+        self.broadcast(torch.zeros(1, device=device))  # connects to the other ranks now, not in the first step
         devices.synchronize(device)
         self._one_shot: OneShotAllReduce | None = None
         self._direct: FusedAllReduceNorm | None = None
@@ -131,6 +150,8 @@ class TorchCollectives:
     def all_reduce(self, values: Tensor) -> Tensor:
         if self._one_shot is not None and self._one_shot.fits(values):
             return self._one_shot.all_reduce(values)
+        # Synchronous operations are ordered by the current stream. Asynchronous ones would use a stream of their own,
+        # which graphs cannot capture here.
         options = self._distributed.AllreduceOptions()
         options.asyncOp = False
         _wait(self._group.allreduce([values], options))
@@ -162,20 +183,22 @@ class TorchCollectives:
             self._group.abort()
 
     def _are_first(self, device: torch.device) -> bool:
-        """Whether no rank's process has mapped memory for another group before."""
+        """Return whether no rank's process has mapped memory for another group before. All ranks call it together."""
         earlier = self.all_reduce(torch.tensor([next(_groups_that_map)], device=device)).item()
         if earlier:
-            logger.warning("sums over ranks go through the collective library: memory is mapped once a process")
+            logger.warning(
+                "sums over ranks use the collective library: an earlier engine of this process mapped memory"
+            )
         return not earlier
 
     def close(self) -> None:
-        """The other ranks may be gone already, so this does not wait for them where it can be helped."""
+        """Leave the group without waiting for other ranks, which may have exited already, if torch supports that."""
         if self._is_world:
             end = getattr(self._distributed, "_abort_process_group", self._distributed.destroy_process_group)
             end()
 
 
 def _wait(work: Any) -> None:
-    """Some backends order a synchronous sum by the stream and hand out nothing to wait for."""
+    """Wait for an operation. Some backends order a synchronous one by the stream, and return nothing to wait for."""
     if work is not None:
         work.wait()

@@ -1,7 +1,8 @@
-"""A layer's sum over ranks and the norm after it in one kernel that writes into the other ranks' memory.
+"""Sums of a layer's output over ranks, together with the following norm, in one kernel that writes into other ranks'
+memory.
 
-A decode step has two per layer, each of a few kilobytes: what counts is the way there, once, and not the bytes. Where
-ranks cannot map each other's memory, or what is written there does not arrive, there is no `FusedAllReduceNorm`.
+A decode step has two sums per layer, each of a few kilobytes, so latency counts and not bandwidth. If ranks cannot map
+each other's memory, or if data written there does not arrive, `make` returns None.
 """
 
 import importlib
@@ -14,14 +15,18 @@ from torch import Tensor
 from baton_serve.engine.collectives.shard import Shard
 
 BUFFER_BYTES = 4 << 20
-"""Of the shared buffer. Larger sums are limited by the link, which a collective library uses better."""
+"""Size of the shared buffer in bytes. Larger sums are limited by the link, which a collective library uses better."""
 ALIGNMENT_BYTES = 16
+"""The kernel reads 16 bytes at once."""
 ALL_REDUCE_DTYPES = (torch.bfloat16, torch.float32)
+"""Dtypes that torch's one-shot kernel supports."""
 
 
 class OneShotAllReduce:
+    """Small sums by one kernel of torch that reads the other ranks' buffers."""
+
     def __init__(self, group_name: str, device: torch.device) -> None:
-        """Raises RuntimeError."""
+        """Allocate and map the buffers. Raises `RuntimeError` if the devices cannot map each other's memory."""
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self._buffer: Tensor = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
         memory.rendezvous(self._buffer, group_name)
@@ -30,20 +35,22 @@ class OneShotAllReduce:
 
     @classmethod
     def make(cls, group: Any, device: torch.device) -> "OneShotAllReduce | None":
-        """All ranks get one, or none does."""
+        """Return a working instance on every rank, or None on every rank. All ranks call it together."""
         made: OneShotAllReduce | None = None
         try:
             made = cls(group.group_name, device)
             made.all_reduce(torch.ones(1024, dtype=torch.bfloat16, device=device))
         except (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueError) as error:
-            logger.warning("small sums over ranks go through the collective library: %s", str(error).splitlines()[0])
+            logger.warning("small sums over ranks use the collective library: %s", str(error).splitlines()[0])
             made = None
+        # The ranks must agree: one that used another way would wait forever.
         agreed = torch.tensor([1.0 if made is not None else 0.0], device=device)
         distributed: Any = importlib.import_module("torch.distributed")
         distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN)
         return made if agreed.item() else None
 
     def fits(self, values: Tensor) -> bool:
+        """Return whether the kernel supports a tensor of this size and dtype."""
         size = values.numel() * values.element_size()
         return (
             size <= BUFFER_BYTES
@@ -53,6 +60,7 @@ class OneShotAllReduce:
         )
 
     def all_reduce(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks."""
         buffer = self._buffer[: values.numel() * values.element_size()].view(values.dtype).view_as(values)
         summed: Tensor = self._sum(buffer, values, "sum", self._name)
         return summed
@@ -61,21 +69,29 @@ class OneShotAllReduce:
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 128
-"""A program each, and they wait for other ranks: no more than run at once. Larger batches are limited by the link."""
+"""Largest number of rows in one sum.
+
+Each row is a program that waits for other ranks, so all must run at once. Larger batches are limited by the link.
+"""
 MAX_ARGMAX_ROWS = 1024
-"""A program of one warp each."""
+"""Largest number of rows in one argmax. Each row is a program of one warp."""
 INBOX_BYTES = 64 << 20
+"""Largest size of the memory into which other ranks write sums, in bytes."""
 MAX_TRIAL_POLLS = 1 << 20
+"""Longest wait in the first test of the kernel, in polls, so that broken links are found and nothing hangs."""
 ERRORS = (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueError, TypeError)
+"""Errors that missing or unsupported parts of torch raise."""
 
 
 class FusedAllReduceNorm:
+    """The fused kernels of one rank, with its inbox that the other ranks write to."""
+
     def __init__(self, group_name: str, shard: Shard, weight: Tensor) -> None:
-        """Maps the inboxes and compiles; what is computed here is thrown away. Raises one of `ERRORS`."""
+        """Map the inboxes and compile the kernels; the result of this first run is ignored. Raises one of `ERRORS`."""
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self._kernels: Any = importlib.import_module("baton_serve.engine.kernels.triton.exchange")
         self._shard = shard
-        words = weight.numel() * weight.element_size() // 4
+        words = weight.numel() * weight.element_size() // 4  # the kernels move data in words of four bytes
         row_bytes = self._kernels.inbox_bytes(shard.size, 1, words)
         rows = min(MAX_ROWS, INBOX_BYTES // row_bytes)
         words_of_largest = self._kernels.WORDS_PER_ARGMAX
@@ -94,34 +110,47 @@ class FusedAllReduceNorm:
 
     @classmethod
     def make(cls, group: Any, shard: Shard, weight: Tensor) -> "FusedAllReduceNorm | None":
-        """`weight` is like those of the norms to come, [hidden]. All ranks get one, or none does."""
+        """Return a working instance on every rank, or None on every rank.
+
+        `weight` is like those of later norms, [hidden].
+        """
         made: FusedAllReduceNorm | None = None
         try:
             made = cls(group.group_name, shard, weight)
         except ERRORS as error:
-            logger.warning("sums over ranks do not go through mapped memory: %s", str(error).split("\n")[0])
+            logger.warning("cannot sum over ranks through mapped memory: %s", str(error).split("\n")[0])
         if not _agree(made is not None, weight.device):
             return None
         assert made is not None
+        # The first run only compiled, without waiting. Now the ranks run at the same time, and the results must be
+        # right.
         arrived = made._try(weight, polls=MAX_TRIAL_POLLS)
         if not arrived:
-            logger.warning("what is written into another rank's memory does not arrive: sums go through the library")
+            logger.warning("data written into another rank's memory does not arrive: sums use the collective library")
         return made if _agree(arrived, weight.device) else None
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """RMSNorm of the ranks' `x` + `residual` [rows, hidden], which becomes that sum. None: not of this shape."""
+        """Return RMSNorm of the ranks' `x` + `residual` [rows, hidden], and store the sum in `residual`.
+
+        None: unsupported shape.
+        """
         if not self._inboxes.fits(x):
             return None
         normed: Tensor = self._kernels.sum_norm(x, residual, weight, eps, self._inboxes)
         return normed
 
     def argmax(self, logits: Tensor, out: Tensor) -> None:
-        """`out`, int64 [rows]: where each row's largest is in all ranks' `logits` [rows, columns] side by side, the
-        first among equals, and of a row with NaN the number of all columns; at most `MAX_ARGMAX_ROWS` rows."""
+        """Store the argmax of each row of all ranks' `logits` [rows, columns], side by side, to `out`, int64 [rows].
+
+        Among equals the first is taken; a row with NaN gets the number of all columns. At most `MAX_ARGMAX_ROWS` rows.
+        """
         self._kernels.argmax(logits, out, self._largest)
 
     def _try(self, weight: Tensor, polls: int) -> bool:
-        """Whether sums and choices of known numbers are right, in every row and twice, for there are two halves."""
+        """Return whether sums and argmax of known numbers are right, in every row.
+
+        Run twice: the inbox has two halves.
+        """
         rows, hidden, size = self._inboxes.max_rows, weight.numel(), self._shard.size
         column = torch.arange(hidden, device=weight.device) % 64
         is_right = True
@@ -139,7 +168,7 @@ class FusedAllReduceNorm:
 
 
 def _agree(mine: bool, device: torch.device) -> bool:
-    """Whether all ranks say so. A barrier."""
+    """Return whether `mine` is True on all ranks. All ranks call it, and it returns when all have."""
     distributed: Any = importlib.import_module("torch.distributed")
     agreed = torch.tensor([1.0 if mine else 0.0], device=device)
     distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN)

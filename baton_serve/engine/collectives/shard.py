@@ -1,6 +1,6 @@
-"""Which part of a decoder a rank holds. Pure: numbers and names in, numbers out.
+"""Computes which part of a decoder each rank holds, from names and numbers only.
 
-Attention heads, KV heads and the MLP's width are split evenly; what is not split is held by every rank.
+Attention heads, KV heads and the width of the MLP are divided evenly. Each rank holds a copy of everything else.
 """
 
 import copy
@@ -10,16 +10,20 @@ from typing import Any
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Read and compared by name: which products are split by rows and which by columns is known of these."""
+"""Architectures whose layers were compared with transformers: it is known which products are split by
+rows or columns.
+"""
 
 COLUMN_PARALLEL = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-"""Their outputs are split, weight and bias alike."""
+"""Modules whose outputs are divided between ranks, both weight and bias."""
 ROW_PARALLEL = {"o_proj", "down_proj"}
-"""Their inputs are split; the ranks' outputs are summed, so one rank alone adds the bias."""
+"""Modules whose inputs are divided between ranks. The outputs are summed, so only one rank adds the bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
+    """A rank's number among `size` ranks."""
+
     rank: int = 0
     size: int = 1
 
@@ -28,24 +32,28 @@ class Shard:
         return self.size == 1
 
     def part(self, total: int) -> slice:
-        """This rank's of `total` equal things."""
+        """Return this rank's range of `total` equal parts, such as heads."""
         share = total // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
 
 UNSHARDED = Shard()
+"""The shard of a single rank: everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What a rank reads of one stored tensor: `dim` None is all of it; `is_zero`: nothing, it is zeros there."""
+    """The part of a stored tensor that a rank reads along `dim`; None: all of it.
+
+    `is_zero`: zeros instead of the tensor.
+    """
 
     dim: int | None = None
     is_zero: bool = False
 
 
 def tensor_slice(name: str, shard: Shard, *, shards_head: bool) -> TensorSlice:
-    """By the parameter's name, such as `model.layers.0.self_attn.q_proj.weight`."""
+    """Return the part of a parameter, by its name such as `model.layers.0.self_attn.q_proj.weight`."""
     *_, module, kind = ("", *name.split("."))
     if module in COLUMN_PARALLEL or (module == "lm_head" and shards_head):
         return TensorSlice(dim=0)
@@ -55,22 +63,22 @@ def tensor_slice(name: str, shard: Shard, *, shards_head: bool) -> TensorSlice:
 
 
 def shards_head(vocab_size: int, shard: Shard) -> bool:
-    """Each rank computes its columns of the logits; a vocabulary that does not divide is computed whole by all."""
+    """Return whether each rank computes its own columns of the logits. Otherwise every rank computes all columns."""
     return not shard.is_whole and vocab_size % shard.size == 0
 
 
 def check_shardable(name: str, text_config: Any, size: int) -> None:
-    """Raises `ConfigError` or `UnsupportedModelError`."""
+    """Check that a model can be divided over `size` ranks. Raises `ConfigError` or `UnsupportedModelError`."""
     if size == 1:
         return
     if name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"tensor_parallel_size is {size}, but {name} cannot be split over devices yet; those that can:"
+            f"tensor_parallel_size is {size}, but {name} cannot be split over devices; supported are:"
             f" {', '.join(sorted(ARCHITECTURES))}. Set tensor_parallel_size to 1"
         )
     if getattr(text_config, "quantization_config", None) is not None:
         raise UnsupportedModelError(
-            f"tensor_parallel_size is {size}, but the weights of this {name} are quantized, which cannot be split yet;"
+            f"tensor_parallel_size is {size}, but the weights of this {name} are quantized, which cannot be split;"
             " set tensor_parallel_size to 1"
         )
     for what, count in (
@@ -86,10 +94,11 @@ def check_shardable(name: str, text_config: Any, size: int) -> None:
 
 
 def shard_config(hf_config: Any, shard: Shard) -> Any:
-    """The config of a model that is one rank's part."""
+    """Return the config of a model that is one rank's part."""
     if shard.is_whole:
         return hf_config
     config = copy.deepcopy(hf_config)
+    # Fix head_dim before the number of heads changes, since transformers would compute it from the two.
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     config.num_attention_heads //= shard.size
     config.num_key_value_heads //= shard.size
@@ -98,5 +107,6 @@ def shard_config(hf_config: Any, shard: Shard) -> Any:
 
 
 def _largest_divisor(config: Any, size: int) -> int:
+    """Return the largest number of ranks below `size` that divides heads, KV heads and the MLP's width."""
     counts = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
     return max(n for n in range(1, size) if not any(count % n for count in counts))

@@ -1,10 +1,10 @@
-"""Decode steps as captured graphs: one launch instead of hundreds, for every batch size in a few buckets.
+"""Captured graphs for decode steps: one launch instead of hundreds, for batch sizes in a few buckets.
 
-All of a graph's inputs lie in one small array that the host fills and the device copies, in the device's copy of the
-block tables, and in each slot's last token, which stays on the device: a step can be launched before the host knows
-what the one before it chose. A bucket's rows beyond the batch are padding: context 0, slot -1. The largest token of
-each row is part of the graph; whoever samples otherwise asks for the logits and calls `set_sampled_tokens`. Each of
-several ranks keeps its own columns of the logits, which are put together for who asks.
+The inputs of a graph are one small array that the host fills and the device copies, the block tables on the device, and
+the last token of each slot, which stays on the device: a step can be launched before the host knows what the previous
+step sampled. Rows beyond the batch are padding, with context 0 and slot -1. Each graph also finds the largest logit of
+each row. A caller that samples differently reads the logits and calls `set_sampled_tokens`. With several ranks each
+keeps its columns of the logits, and they are gathered only for callers that read them.
 """
 
 from collections.abc import Callable
@@ -26,42 +26,51 @@ from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
 
 LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS = range(7)
-"""Rows of the input array. LAST, the last token of each batch slot, is the device's own; the others are staged.
-TOKEN_AT says where in the first two rows, taken as one, a sequence's token lies."""
+"""Rows of the input array.
+
+LAST, the last token of each batch slot, is written by the device only; the other rows are copied from the host.
+TOKEN_AT is the index of a sequence's token in the first two rows, read as one.
+"""
 
 
 class Graph(Protocol):
+    """A captured graph that `replay` launches."""
+
     def replay(self) -> None: ...
 
 
 CaptureGraph = Callable[[Callable[[], None]], Graph]
+"""Captures the device's work of a function that has run once before."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Overwritten by the next step."""
+    """The result of a decode step, on the device. The next step overwrites it."""
 
     greedy: Tensor  # int64 [batch]; of a row with NaN vocab_size
     vocab_size: int
 
 
 def batch_size_buckets(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: fine where padding would cost most, `max_num_seqs` the last."""
+    """Return the batch sizes to capture, up to `max_num_seqs`.
+
+    Small sizes are close together, where padding costs most.
+    """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max(65, max_num_seqs), 16)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeArrays:
-    """All that a device is told of a decode step."""
+    """The inputs of a decode step for the device, in host memory."""
 
     inputs: NDArray[np.int64]  # [6, batch], rows TOKENS to CONTEXTS, the last one int32
     changes: NDArray[np.int64] | None
-    """Of the block tables."""
+    """Changes of the block tables, as `BlockTables.take_changes` returns them; None: no change."""
 
 
 def fits_decode_graph(plan: ScheduledBatch) -> bool:
-    """One token for each sequence, one choice after each; nobody asks for logits of the prompt or has an adapter."""
+    """Return whether a step can be replayed: one token and one sample per sequence, no prompt logprobs, no adapter."""
     return 0 < len(plan.chunks) == len(plan.rows) and all(
         c.length == 1 and not (c.sequence.request.wants_prompt_logprobs or c.sequence.request.work.lora)
         for c in plan.chunks
@@ -69,7 +78,10 @@ def fits_decode_graph(plan: ScheduledBatch) -> bool:
 
 
 def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerConfig) -> DecodeArrays:
-    """A token that the host does not know yet is its slot's last."""
+    """Build the inputs of a decode step.
+
+    A token that the host does not know yet is read from its slot on the device.
+    """
     chunks, block_tokens = plan.chunks, limits.block_tokens
     count, width = len(chunks), limits.max_num_seqs + 1
     for chunk in chunks:
@@ -89,20 +101,24 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
 
 
 class DecodeGraphs:
+    """Captured decode steps of one engine, with the memory of their inputs and outputs."""
+
     def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig) -> None:
         device = layers[0].device
         self._forward = forward
         self._layers = layers
         self._tables = DeviceTables(limits, device)
         self._limits = limits
-        self._width = limits.max_num_seqs + 1  # one more than there are slots: padding has a column of its own
-        # Two, for the device may still be copying from the one before.
+        self._width = limits.max_num_seqs + 1  # one column more than slots, for padding
+        # Two, because the device may still be copying the previous step's inputs while the host fills the next ones.
         self._staging = [devices.staging(device, (7, self._width), torch.int64) for _ in range(2)]
         self._inputs = torch.zeros_like(self._staging[0], device=device)
         self.last_tokens = self._inputs[LAST]
         self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self._greedy = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         parts = forward.parts
+        # With several ranks each finds its largest logit, and only these are exchanged; larger batches gather the
+        # logits.
         self._parts = parts if parts is not None and limits.max_num_seqs <= parts.max_rows else None
         self._logits: Tensor | None = None
         self._argmax = argmax_kernel(device)
@@ -111,9 +127,13 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, capture: CaptureGraph) -> None:
-        """Each bucket, the largest first: it sizes the scratch memory that all share. Raises RuntimeError."""
+        """Capture all buckets. The largest comes first, since it sizes the scratch memory that all share.
+
+        Raises `RuntimeError` if something cannot be captured.
+        """
         sizes = batch_size_buckets(self._limits.max_num_seqs)
         self._fill_padding(self._staging[0].numpy(), 0, self._limits.max_num_seqs)
+        # Not the first row: it holds the last tokens of the slots, which only the device writes.
         self._inputs[1:] = self._staging[0][1:]
         graphs: dict[int, Graph] = {}
         for size in reversed(sizes):
@@ -123,7 +143,7 @@ class DecodeGraphs:
         self._bucket_of = [next(s for s in sizes if s >= n) for n in range(self._limits.max_num_seqs + 1)]
 
     def release(self) -> None:
-        """There are none any more."""
+        """Free the graphs; later steps are computed without them."""
         self._graphs = {}
 
     @property
@@ -131,7 +151,7 @@ class DecodeGraphs:
         return bool(self._graphs)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        """Starts the step; does not wait for it."""
+        """Launch a decode step without waiting for it."""
         self._staging.reverse()
         host = self._staging[0].numpy()
         count = arrays.inputs.shape[1]
@@ -145,24 +165,29 @@ class DecodeGraphs:
         return DecodeResult(self._greedy[:count], self._vocab_size(self._logits))
 
     def logits(self, count: int) -> Tensor:
-        """[count, vocab_size] of the step that was replayed last, overwritten by the next one. All ranks call it."""
+        """Return the logits [count, vocab_size] of the last replay, which the next one overwrites.
+
+        All ranks must call it.
+        """
         assert self._logits is not None
         logits = self._logits[:count]
         return logits if self._parts is None else self._parts.whole(logits)
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
-        """What was chosen after the step that was replayed last, [batch], where it is not the largest."""
+        """Store the sampled tokens [batch] of the last replay, where they are not the largest logits."""
         self.last_tokens.index_copy_(0, self._inputs[TABLE_ROWS, : len(tokens)], tokens)
 
     def _fill_padding(self, host: NDArray[np.int64], start: int, end: int) -> None:
+        """Fill the rows from `start` to `end` with padding."""
         host[TOKENS, start:end] = host[POSITIONS, start:end] = 0
+        # Padding writes its token to the extra column, so it changes no sequence's last token.
         host[TOKEN_AT, start:end] = self._width + start
         host[TABLE_ROWS, start:end] = self._width - 1
         host[SLOTS, start:end] = -1
         host[CONTEXTS].view(np.int32)[start:end] = 0
 
     def _compute(self, size: int) -> None:
-        """What a graph does. Every tensor here keeps its memory, or is scratch."""
+        """The work of a graph. Every tensor here keeps its memory between replays, or is scratch."""
         inputs = self._inputs[:, :size]
         meta = AttentionMetadata(
             query_starts=self._starts[: size + 1],
@@ -184,7 +209,8 @@ class DecodeGraphs:
         if self._logits is None:
             self._logits = logits.new_empty((self._limits.max_num_seqs, logits.shape[1]))
         self._logits[:size] = logits
-        # The next step may run before a row is found broken.
+        # A row with NaN gets the token vocab_size. The next step may read it before the host finds the row broken, so
+        # keep it inside the embedding table.
         self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy.clamp(max=self._vocab_size(logits) - 1))
 
     def _vocab_size(self, logits: Tensor) -> int:

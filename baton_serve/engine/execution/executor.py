@@ -1,4 +1,7 @@
-"""What a device does of a step, told in arrays: whoever plans steps may live in another process."""
+"""The device's part of a step, as calls with arrays.
+
+With tensor parallelism each rank has an executor, and only rank 0 plans.
+"""
 
 import logging
 from collections.abc import Callable
@@ -21,47 +24,57 @@ logger = logging.getLogger(__name__)
 
 
 AfterLayer = Callable[[int], None]
+"""Called with a layer's number once the device has been given all work that writes the layer's KV."""
 
 
 class Executor(Protocol):
-    """Calls give the device work and do not wait for it."""
+    """Computes steps on one device, or on all ranks. Calls give the device work and return without waiting for it."""
 
     @property
     def has_graphs(self) -> bool: ...
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
-        """Logits [num_logits, vocab_size], from a captured graph where one fits. `after_layer`: as in `StepInputs`; not
-        called for a graph, which is a short step."""
+        """Compute a step, from a captured graph if one fits, and return the logits [num_logits, vocab_size].
+
+        `after_layer` is as in `StepInputs`. It is not called if a graph is used, which only short steps do.
+        """
         ...
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        """A decode step from a captured graph."""
+        """Compute a decode step from a captured graph."""
         ...
 
     def logits(self, count: int) -> Tensor:
-        """[count, vocab_size] of the step that was replayed last, overwritten by the next one."""
+        """Return the logits [count, vocab_size] of the decode step that was replayed last.
+
+        The next replay overwrites them.
+        """
         ...
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
-        """What was chosen after the step that was replayed last, [batch], where it is not the largest."""
+        """Store the sampled tokens [batch] of the decode step that was replayed last, where they are not the largest
+        logits.
+        """
         ...
 
     def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
-        """These are the last tokens of these slots."""
+        """Store the last tokens of these batch slots, for a step that is launched before the host knows them."""
         ...
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
-        """From now on decode steps and small steps with prompts are replayed. If that cannot be, they are computed as
-        before."""
+        """Capture graphs for decode steps and for small steps with prompts.
+
+        If this fails, steps are computed without graphs.
+        """
         ...
 
     def close(self) -> None:
-        """Gives up the graphs: a collective library does not end as long as one holds its calls."""
+        """Free the graphs. A collective library does not shut down as long as a graph holds its calls."""
         ...
 
 
 class LocalExecutor:
-    """On this process's device."""
+    """Executes steps on this process's device."""
 
     def __init__(self, forward: Forward, cache: KVCache, limits: SchedulerConfig) -> None:
         self._forward = forward
@@ -90,11 +103,13 @@ class LocalExecutor:
     def logits(self, count: int) -> Tensor:
         return self._graphs.logits(count)
 
+    # int64 [batch]
     @torch.inference_mode()
     def set_sampled_tokens(self, tokens: Tensor) -> None:
         self._graphs.set_sampled_tokens(tokens)
 
     @torch.inference_mode()
+    # A copy from pageable memory to the device returns when the host may reuse the memory, so `slots` can be freed.
     def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
         where = torch.from_numpy(slots).to(self._device, non_blocking=True)
         self._graphs.last_tokens.index_copy_(0, where, tokens)
@@ -104,12 +119,12 @@ class LocalExecutor:
         try:
             self._graphs.capture(capture)
         except RuntimeError as error:
-            logger.warning("decode steps run without captured graphs, slower at small batches: %s", error)
+            logger.warning("cannot capture graphs for decode steps, small batches will be slower: %s", error)
             return
         try:
             self._prompts.capture(capture)
         except RuntimeError as error:
-            logger.warning("prompts are computed without captured graphs, short ones slower: %s", error)
+            logger.warning("cannot capture graphs for prompts, short prompts will be slower: %s", error)
 
     def close(self) -> None:
         self._graphs.release()

@@ -1,10 +1,10 @@
-"""Steps with prompts as captured graphs, for numbers of tokens in a few buckets: where few tokens are computed,
-launching hundreds of kernels takes the host longer than their work takes the device, and keeps Python's lock meanwhile.
+"""Captured graphs for small steps with prompts, for numbers of tokens in a few buckets. Launching hundreds of kernels
+for few tokens takes the host longer than their work takes the device, and it holds Python's lock.
 
-One kind of graph is for prompts alone, two are for prompts beside sequences that write, few or many. A graph's inputs
-lie in one array and one table that the host fills and the device copies. Tokens beyond the step's belong to no sequence
-and are stored nowhere; sequences beyond its own have no token and no context. Steps that fit no graph are computed
-without.
+There is one kind of graph for prompts alone, and two for prompts together with few or many decoding sequences. The
+inputs of a graph are one array and one block table, which the host fills and the device copies. Padding tokens belong
+to no sequence and are stored nowhere; padding sequences have no token and no context. Steps that fit no graph are
+computed without one.
 """
 
 from dataclasses import dataclass
@@ -26,19 +26,21 @@ from baton_serve.engine.model.block_tables import table_width
 from baton_serve.engine.model.forward import Forward
 
 MAX_GRAPH_TOKENS = GRAPH_SIZES_TOKENS[-1]
-"""Beyond, the device takes longer than the host anyway."""
+"""Largest step that is captured, in tokens. For larger ones the device takes longer than the host's launches."""
 TOKENS, LAST_OF, POSITIONS, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS = range(7)
-"""Rows of the input array. A negative token is the last one of slot LAST_OF. STARTS and CONTEXTS are int32."""
+"""Rows of the input array. A negative token means the last token of slot LAST_OF. STARTS and CONTEXTS are int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
+    """The kinds of steps that one graph can compute."""
+
     num_seqs: int
-    """At most."""
+    """Largest number of sequences."""
     has_singles: bool
-    """Sequences may have one new token."""
+    """Sequences may have one new token, that is, they may be decoding."""
     beyond: int = 0
-    """For more sequences than these, and so for more tokens."""
+    """The shape is used only for more sequences than this, and so for more tokens."""
 
 
 GRAPH_SHAPES = (
@@ -46,24 +48,28 @@ GRAPH_SHAPES = (
     GraphShape(64, has_singles=True),
     GraphShape(128, has_singles=True, beyond=64),
 )
-"""The first that fits is taken."""
+"""Shapes of graphs. A step takes the first that fits."""
 
 
 def token_buckets(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens to capture."""
+    """Return the numbers of tokens to capture, ascending."""
     largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
     return [size for size in GRAPH_SIZES_TOKENS if size < largest] + [largest]
 
 
 def graph_variants(limits: SchedulerConfig) -> list[tuple[GraphShape, int]]:
-    """What to capture, the largest first."""
+    """Return the shapes and numbers of tokens to capture, the largest first."""
     kinds = [kind for kind in reversed(GRAPH_SHAPES) if limits.max_num_seqs > kind.beyond]
     sizes = reversed(token_buckets(limits.max_num_batched_tokens))
     return [(kind, size) for size, kind in product(sizes, kinds) if size > kind.beyond]
 
 
 def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
-    """None: steps of single tokens, with adapters, with images, with many sequences or many rows of logits."""
+    """Return the first shape that fits, or None.
+
+    None fits steps with single tokens only (decode graphs), with adapters, with images, or with too many sequences or
+    logits.
+    """
     lengths = np.diff(arrays.query_starts)
     if arrays.adapters or arrays.images or arrays.logit_rows is None or lengths.max() == 1:
         return None
@@ -72,8 +78,13 @@ def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
 
 
 class PromptGraphs:
+    """Captured graphs of one engine, with the memory of their inputs and outputs."""
+
     def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, last_tokens: Tensor) -> None:
-        """`last_tokens`: each slot's, on the device."""
+        """Allocate the memory of the inputs.
+
+        `last_tokens` [slots] is the last token of each batch slot, on the device.
+        """
         device = layers[0].device
         self._forward = forward
         self._layers = layers
@@ -83,7 +94,7 @@ class PromptGraphs:
         self._sizes = token_buckets(limits.max_num_batched_tokens)
         most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
         shape = (7, max(self._sizes[-1], most_seqs + 1))
-        # Two, for the device may still be copying from the one before.
+        # Two, because the device may still be copying the previous step's inputs while the host fills the next ones.
         self._staging = [_Staging(device, shape, (most_seqs, table_width(limits))) for _ in range(2)]
         self._inputs = torch.zeros_like(self._staging[0].inputs, device=device)
         self._tables = torch.zeros_like(self._staging[0].tables, device=device)
@@ -92,7 +103,10 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def capture(self, capture: CaptureGraph) -> None:
-        """The largest first: it sizes the scratch memory that all share. Raises RuntimeError."""
+        """Capture all graphs. The largest comes first, since it sizes the scratch memory that all share.
+
+        Raises `RuntimeError` if something cannot be captured.
+        """
         self._fill_nothing()
         graphs: dict[tuple[GraphShape, int], Graph] = {}
         for kind, size in graph_variants(self._limits):
@@ -101,12 +115,14 @@ class PromptGraphs:
         self._graphs = graphs
 
     def release(self) -> None:
-        """There are none any more."""
+        """Free the graphs; later steps are computed without them."""
         self._graphs = {}
 
     def replay(self, arrays: StepArrays) -> Tensor | None:
-        """Starts the step and does not wait for it: logits [num_logits, vocab_size], overwritten by the next one.
-        None: no graph fits, and nothing has been started."""
+        """Launch a step and return its logits [num_logits, vocab_size], which the next step overwrites.
+
+        Return None if no graph fits; then nothing was launched.
+        """
         count = len(arrays.tokens)
         if not self._graphs or count > self._sizes[-1] or (kind := graph_shape_for(arrays)) is None:
             return None
@@ -124,13 +140,14 @@ class PromptGraphs:
         return self._logits[: len(arrays.logit_rows)]
 
     def _fill_nothing(self) -> None:
+        """Fill the inputs with padding only."""
         inputs = self._staging[0].inputs
         inputs.zero_()
         inputs[SLOTS] = -1
         self._inputs.copy_(inputs)
 
     def _compute(self, kind: GraphShape, size: int) -> None:
-        """What a graph does. Every tensor here keeps its memory, or is scratch."""
+        """The work of a graph. Every tensor here keeps its memory between replays, or is scratch."""
         inputs, num_seqs = self._inputs[:, :size], kind.num_seqs
         told = inputs[TOKENS]
         tokens = torch.where(told < 0, self._last_tokens.index_select(0, inputs[LAST_OF]), told)
@@ -145,6 +162,7 @@ class PromptGraphs:
         )
         step = StepInputs(tokens, inputs[POSITIONS], self._inputs[LOGIT_ROWS, :num_seqs], meta)
         logits = self._forward(step, self._layers)
+        # The result must lie outside the scratch memory, which the next graph overwrites.
         if self._logits is None:
             most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
             self._logits = logits.new_empty((most_seqs, logits.shape[1]))
@@ -152,7 +170,7 @@ class PromptGraphs:
 
 
 class _Staging:
-    """On the host, from where the device copies without its help."""
+    """Pinned inputs on the host, which the device copies without blocking the host."""
 
     def __init__(self, device: torch.device, inputs: tuple[int, int], tables: tuple[int, int]) -> None:
         self.inputs = devices.staging(device, inputs, torch.int64)
@@ -160,17 +178,19 @@ class _Staging:
         self._copied: devices.DeviceEvent | None = None
 
     def is_being_copied(self, device: torch.device) -> None:
+        """Record that the device has been given the copy of this memory."""
         if not devices.is_host(device):
             self._copied = devices.record(device)
 
     def wait(self) -> None:
-        """A prompt's chunks without its last are not waited for, so the host may be steps ahead of the device."""
+        # Chunks before a prompt's last are not waited for, so the host may be several steps ahead of the device.
+        """Wait until the device has copied this memory, before it is filled again."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int) -> None:
-    """`host`: as the rows above, all of a graph's columns."""
+    """Write a step into `host` [7, columns], with padding up to `size` tokens and `num_seqs` sequences."""
     count, own = len(arrays.tokens), len(arrays.context_lens)
     host[TOKENS, :count], host[POSITIONS, :count], host[SLOTS, :count] = arrays.tokens, arrays.positions, arrays.slots
     host[TOKENS, count:size] = host[POSITIONS, count:size] = 0
@@ -181,6 +201,7 @@ def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int)
         host[TOKENS, where] = -1
         host[LAST_OF, where] = slots
     starts, contexts = host[STARTS].view(np.int32), host[CONTEXTS].view(np.int32)
+    # Padding sequences begin and end at the last token, so they have no tokens.
     starts[: own + 1], starts[own + 1 : num_seqs + 1] = arrays.query_starts, count
     contexts[:own], contexts[own:num_seqs] = arrays.context_lens, 0
     assert arrays.logit_rows is not None

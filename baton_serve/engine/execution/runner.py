@@ -1,4 +1,6 @@
-"""Runs a plan: inputs, model, tokens; from a captured graph where one fits. Decides nothing else."""
+"""Runs a scheduled batch: builds the inputs, computes the model and samples tokens, from a captured graph
+if one fits.
+"""
 
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,15 +24,18 @@ from baton_serve.engine.sample.sampler import Sampler, SamplerOutput, all_plain_
 from baton_serve.engine.sample.token_masks import TokenMasker
 
 NAN_LOGITS = RowFailure(
-    "the model's logits are not numbers (NaN): its weights are broken, or its dtype too small for its activations",
+    "the model computed NaN logits: its weights are broken, or its dtype is too small for its activations",
     "internal",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedForward:
-    """A step that the device is computing: its logits, or the tokens of the largest ones, which a graph finds; then its
-    logits are to be asked for. `constraints`: what its tokens must obey, being built meanwhile."""
+    """A step up to its logits that the device is computing.
+
+    `greedy` are the tokens with the largest logits if a graph computed the step; then `logits` is None, and they can be
+    read from the executor. `constraints` are being built meanwhile by another thread.
+    """
 
     plan: ScheduledBatch
     logits: Tensor | None
@@ -42,25 +47,26 @@ class LaunchedForward:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A step whose tokens are on their way to the host."""
+    """A step whose sampled tokens are being copied to the host."""
 
     host_copy: devices.HostCopy | None
     sampled: ModelRunnerOutput
-    """All of the answer that was waited for already."""
+    """The output of the step without token ids; `wait` adds them."""
     vocab_size: int = 0
 
 
 class ImageRowsSource(Protocol):
-    """`engine.model.vision.prompt.PromptImages`."""
+    """The part of `engine.model.vision.prompt.PromptImages` that the runner uses."""
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]: ...
 
 
 class ModelRunner:
-    """A step is `start`, `choose`, `wait`. The next step may start before this one was waited for, but not before its
-    tokens were chosen; it must not be chosen for before what this one brought is in the sequences.
+    """Runs steps on an executor. Engine thread only.
 
-    Its thread and memory are free after `close`."""
+    A step is `start`, `choose`, `wait`. The next step may start after `choose` of this one. Its `choose` must come
+    after the tokens of this step were added to the sequences, because penalties and grammars depend on them.
+    """
 
     def __init__(
         self,
@@ -72,8 +78,10 @@ class ModelRunner:
         keeps_last_tokens: bool = True,
         images: ImageRowsSource | None = None,
     ) -> None:
-        """`keeps_last_tokens`: steps may start before the host knows the tokens of the one before. `images`: of the
-        prompts that are read, where there is a vision tower."""
+        """Set up the runner. `images` gives the embeddings of the prompts' images if there is a vision tower.
+
+        `keeps_last_tokens`: tokens stay on the device too, so that a step can start before the host knows them.
+        """
         self._images = images
         self._executor = executor
         self._keeps_tokens = keeps_last_tokens
@@ -87,16 +95,18 @@ class ModelRunner:
         self._device = device
 
     def run(self, plan: ScheduledBatch) -> ModelRunnerOutput:
+        """Run a step to its end."""
         return self.wait(self.choose(self.start(plan)))
 
     @torch.inference_mode()
     def start(
         self, plan: ScheduledBatch, *, ahead: bool = False, after_layer: AfterLayer | None = None
     ) -> LaunchedForward:
-        """Gives the device its work up to the logits. `ahead`: the step before it has not been waited for."""
+        """Launch a step up to its logits. `ahead`: the previous step has not been waited for."""
         if not plan.chunks:
             return LaunchedForward(plan, None, None, None)
-        # What tokens may follow depends on those before them.
+        # Grammars and min_tokens depend on the previous tokens. If these are not known yet, `choose` builds the
+        # constraints.
         constraints = None if ahead else self._masking.begin(plan.rows)
         images = [] if self._images is None else self._images.rows(plan)
         if self._executor.has_graphs and not images and fits_decode_graph(plan):
@@ -108,17 +118,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose(self, started: LaunchedForward) -> SampledTokens:
-        """Has the device choose the tokens."""
+        """Launch sampling and the copy of the tokens to the host."""
         plan, logits, inputs = started.plan, started.logits, started.inputs
         sampled = ModelRunnerOutput([])
         if logits is None and started.greedy is None:
             return SampledTokens(None, sampled)
-        if not plan.rows:  # waited for all the same: prompts that come meanwhile may be computed before the next chunk
+        # No row is sampled, but the step is waited for all the same: a prompt that arrives meanwhile may then be
+        # scheduled before the next chunk of this one.
+        if not plan.rows:
             host_copy = self._host_copies.start(self._no_tokens)
         else:
             constraints = started.constraints or self._masking.begin(plan.rows)
             found = constraints.result() if constraints is not None else None
             masks = self._masking.send(found) if found is not None else None
+            # Graphs have found the largest logits already. Sampling reads all logits, so it is left out if nothing
+            # needs it.
             if started.greedy is not None and masks is None and all_plain_greedy(plan.rows):
                 choice = SamplerOutput(started.greedy)
             else:
@@ -134,30 +148,32 @@ class ModelRunner:
         return SampledTokens(host_copy, sampled, started.vocab_size)
 
     def wait(self, chosen: SampledTokens) -> ModelRunnerOutput:
-        """The one place where the host waits for the device."""
+        """Wait for the device and return the step's output. Nothing else in the runner waits for it."""
         if chosen.host_copy is not None:
             chosen.sampled.token_ids = token_ids = chosen.host_copy.wait()
+            # Samplers return vocab_size for a row with NaN, which is not a valid token id.
             if token_ids and max(token_ids) >= chosen.vocab_size:
                 broken = [row for row, token in enumerate(token_ids) if token >= chosen.vocab_size]
                 chosen.sampled.failed |= dict.fromkeys(broken, NAN_LOGITS)
         return chosen.sampled
 
     def forget(self) -> None:
-        """The next plans come from another roster."""
+        """Forget the block tables, before batches of another request table are run."""
         self._tables.forget()
 
     def _rows(self, started: LaunchedForward) -> Tensor:
-        """The logits after which tokens are chosen, in the order of the plan's rows."""
+        """Return the logits that are sampled, in the order of the batch's rows."""
         logits, inputs = started.logits, started.inputs
         if logits is None or inputs is None:
             return self._executor.logits(len(started.plan.rows))
         return logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]
 
     def _keep(self, plan: ScheduledBatch, tokens: Tensor, started: LaunchedForward) -> None:
-        """Each slot's last token stays on the device, for a step that starts before the host knows it."""
+        """Store each slot's sampled token on the device, for a step that starts before the host knows it."""
         if tokens is started.greedy or not self._keeps_tokens:
-            return  # the graph has done it
-        tokens = tokens.clamp(max=started.vocab_size - 1)  # the next step may run before a row is found broken
+            return  # the graph has stored its tokens itself
+        # NaN rows have vocab_size, and the next step may run before they are failed
+        tokens = tokens.clamp(max=started.vocab_size - 1)
         if started.inputs is None:
             self._executor.set_sampled_tokens(tokens)
             return
@@ -169,12 +185,15 @@ class ModelRunner:
 
 
 def _is_still_decoding(sequence: Sequence) -> bool:
-    """Here, and has a place in the batch."""
+    """Return whether a sequence decodes here and has a slot in the batch."""
     return sequence.slot >= 0 and sequence.request.mode != "prefill"
 
 
 def _prompt_logprobs(plan: ScheduledBatch, number: int, logits: Tensor) -> list[TokenLogprobs]:
-    """Of the prompt's token after each row of the chunk; the prompt's last row has none."""
+    """Return the logprobs of the prompt tokens that follow each row of the chunk.
+
+    The prompt's last row has no successor.
+    """
     chunk = plan.chunks[number]
     work = chunk.sequence.request.work
     following = work.token_ids[chunk.start + 1 : min(chunk.start + chunk.length + 1, work.num_prompt_tokens)]

@@ -1,4 +1,6 @@
-"""What every rank of an engine derives from its settings and its model: the block's shape, the limits, the forward."""
+"""Derives from settings and model what all ranks of an engine share: the shape of a block, the limits
+and the forward.
+"""
 
 import torch
 
@@ -17,12 +19,18 @@ from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImag
 
 
 class EngineSetup:
-    """`layout` is of whole blocks, all ranks' heads in them."""
+    """The parts of an engine that do not depend on the size of the KV cache.
+
+    `layout` describes blocks with all ranks' heads.
+    """
 
     def __init__(
         self, config: EngineConfig, model: LoadedModel, device: torch.device, collectives: Collectives
     ) -> None:
-        """Call once: it repacks the model's weights."""
+        """Build everything.
+
+        Call it once: it repacks the model's weights in place. Raises `ConfigError` or `AdapterError`.
+        """
         defaults = devices.defaults(device)
         self.layout = KVLayout(
             fingerprint=model.fingerprint,
@@ -33,6 +41,7 @@ class EngineSetup:
             dtype=_kv_dtype(config, model),
             num_planes=model.num_planes,
         )
+        # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
         self.limits = SchedulerConfig(
             block_tokens=self.layout.block_tokens,
@@ -53,16 +62,19 @@ class EngineSetup:
             )
         self.images: PromptImages | None = load_images(config, device, model.dtype) if config.reads_images else None
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
-        """For any thread. None: prompts with images are not read here."""
+        """Decodes images; usable from any thread. None: this instance has no vision tower."""
         self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
         for name, folder in (entry.split("=", 1) for entry in config.lora_modules):
-            assert self.adapters is not None  # `check` saw to it
+            assert self.adapters is not None  # `EngineConfig.check` requires enable_lora here
             self.adapters.put(self.adapters.read(name, folder))
 
 
 def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
+    """Return the name of the KV cache's dtype. Raises `ConfigError` if codes of one byte do not fit the heads."""
     if config.kv_cache_dtype == "auto":
         return str(model.dtype).removeprefix("torch.")
     if model.head_dim % 2:
-        raise ConfigError(f"a KV cache in one byte needs heads of even size, not {model.head_dim}")
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype} needs an even head_dim, not {model.head_dim}: use auto"
+        )
     return f"fp8_{config.fp8_dtype}" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype

@@ -1,1 +1,1 @@
-"""The memory of the KV cache and its tier in host memory."""
+"""The memory of the KV cache, its capacity, and the memory of its host tier."""

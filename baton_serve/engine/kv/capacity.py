@@ -1,4 +1,4 @@
-"""How many blocks fit, and whether one request of full length does. Pure arithmetic and its messages."""
+"""Computes how many KV blocks fit, and checks that one request of full length fits. Only arithmetic and messages."""
 
 import logging
 
@@ -25,34 +25,41 @@ def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: in
 
 
 def count_blocks(layout: KVLayout, available_bytes: int, override: int | None) -> int:
-    """Usable blocks: block 0, which pads, is not among them."""
+    """Return the number of usable blocks. Block 0 is not counted, because padding is written to it."""
     return override if override is not None else max(0, available_bytes // layout.block_bytes - 1)
 
 
 def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:
-    """A KV cache in host memory, of which the kernel gives any amount, and ends who then uses it. Raises
-    `CapacityError`."""
+    """Check a KV cache in host memory. Raises `CapacityError` if it is larger than the memory, and warns if it may not
+    fit.
+
+    The kernel grants any size at first, and kills the process later when the memory is used.
+    """
     if num_bytes > total_bytes:
         raise CapacityError(
             f"a KV cache of {_gib(num_bytes)} is more than the memory of this machine or container"
-            f" ({_gib(total_bytes)}): lower kv_cache_memory_bytes, or leave it out"
+            f" ({_gib(total_bytes)}): lower kv_cache_memory_bytes, or do not set it"
         )
     if num_bytes > free_bytes:
         logger.warning(
-            "the KV cache may grow to %s, and %s of memory are free: the kernel may end this process then",
+            "the KV cache may grow to %s, but only %s of memory are free: the kernel may kill this process",
             _gib(num_bytes),
             _gib(free_bytes),
         )
 
 
 def check_fit(layout: KVLayout, num_usable: int, max_model_len: int) -> None:
-    """Logs what fits. Raises `CapacityError` with the largest length that would."""
+    """Log the capacity.
+
+    Raises `CapacityError`, with the largest `max_model_len` that fits, if one request does not fit.
+    """
     tokens = num_usable * layout.block_tokens
     if tokens < max_model_len:
         needed = -(-max_model_len // layout.block_tokens) * layout.block_bytes
         raise CapacityError(
             f"one request of max_model_len ({max_model_len} tokens) needs {_gib(needed)} of KV cache, but"
             f" {_gib(num_usable * layout.block_bytes)} are available. "
+            # The message ends in what can be done; a length of 0 cannot be proposed.
             + (f"The largest max_model_len that fits is {tokens}: set it, or give" if tokens else "Give")
             + " the KV cache more memory (kv_cache_memory_bytes; on accelerators gpu_memory_utilization)"
         )

@@ -1,8 +1,8 @@
 """The memory of the host tier, and the copies between it and the blocks of the KV cache.
 
-On hosts a copy is done when it is asked for. On a device copies run beside the computation, on a stream for each
-direction: each waits for what used its block or slot before, and whoever uses the block next waits for it: steps here
-(`before`), transports by `KVCache.ready_after`. Memory is pinned where that can be.
+On hosts a copy is done at once. On a device, copies run beside the computation, on one stream for each direction. Each
+copy waits for the previous use of its block and slot. The next use of the block waits for the copy: steps by `before`,
+transports by `KVCache.ready_after`. The memory is pinned if possible.
 """
 
 import logging
@@ -19,14 +19,17 @@ from baton_serve.engine.kv.kv_cache import KVCache
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 1 << 30
-"""Of one allocation: runtimes bound a single one (USM host memory to 4 GiB on some cards), and torch rounds those of
-pinned memory up to a power of two."""
+"""Size of one allocation in bytes.
+
+Runtimes limit a single allocation (USM host memory to 4 GiB on some cards), and torch rounds pinned allocations up to a
+power of two.
+"""
 BATCH_BYTES = 32 << 20
-"""Copies that wait and are waited for together."""
+"""Size of copies in bytes that share one event."""
 
 
 class HostTierMemory:
-    """Does what `tier` has decided; without one, nothing."""
+    """Executes the copies that `tier` decides. Engine thread only; without a tier it does nothing."""
 
     def __init__(self, cache: KVCache, tier: HostTier | None) -> None:
         self.tier = tier
@@ -41,44 +44,52 @@ class HostTierMemory:
         self._streams: tuple[devices.SideStream, devices.SideStream] | None = None
         if tier is not None and not devices.is_host(self._device):
             self._streams = devices.SideStream(self._device), devices.SideStream(self._device)
-        self._slots: dict[int, devices.DeviceEvent] = {}
-        self._over: devices.DeviceEvent | None = None
+        self._slots: dict[int, devices.DeviceEvent] = {}  # by slot: the end of its last copy
+        self._over: devices.DeviceEvent | None = None  # the end of the last finished step
 
     def record_step_end(self) -> devices.DeviceEvent | None:
-        """Call when a step has been given to the device."""
+        """Return an event at the end of a step that was just launched, or None if copies need not be ordered."""
         return devices.record(self._device) if self._streams is not None else None
 
     def on_step_end(self, event: devices.DeviceEvent | None) -> None:
-        """Blocks that are free from now on are used by no step whose end is later."""
+        """Record that a step has ended. Blocks that are freed from now on are used by no later step than this one."""
         self._over = event
+        # Forget copies that are done; else the dicts would grow with every block that ever moved.
         for events in (self._cache.copying, self._slots):
             for key in [key for key, done in events.items() if done.query()]:
                 del events[key]
 
     def move(self) -> None:
-        """All copies that the tier has decided since the last call, in order; before anything touches their blocks."""
+        """Start all copies that the tier has decided since the last call, in their order.
+
+        Call it before anything else touches the blocks.
+        """
         moves = self.tier.take_tier_copies() if self.tier is not None else []
         for is_to_host, group in groupby(moves, key=lambda move: move.is_to_host):
             for batch in _batches(list(group), self._per_batch):
                 self._copy(batch, is_to_host=is_to_host)
 
     def before(self, blocks: Iterable[int]) -> None:
-        """What the device computes from now on may read and write these blocks."""
+        """Make later work of the device wait for running copies of these blocks.
+
+        Call it before a step that uses them.
+        """
         copying = self._cache.copying
         if copying:
             for event in _distinct(copying.get(block) for block in blocks):
                 devices.order_after(self._device, event)
 
     def are_copied(self, blocks: Iterable[int]) -> bool:
-        """No copy touches these blocks any more."""
+        """Return whether no copy of these blocks is running any more."""
         return all(event.query() for event in _distinct(self._cache.copying.get(block) for block in blocks))
 
     def wait(self, blocks: Iterable[int]) -> None:
-        """As `are_copied`, when it returns."""
+        """Wait until no copy of these blocks is running any more."""
         for event in _distinct(self._cache.copying.get(block) for block in blocks):
             event.synchronize()
 
     def close(self) -> None:
+        """Wait for all copies and free the memory."""
         if self._streams is not None:
             devices.synchronize(self._device)
         self._slabs = []
@@ -89,7 +100,9 @@ class HostTierMemory:
             self._exchange(batch, is_to_host=is_to_host)
             return
         copying, stream = self._cache.copying, self._streams[is_to_host]
+        # Index 0 of the streams is to the device, index 1 to the host.
         before = [copying.get(move.block) for move in batch] + [self._slots.get(move.slot) for move in batch]
+        # The last step may still read a block that is now copied out, or that a copy fills.
         for event in _distinct([self._over, *before]):
             stream.wait(event)
         with stream:
@@ -109,11 +122,11 @@ class HostTierMemory:
 
 
 def _slab(device: torch.device, count: int, block_bytes: int) -> Tensor:
-    """uint8 [count, block_bytes]."""
+    """Return a memory of slots, uint8 [count, block_bytes]; pinned if possible."""
     try:
         memory = devices.pinned_memory(device, count * block_bytes)
     except RuntimeError as error:
-        logger.warning("host memory of the host tier is not pinned, so copies are slow: %s", error)
+        logger.warning("cannot pin the memory of the host tier (--host-kv-gb), copies will be slow: %s", error)
         memory = torch.empty(count * block_bytes, dtype=torch.uint8)
     return memory.view(count, block_bytes)
 
@@ -124,4 +137,5 @@ def _batches(moves: list[HostTierCopy], size: int) -> Iterator[list[HostTierCopy
 
 
 def _distinct(events: Iterable[devices.DeviceEvent | None]) -> list[devices.DeviceEvent]:
+    """Return the events without None and without repetitions."""
     return list({id(event): event for event in events if event is not None}.values())

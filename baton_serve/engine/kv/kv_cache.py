@@ -1,9 +1,9 @@
-"""The memory of the KV cache: one block-major tensor. Knows nothing of who owns which block.
+"""The memory of the KV cache: one block-major tensor. It does not know which request owns which block.
 
-On hosts it lies in a memfd, so that another process on this machine can map it and copy blocks straight out of
-it; nothing is left behind when this process dies. On a device, transports read and write the tensor itself. Where
-several ranks' devices each hold a part of every block, a memfd is the mirror in which blocks are whole: those that
-travel are copied there and back, and only they take host memory, since the rest of the file is a hole.
+On hosts it lies in a memfd (an anonymous file), so that another process on this machine can map it and copy blocks
+directly; nothing is left behind when this process dies. On a device, transports read and write the tensor itself. With
+several ranks, each device holds a part of every block, and a memfd serves as the mirror in which blocks are whole:
+blocks are copied there for transport. Only those blocks occupy host memory, since the rest of the file is a hole.
 """
 
 import mmap
@@ -17,7 +17,7 @@ from torch import Tensor
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import device as devices
 
-DTYPES = {
+DTYPES = {  # by `KVLayout.dtype`
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -27,14 +27,15 @@ DTYPES = {
 }
 
 KVMemoryKind = Literal["shared", "device", "mirrored"]
+"""Place of whole blocks: host memory that is the cache itself, the device, or a mirror in host memory."""
 
 
 class KVCache:
-    """`tensor` is [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim]; of several
-    ranks, each has its own heads there.
+    """The KV cache's tensor [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim].
 
-    `host_view` shows all blocks as bytes; it is their memory itself, or with `is_mirrored` the mirror. A device's has
-    neither that nor a `shared_fd`: it is reached as `device_tensor`, after the events of `ready_after`.
+    With several ranks, each rank's tensor has the rank's own heads. `host_view` shows all blocks as bytes: the cache
+    itself on hosts, the mirror with `is_mirrored`. A single device has neither that nor a `shared_fd`; transports use
+    `device_tensor` after the events of `ready_after`.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class KVCache:
         heads: slice | None = None,
         shared_fd: int | None = None,
     ) -> None:
-        """`heads`: those of this process, where several share each block; one of them makes the memory, whose
-        `shared_fd` the others are given and own from then on. `place`: shared on hosts, else the device alone, or
-        mirrored when there are `heads`."""
+        """Allocate the memory, filled with zeros.
+
+        `heads` are those of this process if several ranks share each block. One rank makes the shared memory; the
+        others get its `shared_fd` and own the descriptor from then on. `place` None: shared on hosts, otherwise the
+        device, or mirrored if `heads` is given.
+        """
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = layout.block_bytes
@@ -59,10 +63,16 @@ class KVCache:
         self.shared_fd: int | None = shared_fd
         self.host_view: memoryview | None = None
         self.versions = [0] * num_blocks
-        """By block: counted up by its pool whenever it is given out, so that what is known of its bytes ends there."""
-        self._ready: dict[int, devices.DeviceEvent] = {}
+        """By block: a counter that the pool increases whenever the block is allocated.
+
+        Knowledge about its bytes, such as a checksum, is valid for one version only.
+        """
+        self._ready: dict[int, devices.DeviceEvent] = {}  # by block: the end of the work that transports must wait for
         self.copying: dict[int, devices.DeviceEvent] = {}
-        """Copies to or from the host tier, by block: until then it must not be read or written by others."""
+        """Running copies to or from the host tier, by block.
+
+        Until they end, nothing else may read or write the block.
+        """
         rows = layout.block_tokens + layout.scale_rows
         shape = (num_blocks, layout.num_layers, layout.num_planes, layout.num_kv_heads, rows, layout.head_dim)
         dtype = DTYPES[layout.dtype]
@@ -72,41 +82,50 @@ class KVCache:
         if place == "shared":
             self.tensor = self._host
         else:
-            # Zeros: a kernel may read the unwritten end of a block, and 0 * NaN would spoil its sum.
+            # Not `empty`: a kernel may read the unwritten end of a block, and 0 * NaN is NaN.
             self.tensor = torch.zeros(shape if place == "device" else self._host.shape, dtype=dtype, device=device)
 
     @property
     def device_tensor(self) -> Tensor:
-        """uint8 [num_blocks, block_bytes]: the same memory as bytes."""
+        """The same memory as bytes, uint8 [num_blocks, block_bytes]."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
 
     @property
     def whole_blocks(self) -> Tensor:
-        """As `device_tensor`, all ranks' parts of each block included where they lie in one memory of the host."""
+        """The blocks as bytes, with the heads of all ranks if they lie in one memory of the host."""
         if self.host_view is None:
             return self.device_tensor
         return torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.num_blocks, self.block_bytes)
 
     def layers(self) -> list[Tensor]:
-        """One strided view per layer, each [num_blocks, 2, num_kv_heads, block_tokens, head_dim]. Scales, where there
-        are any, lie right after each head's tokens (`kernels.kv_codes`). A single plane is shown as both K and V."""
+        """Return one strided view per layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim].
+
+        Scales of quantized KV lie behind each head's tokens (`kernels.kv_codes`). A single plane (MLA) appears as both
+        K and V, with a stride of 0.
+        """
         tokens = self.tensor[:, :, :, :, : self.layout.block_tokens]
         return [layer.expand(-1, 2, -1, -1, -1) for layer in tokens.unbind(1)]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Sources and targets are disjoint."""
+        """Copy blocks on the device. Sources and targets must be disjoint."""
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
+        # As bytes: index kernels do not support float8.
         blocks = self.tensor.view(torch.uint8)
         blocks[target] = blocks[source]
 
     def reached(self) -> devices.DeviceEvent | None:
-        """Done when what this thread has given the device so far is; None where transports need not wait for it."""
+        """Return an event after the work that this thread has given the device so far; None if transports need not
+        wait.
+        """
         return None if devices.is_host(self.device) or self.is_mirrored else devices.record(self.device)
 
     def mark(self, blocks: Iterable[int], *, after: devices.DeviceEvent | None = None) -> None:
-        """What this thread has given the device so far, or until `after` was `reached`, must be done before a transport
-        touches these blocks: it computes them, or still uses them for the request that had them before."""
+        """Make transports wait before they touch these blocks, for `after` or for all work that the device has been
+        given so far.
+
+        That work computes the blocks, or still uses them for the request that had them before.
+        """
         event = after or self.reached()
         if event is not None:
             self._ready.update(dict.fromkeys(blocks, event))
@@ -115,7 +134,7 @@ class KVCache:
         return self.versions[block]
 
     def ready_after(self, blocks: Iterable[int]) -> list[devices.DeviceEvent]:
-        """Events after which these blocks may be read or written. From any thread."""
+        """Return the events after which these blocks may be read or written. Callable from any thread."""
         found: dict[int, devices.DeviceEvent] = {}
         for block in blocks:
             for event in (self._ready.get(block), self.copying.get(block)):
@@ -124,25 +143,26 @@ class KVCache:
         return list(found.values())
 
     def to_host(self, blocks: Iterable[int]) -> None:
-        """The mirror holds what these blocks hold now."""
+        """Copy this rank's part of the blocks to the mirror."""
         if self.is_mirrored:
             for block in blocks:
                 self._host[block].copy_(self.tensor[block])
 
     def from_host(self, blocks: Iterable[int]) -> None:
-        """These blocks hold what the mirror holds."""
+        """Copy this rank's part of the blocks from the mirror."""
         if self.is_mirrored:
             for block in blocks:
                 self.tensor[block].copy_(self._host[block])
 
     def forget_host(self, blocks: Iterable[int]) -> None:
-        """The mirror gives these blocks' host memory back. Nobody may be reading or writing them there."""
+        """Free the host memory of these blocks in the mirror. Nothing may be reading or writing them there."""
+        # MADV_REMOVE works on whole pages; blocks that share a page keep their memory.
         if self.is_mirrored and self.block_bytes % mmap.PAGESIZE == 0:
             for block in blocks:
                 self._mapping.madvise(mmap.MADV_REMOVE, block * self.block_bytes, self.block_bytes)
 
     def close(self) -> None:
-        """Gives up the descriptor. The memory goes with the last tensor that looks at it."""
+        """Close the descriptor. The memory is freed with the last tensor that uses it."""
         if self.shared_fd is not None:
             os.close(self.shared_fd)
             self.shared_fd = None
@@ -153,7 +173,7 @@ class KVCache:
         self.tensor = self._host = torch.empty(0)
 
     def _map(self) -> Tensor:
-        """All blocks as bytes of the host."""
+        """Map the shared memory, after creating it if there is none yet. Return it as bytes."""
         size = self.num_blocks * self.block_bytes
         if self.shared_fd is None:
             self.shared_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)

@@ -1,1 +1,1 @@
-"""Model folders and weight files: from disk to a loaded model."""
+"""Loads model folders and weight files into models."""

@@ -1,4 +1,4 @@
-"""A model's folder becomes a loaded model: dense decoders by our own reading, all others through transformers."""
+"""Loads a model: dense decoders by this project's own code, all others through transformers."""
 
 import torch
 
@@ -9,12 +9,12 @@ from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 
 
 def load(config: EngineConfig, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED) -> LoadedModel:
-    """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
+    """Load a model, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     dense = load_dense(config, target, progress) if shard.is_whole else None
     if dense is not None:
         return dense
     from baton_serve.engine.loading.model_loader import (
-        load_model,  # transformers: seconds that only other models should cost
+        load_model,  # imports transformers, which takes seconds
     )
 
     return load_model(config, target, progress, shard)

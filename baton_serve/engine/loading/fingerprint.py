@@ -1,7 +1,7 @@
-"""Identifies the weights that compute a KV cache, so that two instances exchange blocks only if theirs are equal.
+"""Identifies the weights that compute a KV cache, so that instances exchange blocks only if their weights are equal.
 
-Reads the config, each weight file's header and samples of its bytes: seconds even for large models,
-and independent of where and when the files were written.
+It hashes the config, the header of each weight file and samples of its bytes. This takes seconds even for large models,
+and does not depend on the files' place or time.
 """
 
 import hashlib
@@ -9,22 +9,31 @@ import json
 from pathlib import Path
 
 NUM_SAMPLES = 64
+"""Number of places at which a weight file is sampled."""
 SAMPLE_BYTES = 4096
+"""Size of each sample in bytes."""
 MAX_HEADER_BYTES = 100 << 20
-GGUF_HEADER_BYTES = 1 << 20  # read whole: names, shapes and the first weights
+"""Largest header that is hashed, in bytes."""
+GGUF_HEADER_BYTES = 1 << 20  # hashed whole: it contains names, shapes and the first weights
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+"""Fields of config.json that do not change the KV, or that are part of the variant."""
 
 
 def weights_fingerprint(folder: Path, variant: str, gguf: Path | None = None) -> str:
-    """`variant` names whatever else changes the KV, such as a frozen choice of rotary frequencies; `gguf` is the file
-    that holds the weights, where it is one."""
+    """Return the fingerprint of a folder's weights.
+
+    `variant` describes everything else that changes the KV, such as fixed rotary frequencies. `gguf` is the file with
+    the weights if they are in one.
+    """
     digest = _config_digest(folder, variant)
     for path in sorted(folder.glob("*.safetensors")) if gguf is None else [gguf]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
+            # safetensors begins with the header's length
             header_bytes = int.from_bytes(file.read(8), "little") if gguf is None else min(size, GGUF_HEADER_BYTES) - 8
             digest.update(file.read(min(header_bytes, MAX_HEADER_BYTES)))
+            # Samples at equal distances, the last one at the end of the file.
             for sample in range(NUM_SAMPLES):
                 file.seek(
                     8 + header_bytes + max(0, size - 8 - header_bytes - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1)
@@ -34,13 +43,14 @@ def weights_fingerprint(folder: Path, variant: str, gguf: Path | None = None) ->
 
 
 def dummy_fingerprint(folder: Path, variant: str, *, seed: int, device: str) -> str:
-    """Of random weights. Each kind of device draws other numbers from one seed."""
+    """Return the fingerprint of random weights. Each kind of device draws other numbers from the same seed."""
     digest = _config_digest(folder, variant)
     digest.update(f"dummy:{seed}:{device}".encode())
     return digest.hexdigest()[:32]
 
 
 def _config_digest(folder: Path, variant: str) -> "hashlib._Hash":
+    """Return a hash of the config, to be continued with the weights."""
     config = json.loads((folder / "config.json").read_text())
     kept = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
     return hashlib.sha256(json.dumps([kept, variant], sort_keys=True).encode())

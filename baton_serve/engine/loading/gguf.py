@@ -1,8 +1,8 @@
-"""Weights in a GGUF file, under the names that transformers has for them.
+"""Reads weights from a GGUF file, under the names that transformers has for them.
 
-The file lies in a folder in Hugging Face's format, whose config and tokenizer count (gguf_folder makes one of a file).
-Linear layers keep their codes (quantization.checkpoints.gguf). Architectures whose tensors transformers cuts or stacks,
-such as mixtures of experts, become numbers in host memory instead.
+The file is in a folder in Hugging Face format, whose config and tokenizer are used (gguf_folder makes such a folder).
+Linear layers keep their codes (quantization.checkpoints.gguf). For architectures whose tensors transformers splits or
+stacks, such as mixtures of experts, the weights become floats in host memory instead.
 """
 
 import importlib.util
@@ -24,17 +24,20 @@ from baton_serve.engine.model.quantized.online import linear_names, tied_embeddi
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 ROW_PROCESSORS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor")
-"""Of transformers: those that at most put a matrix's rows in another order, or add to vectors."""
+"""Classes of transformers that at most reorder a matrix's rows or change vectors, so that codes can be kept."""
 MAX_DIMENSIONS = 2
+"""Largest number of dimensions of a tensor whose codes are kept. Stacked experts have three."""
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that are one product where they are stored alike (engine.model.fused)."""
+"""Layers that run as one product if they are stored in the same format (engine.model.fused)."""
 GGUF_ERRORS = (*LOAD_ERRORS, LookupError, NotImplementedError)
-"""What readers of a broken or unknown file raise."""
+"""Errors that readers raise for a broken or unknown file."""
 
 
 def gguf_file(config: EngineConfig) -> Path | None:
-    """The file that holds the weights; None: they lie in other files, or are made up. Raises `ModelError` or
-    `ConfigError`."""
+    """Return the file with the weights, or None if they are in other files or random.
+
+    Raises `ModelError` if the folder does not have exactly one such file, and `ConfigError` for unsupported settings.
+    """
     path, folder = Path(config.model), model_folder(config.model)
     if config.load_format == "dummy":
         return None
@@ -44,6 +47,7 @@ def gguf_file(config: EngineConfig) -> Path | None:
             raise ModelError(f"{path} is not a file")
     else:
         found = sorted(folder.glob("*.gguf"))
+        # With `auto`, safetensors files in the folder come first.
         if config.load_format == "auto" and (not found or any(folder.glob("*.safetensors"))):
             return None
     if len(found) != 1:
@@ -56,9 +60,11 @@ def gguf_file(config: EngineConfig) -> Path | None:
 
 
 def gguf_layers(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel | None:
-    """The file's tensors by the names of `skeleton`'s parameters, read when asked for; codes of linear layers as they
-    are stored, unless they are to become numbers. None: only transformers puts this architecture's tensors together.
-    Raises `ModelError`."""
+    """Return readers of the file's tensors by the names of `skeleton`'s parameters. `keep_codes` leaves linear layers
+    coded.
+
+    Return None if only transformers can convert this architecture. Raises `ModelError` if the file is broken.
+    """
     try:
         return _sorted(file, skeleton, keep_codes=keep_codes)
     except GGUF_ERRORS as exc:
@@ -66,8 +72,9 @@ def gguf_layers(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredM
 
 
 def gguf_tensors(file: Path, skeleton: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """In host memory, by the names of `skeleton`'s parameters. Raises `ModelError`."""
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # only such a model should cost it
+    """Return the weights in host memory, by the names of `skeleton`'s parameters. Raises `ModelError`."""
+    # takes seconds: only such models should pay them
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
         loaded = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=skeleton, torch_dtype=dtype)
@@ -77,6 +84,7 @@ def gguf_tensors(file: Path, skeleton: nn.Module, dtype: torch.dtype) -> dict[st
 
 
 def _sorted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel | None:
+    """Sort the file's tensors into layers that keep their codes and tensors that become floats."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as theirs
 
@@ -85,12 +93,14 @@ def _sorted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel
     processor = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)
     if processor.__name__ not in ROW_PROCESSORS:
         return None
+    # The processors undo what llama.cpp's converter did to the weights, for example its order of rotated rows.
     process = processor(config=theirs.load_gguf_checkpoint(str(file))["config"]).process
     names = theirs.get_gguf_hf_weights_map(skeleton, processor(config={}))
     tensors = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
     if any(len(tensor.shape) > MAX_DIMENSIONS for tensor in tensors.values()):
         return None
     linears = {f"{name}.weight" for name in linear_names(skeleton)} if keep_codes else set()
+    # The file has a copy of the shared weight only if its maker wrote one.
     if (embedding := tied_embedding(skeleton)) is not None:
         tensors.pop("lm_head.weight", None)
     kept = {n for n, tensor in tensors.items() if n in linears and tensor.tensor_type.name not in FLOATS}
@@ -101,7 +111,7 @@ def _sorted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel
             ending = "" if _is_alike(name, tensors, kept) else ROUNDED
             stored.layers[layer] = {f".{kind}{ending}": partial(_blocks, tensor, process)}
         elif keep_codes and layer == embedding and kind not in FLOATS:
-            # Rows are looked up in eight bits.
+            # The head and the embedding share this weight. Rows are looked up in eight bits.
             stored.layers["lm_head"] = {
                 f".{kind}{'' if kind == 'Q8_0' else ROUNDED}": partial(_blocks, tensor, process)
             }
@@ -111,7 +121,7 @@ def _sorted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel
 
 
 def _is_alike(name: str, tensors: Mapping[str, Any], kept: set[str]) -> bool:
-    """Whether those that become one product with this layer are stored like it."""
+    """Return whether all layers that become one product with this one are stored in the same way."""
     for joined in JOINED:
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf in joined:
@@ -121,13 +131,15 @@ def _is_alike(name: str, tensors: Mapping[str, Any], kept: set[str]) -> bool:
 
 
 def _blocks(tensor: Any, process: Callable[..., Any]) -> Tensor:
-    """uint8 [outputs, bytes], outputs in the model's order, which is not the file's in every architecture."""
+    """Return a layer's blocks, uint8 [outputs, bytes], in the model's order of outputs."""
     rows = torch.from_numpy(np.array(tensor.data)).view(torch.uint8)
+    # Send row numbers through the processor, to learn how it would reorder the rows.
     order = process(weights=np.arange(len(rows), dtype=np.float32)[:, None], name=tensor.name).weights
     return rows[torch.from_numpy(np.array(order)).long().squeeze(1)]
 
 
 def _numbers(tensor: Any, process: Callable[..., Any]) -> Tensor:
+    """Return a tensor as float32, converted to transformers' form."""
     import gguf
 
     kind = tensor.tensor_type.name
@@ -139,10 +151,12 @@ def _numbers(tensor: Any, process: Callable[..., Any]) -> Tensor:
 
 
 def _check(config: EngineConfig) -> None:
+    """Raise `ConfigError` or `UnsupportedModelError` if GGUF files cannot be used with these settings."""
     if config.tensor_parallel_size > 1:
-        raise ConfigError("tensor_parallel_size: weights in a GGUF file are read by one device; convert the model")
+        raise ConfigError(
+            "tensor_parallel_size: GGUF files need one device; set it to 1, or convert the model to safetensors"
+        )
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError(
-            "weights in a GGUF file are read with the Python package gguf, which is not installed:"
-            " pip install 'baton-serve[gguf]'"
+            "GGUF files need the Python package gguf, which is not installed: pip install 'baton-serve[gguf]'"
         )

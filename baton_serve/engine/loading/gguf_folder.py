@@ -1,6 +1,6 @@
-"""A GGUF file that stands alone as a folder in Hugging Face's format: config, tokenizer and chat template out of it.
+"""Makes a folder in Hugging Face format from a single GGUF file: config, tokenizer and chat template.
 
-transformers makes them from the file's metadata; the weights stay in the file, to which the folder has a link.
+transformers derives them from the file's metadata. The weights stay in the file; the folder has a link to it.
 """
 
 import json
@@ -17,12 +17,11 @@ from baton_serve.engine.loading.gguf import GGUF_ERRORS
 from baton_serve.engine.model_folder import first_line
 
 DTYPE = "bfloat16"
-"""The file's weights are of several; `--dtype` says otherwise."""
+"""Dtype in which such a model computes by default; `--dtype` overrides it. The file has weights of several types."""
 
 
 def unpack(file: Path, folder: Path) -> Path:
-    """Makes `folder`, or brings it up to date. Returns its link to the file, which is a MODEL to serve. Raises
-    `ModelError`."""
+    """Make or update `folder`, and return its link to the file, which can be given as MODEL. Raises `ModelError`."""
     if not file.is_file():
         raise ModelError(f"{file} is not a file")
     try:
@@ -32,9 +31,10 @@ def unpack(file: Path, folder: Path) -> Path:
     except GGUF_ERRORS as exc:
         raise ModelError(f"{file} cannot be unpacked: {first_line(exc)}") from exc
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ModelError(f"{file} holds a model of type {config.model_type}, which is no decoder")
+        raise ModelError(f"{file} has a model of type {config.model_type}, which cannot generate text")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
+    # transformers does not carry this rule over from the metadata.
     if adds_begin and tokenizer.bos_token is not None:
         _begin(folder / "tokenizer.json", tokenizer.bos_token)
     stated = {**config.to_dict(), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
@@ -47,7 +47,7 @@ def unpack(file: Path, folder: Path) -> Path:
 
 
 def _adds_begin(file: Path) -> bool:
-    """Whether every text begins with the token that says so: stated, or as llama.cpp has it for SentencePiece."""
+    """Return whether texts begin with the BOS token: as the file says, or as llama.cpp does it for SentencePiece."""
     import gguf
 
     fields = gguf.GGUFReader(file).fields
@@ -58,6 +58,7 @@ def _adds_begin(file: Path) -> bool:
 
 
 def _begin(path: Path, token: str) -> None:
+    """Let a tokenizer put the token before each text, unless it does so already."""
     tokenizer = Tokenizer.from_file(str(path))
     number = tokenizer.token_to_id(token)
     if number is None or tokenizer.encode("a").ids[0] == number:

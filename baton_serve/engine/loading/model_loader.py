@@ -1,6 +1,6 @@
 """Loads a decoder from a local Hugging Face folder through transformers, and finds out how it attends.
 
-Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
+Every defect of a folder is raised as a `ModelError` that names the folder and the cause.
 """
 
 import logging
@@ -45,12 +45,13 @@ from baton_serve.engine.model_folder import (
 logger = logging.getLogger(__name__)
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers that paged attention supports."""
 
 
 def load_model(
     config: EngineConfig, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED
 ) -> LoadedModel:
-    """Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
+    """Load a decoder, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder, gguf = model_folder(config.model), gguf_file(config)
     hf_config = decoder_config(read_config(folder, config))
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
@@ -59,6 +60,7 @@ def load_model(
     check_shardable(name, text_config, shard.size)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     max_model_len = max_model_len_of(config, text_config)
+    # The attention function must be known before a model that uses it is built.
     attention.register()
     progress("loading weights", 0.0)
     form = _stored_format(config, hf_config, is_gguf=gguf is not None)
@@ -80,11 +82,13 @@ def load_model(
     module.eval().requires_grad_(False)
     cast(Any, module).config._attn_implementation = attention.NAME
     adapt_attention(module)
+    # Everything that changes the KV beside the weights goes into the fingerprint.
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
     probe = _probe(module, name, target)
     shapes = _uniform_layers(probe, name, text_config.num_hidden_layers)
     if config.load_format == "dummy":
+        # Ranks draw random weights of their own shapes, so another number of ranks makes another model.
         drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
         fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
     else:
@@ -106,11 +110,12 @@ def load_model(
 
 
 def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -> None:
+    """Raise `UnsupportedModelError` for architectures that paged attention cannot serve."""
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders can be served")
     if others := set(getattr(text_config, "layer_types", None) or []) - SUPPORTED_LAYERS:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(sorted(others))}; paged attention serves"
+            f"{name} has layers of type {', '.join(sorted(others))}; paged attention supports"
             f" {' and '.join(sorted(SUPPORTED_LAYERS))} only"
         )
     if getattr(text_config, "use_bidirectional_attention", None):
@@ -118,7 +123,11 @@ def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -
 
 
 def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) -> CheckpointFormat | None:
-    """Takes the statement out of `hf_config`: transformers would ask for the libraries of each format."""
+    """Return the format of quantized weights; None if they are not quantized, or in a GGUF file.
+
+    This removes the statement from `hf_config`; otherwise transformers would ask for the libraries of the format.
+    Raises `ConfigError` or `UnsupportedModelError`.
+    """
     stated: dict[str, Any] | None = None
     for part in (hf_config, hf_config.get_text_config()):
         if getattr(part, "quantization_config", None) is not None:
@@ -129,20 +138,21 @@ def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) 
     if stated is None:
         if config.quantization in CHECKPOINT_ONLY:
             raise ConfigError(
-                f"quantization is {config.quantization}, but the weights in {config.model} are not quantized; leave"
-                " --quantization out, or name a format that rounds them while they are loaded"
+                f"quantization is {config.quantization}, but the weights in {config.model} are not quantized; start"
+                " without --quantization, or name a format to which they are rounded while they are loaded"
             )
         return None
     form = checkpoint_format(stated)
     if config.quantization is not None and config.quantization != form.method:
         raise ConfigError(
             f"quantization is {config.quantization}, but the weights in {config.model} are quantized already by"
-            f" {form.method}; leave --quantization out"
+            f" {form.method}; start without --quantization"
         )
     return form
 
 
 def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
+    """Return how `--quantization` rounds the weights, or None."""
     if config.quantization is None:
         return None
     chosen = scheme(config.quantization, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
@@ -150,7 +160,7 @@ def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
 
 
 def _variant(plan: QuantizationPlan | None, form: CheckpointFormat | None) -> str:
-    """What the fingerprint says of weights in few bits."""
+    """Return the part of the fingerprint that describes quantized weights."""
     quantized = plan if plan is not None else form
     return "" if quantized is None else f"|{quantized.label}"
 
@@ -163,14 +173,16 @@ def _load_stored(
     dtype: torch.dtype,
     target: torch.device,
 ) -> nn.Module:
+    """Load quantized weights as they are stored. If transformers has to convert the rest, go through floats."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     with ExitStack() as files:
         model = stored.sort_tensors(_open_checkpoint(folder, files), form)
         if not model.layers:
-            raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights is stored so")
+            raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights has this format")
         if stored.fill_stored(skeleton, model, target, dtype):
             _read_generation_config(skeleton, folder)
             return skeleton.to(target)
+        # transformers converts floats only. The layers that stay linear get their codes back afterwards.
         whole = _load_weights(folder, hf_config, config, dtype, stored.numbers(model, dtype))
         stored.requantize(whole, model, target, dtype)
         _read_generation_config(whole, folder)
@@ -185,6 +197,10 @@ def _load_quantized(
     dtype: torch.dtype,
     target: torch.device,
 ) -> nn.Module:
+    """Load a model and round its weights.
+
+    If the folder's names are the model's own, it is never in memory unrounded.
+    """
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     with ExitStack() as files:
         if config.load_format == "dummy":
@@ -212,6 +228,7 @@ def _load_gguf(
     dtype: torch.dtype,
     target: torch.device,
 ) -> nn.Module:
+    """Load the weights of a GGUF file: with their codes, rounded by `plan`, or as floats."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     kept = gguf_layers(file, skeleton, keep_codes=plan is None)
     if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype):
@@ -221,6 +238,7 @@ def _load_gguf(
         module = loading.fill(skeleton, kept.plain, plan, target, dtype).to(target)
         _read_generation_config(module, file.parent)
         return module
+    # `fill_stored` may have changed the skeleton.
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     whole = _load_weights(file.parent, hf_config, config, dtype, gguf_tensors(file, skeleton, dtype))
     _read_generation_config(whole, file.parent)
@@ -228,6 +246,7 @@ def _load_gguf(
 
 
 def _open_checkpoint(folder: Path, files: ExitStack) -> loading.Tensors:
+    """Return readers of a checkpoint's tensors. The files stay open as long as `files`. Raises `ModelError`."""
     try:
         return loading.checkpoint_tensors(folder, files)
     except LOAD_ERRORS as exc:
@@ -235,15 +254,18 @@ def _open_checkpoint(folder: Path, files: ExitStack) -> loading.Tensors:
 
 
 def _read_generation_config(module: nn.Module, folder: Path) -> None:
+    """Read generation_config.json, which may name more tokens that end a sequence."""
     if (folder / "generation_config.json").is_file():
         cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _implementation(hf_config: HfConfig) -> str:
+    """Return the name of the attention implementation with which transformers builds a model."""
     return "eager" if hf_config.model_type in OWN_ATTENTION else attention.NAME
 
 
 def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:
+    """Build a model with random weights on `target`; on torch's meta device, without weights. Raises `ModelError`."""
     torch.manual_seed(config.seed)
     try:
         with torch.device(target):
@@ -266,17 +288,20 @@ def _load_whole(
     target: torch.device,
     progress: LoadProgress,
 ) -> nn.Module:
-    """Straight from the files to a device, where they hold the model's own parameters; else as transformers reads and
-    converts them. On hosts it maps the files, which is nothing to improve upon."""
+    """Load a model without changing its weights.
+
+    If the files have the model's own parameters, they are copied directly to the device. Otherwise, and on hosts,
+    transformers loads them; on hosts it maps the files, which needs no copy. Raises `ModelError`.
+    """
     if device.is_host(target):
         return _load_weights(folder, hf_config, config, dtype)
-    with no_init_weights():
+    with no_init_weights():  # random numbers would be overwritten at once
         module = _make_dummy(hf_config, config, dtype, target)
     cast(Any, module).tie_weights()
     try:
         pieces = tensor_copies(module, map_tensors(folder)) if folder.is_dir() else None
         if pieces is None:
-            del module
+            del module  # free the device's memory before the second attempt
             return _load_weights(folder, hf_config, config, dtype).to(target)
         fill(pieces, target, lambda fraction: progress("loading weights", fraction))
     except LOAD_ERRORS as exc:
@@ -292,8 +317,12 @@ def _load_weights(
     dtype: torch.dtype,
     state: dict[str, torch.Tensor] | None = None,
 ) -> nn.Module:
-    """`state`: the checkpoint's weights, where its files hold them in another form."""
+    """Load a model into host memory with transformers. `state` are its weights if the files have another form.
+
+    Raises `ModelError` if weights are missing or have other shapes.
+    """
     try:
+        # The files also have the tower's tensors; only the decoder is loaded here.
         if state is None and reads_images(folder):
             state = map_tensors(folder)
         module, report = _class_of(hf_config, state).from_pretrained(
@@ -320,13 +349,16 @@ def _load_weights(
 
 
 def _class_of(hf_config: HfConfig, state: dict[str, torch.Tensor] | None) -> Any:
-    """transformers' automatic class asks for a folder."""
+    """Return the model's class. transformers' automatic class can only load from a folder."""
     return AutoModelForCausalLM if state is None else AutoModelForCausalLM._model_mapping[type(hf_config)]
 
 
 @torch.inference_mode()
 def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe:
-    """Two tokens through the model: who asks for attention?"""
+    """Run two tokens through the model, to record which layers use attention and how.
+
+    Raises `UnsupportedModelError`.
+    """
     probe = AttentionProbe()
     try:
         StepHolder(module).run(
@@ -344,7 +376,10 @@ def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe
 
 
 def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> list[LayerShape]:
-    """Of every layer. Their rules may differ, the shape of K and V may not."""
+    """Return the shape of every layer. Rules such as windows may differ, but K and V must have the same shape in all.
+
+    Raises `UnsupportedModelError` for layers without attention, with their own attention, or of mixed shapes.
+    """
     if sorted(probe.shapes) != list(range(num_layers)) or any(len(s) != 1 for s in probe.shapes.values()):
         raise UnsupportedModelError(
             f"{name} cannot be served: {len(probe.shapes)} of its {num_layers} layers use transformers'"
@@ -361,6 +396,7 @@ def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> list[L
 
 
 def _eos_token_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
+    """Return the tokens that end a sequence, from both configs."""
     ids: set[int] = set()
     for source in (getattr(module, "generation_config", None), text_config):
         value = getattr(source, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""Reads a rank's part of a checkpoint: of each stored tensor no more than the slice that belongs to this rank."""
+"""Loads a rank's part of a checkpoint. Of each stored tensor only this rank's slice is read."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +25,9 @@ def load_shard(
     shard: Shard,
     progress: LoadProgress,
 ) -> nn.Module:
-    """A module of the shard's shape on `target`. Raises `ModelError`."""
+    """Load a module of the shard's shape on `target`. Raises `ModelError`."""
     folder = Path(config.model)
-    with no_init_weights():
+    with no_init_weights():  # random numbers would be overwritten at once
         module = _build(hf_config, config, dtype, target, shard)
     cast(Any, module).tie_weights()
     _cut_head(module, shard)
@@ -44,7 +44,11 @@ def load_shard(
 def make_dummy_shard(
     hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device, shard: Shard
 ) -> nn.Module:
-    """Random weights. What all ranks hold is the same everywhere; the parts that differ are equal too."""
+    """Build a shard with random weights. All ranks draw the same numbers.
+
+    So weights that every rank holds are equal, as they must be. The divided weights are equal too, which does not
+    matter.
+    """
     torch.manual_seed(config.seed)
     module = _build(hf_config, config, dtype, target, shard)
     _cut_head(module, shard)
@@ -54,6 +58,7 @@ def make_dummy_shard(
 def _build(
     hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device, shard: Shard
 ) -> nn.Module:
+    """Build a module of the shard's shape. Raises `ModelError`."""
     try:
         with torch.device(target):
             module: nn.Module = AutoModelForCausalLM.from_config(
@@ -65,13 +70,14 @@ def _build(
 
 
 def _cut_head(module: nn.Module, shard: Shard) -> None:
-    """A tied head stays a view of the embeddings, which every rank holds whole."""
+    """Reduce the head to this rank's rows. A tied head stays a view of the embeddings, which every rank holds whole."""
     model = cast(Any, module)
     weight: Tensor = model.lm_head.weight.data
     if not shards_head(weight.shape[0], shard):
         return
     is_tied = weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     rows = weight[shard.part(weight.shape[0])]
+    # The meta device allocates nothing for the weight that is replaced at once.
     with torch.device("meta"):
         head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
     head.weight = nn.Parameter(rows if is_tied else rows.clone(), requires_grad=False)
@@ -79,7 +85,7 @@ def _cut_head(module: nn.Module, shard: Shard) -> None:
 
 
 def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: Shard) -> list[TensorCopy]:
-    """What this rank reads, and where to."""
+    """Return the copies that this rank needs. Raises `ModelError` if weights are missing."""
     model = cast(Any, module)
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
     cuts = shards_head(model.config.vocab_size, shard)
@@ -87,7 +93,7 @@ def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: S
     missing: list[str] = []
     for name, parameter in module.named_parameters():
         if name == "lm_head.weight" and is_tied:
-            continue
+            continue  # it is a view of the embeddings
         cut = tensor_slice(name, shard, shards_head=cuts)
         if cut.is_zero:
             parameter.data.zero_()
@@ -103,6 +109,7 @@ def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: S
 
 
 def _part(stored: Tensor, dim: int | None, shard: Shard) -> Tensor:
+    """Return this rank's slice of a stored tensor."""
     if dim is None:
         return stored
     part = shard.part(stored.shape[dim])

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint's safetensors files, straight into parameters, wherever those lie.
+"""Copies tensors from safetensors files into parameters on any device.
 
-Files are mapped, so a tensor's slice costs what the slice holds. Several threads copy pieces: into host parameters at
-once, to a device through a few pinned buffers, whose size is all the host memory that loading takes. The format:
-https://github.com/huggingface/safetensors#format (the library checks a file's header before it is read here).
+Files are mapped, so only the slices that are used are read. Several threads copy pieces: directly into host parameters,
+or to a device through a few pinned buffers, which are all the host memory that loading needs. The format is described
+at https://github.com/huggingface/safetensors#format (the library checks a file's header before it is read here).
 """
 
 import json
@@ -25,10 +25,13 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.model.vision.decoder import decoder_tensors
 
 INDEX = "model.safetensors.index.json"
+"""Lists the files of a checkpoint that is divided into several."""
 PIECE_BYTES = 16 << 20
+"""Size of one copy in bytes; threads share large tensors."""
 MAX_THREADS = 8
+"""Largest number of threads that copy."""
 BUFFERS = 2
-"""Of each thread: one is filled while the device still copies from the other."""
+"""Pinned buffers of each thread: one is filled while the device copies from the other."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,21 +46,25 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Dtypes by their names in safetensors."""
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCopy:
-    """Of equal shape; `source` is a view of a mapped file."""
+    """One copy between tensors of equal shape; `source` is a view of a mapped file."""
 
     target: Tensor
     source: Tensor
 
 
 def map_tensors(folder: Path) -> dict[str, Tensor]:
-    """By name, views of the files, which stay mapped as long as one of them lives; of a model that reads images, its
-    decoder's. Raises what safetensors, the system and json raise."""
+    """Return views of all tensors in a folder, by name; of a model with a vision tower, only its decoder's.
+
+    The files stay mapped as long as one of the views exists. Raises errors of safetensors, the system and json.
+    """
     paths = sorted(folder.glob("*.safetensors"))
+    # The index names the files that belong to the model; the folder may have others, such as an adapter.
     index = folder / INDEX
     if index.is_file():
         paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
@@ -68,10 +75,14 @@ def map_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCopy] | None:
-    """All of a module's parameters and lasting buffers. None: the files hold others, or in another form."""
+    """Return the copies that fill all parameters and persistent buffers of a module.
+
+    Return None if the files have other tensors or other shapes: then transformers has to convert them.
+    """
     if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
-        return None
+        return None  # parts of the model need another dtype, which transformers knows
     wanted: dict[str, Tensor] = module.state_dict()
+    # Tied parameters share memory and are stored once, under any of their names.
     first_at: dict[int, str] = {}
     for name, tensor in wanted.items():
         first_at.setdefault(tensor.data_ptr(), name)
@@ -84,8 +95,11 @@ def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCo
     return [TensorCopy(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied]
 
 
-def fill(pieces: list[TensorCopy], device: torch.device, told: Callable[[float], None]) -> None:
-    """Copies all of them; dtypes may differ. Returns when the device has them. `told`: which part is done."""
+def fill(pieces: list[TensorCopy], device: torch.device, progress: Callable[[float], None]) -> None:
+    """Execute all copies; dtypes may differ. Return when the device has finished.
+
+    `progress` is called with the finished fraction. Raises errors of the system.
+    """
     small = [cut for piece in pieces for cut in _cut(piece)]
     total = sum(piece.source.nbytes for piece in small)
     if not total:
@@ -97,14 +111,14 @@ def fill(pieces: list[TensorCopy], device: torch.device, told: Callable[[float],
             for future in as_completed(running):
                 future.result()
                 done += running[future]
-                told(done / total)
+                progress(done / total)
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # after an error, drop the copies that have not begun
     devices.synchronize(device)
 
 
 class _Buffers:
-    """Each thread's own."""
+    """Copies pieces, through buffers that belong to each thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,6 +126,7 @@ class _Buffers:
 
     @torch.inference_mode()
     def copy(self, piece: TensorCopy) -> None:
+        """Copy one piece. Raises errors of the system."""
         target, source = piece.target, piece.source
         if devices.is_host(self._device):
             if target.dtype == source.dtype:
@@ -121,11 +136,13 @@ class _Buffers:
             return
         buffer = self._next(source.nbytes)
         staged = buffer.memory[: source.nbytes].view(source.dtype).view(source.shape)
+        # The source is a mapped file: this is where the bytes are read from disk.
         np.copyto(_array(staged), _array(source))
         target.copy_(staged, non_blocking=True)
         buffer.busy = devices.record(self._device)
 
     def _next(self, size: int) -> "_Buffer":
+        """Return this thread's buffer that has been unused for longest, when the device has finished with it."""
         if not hasattr(self._own, "ring"):
             self._own.ring = [_Buffer(torch.empty(0, dtype=torch.uint8)) for _ in range(BUFFERS)]
         ring: list[_Buffer] = self._own.ring
@@ -140,15 +157,18 @@ class _Buffers:
 
 @dataclass(slots=True)
 class _Buffer:
+    """Pinned memory, and the end of the last copy from it."""
+
     memory: Tensor
     busy: devices.DeviceEvent | None = None
 
 
 def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
-    """Along the first dimension, or through all of them where memory is in one piece."""
+    """Cut a copy into pieces of about `PIECE_BYTES`."""
     target, source = piece.target, piece.source
     if target.shape != source.shape:
         raise ValueError(f"a weight of shape {list(source.shape)} is stored for one of {list(target.shape)}")
+    # Contiguous tensors are cut anywhere, others between rows.
     if source.is_contiguous() and target.is_contiguous():
         target, source = target.view(-1), source.reshape(-1)
     row_bytes = max(1, source[:1].nbytes)
@@ -158,12 +178,14 @@ def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
 
 
 def _map_file(path: Path) -> dict[str, Tensor]:
+    """Map a file, and return views of its tensors."""
     with ExitStack() as stack:
-        stack.enter_context(safe_open(path, framework="pt"))  # raises for whatever is wrong
+        stack.enter_context(safe_open(path, framework="pt"))  # raises an error for a broken file
         file = stack.enter_context(path.open("rb"))
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that may be written to
+        # copy-on-write, since torch warns about read-only memory
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     data = torch.frombuffer(mapping, dtype=torch.uint8)[8 + length :]
     found: dict[str, Tensor] = {}
     for name, entry in header.items():
@@ -171,16 +193,20 @@ def _map_file(path: Path) -> dict[str, Tensor]:
             continue
         start, end = entry["data_offsets"]
         dtype, raw = DTYPES[entry["dtype"]], data[start:end]
-        aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()
+        aligned = raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()  # torch needs aligned memory
         found[name] = aligned.view(dtype).view(entry["shape"])
     return found
 
 
 def _array(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-    """numpy has no bfloat16, and its copies let other threads run."""
+    """Return a tensor as a numpy array of integers of the same size.
+
+    numpy has no bfloat16. Its copies release Python's lock, so that other threads run.
+    """
     array: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = tensor.detach().view(_SAME_SIZE[tensor.itemsize]).numpy()
     return array
 
 
 def _num_processors() -> int:
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))

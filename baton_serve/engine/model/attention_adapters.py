@@ -1,7 +1,8 @@
-"""Attention modules of transformers that do not call its attention interface, or that should see less than they show.
+"""Connects attention modules of transformers that do not use its attention interface correctly to paged attention.
 
-Each is taught, by the name of its class, to ask `attention.attend`: read and compared with transformers one by one.
-What projects, rotates and merges heads stays the module's own.
+Some modules never call the interface; others pass more than the KV cache stores (MLA). Each class was compared with
+transformers, and is changed, by its name, to call `paged_attention.attend`. Projections, rotation and merging of heads
+stay the module's own.
 """
 
 import importlib
@@ -17,11 +18,11 @@ from baton_serve.engine.model import paged_attention as attention
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
 OWN_ATTENTION = frozenset({"codegen", "falcon", "gptj", "gpt_neo"})
-"""Model types that look their attention class up by the implementation's name: they are built as `eager`."""
+"""Model types that look up their attention class by the implementation's name. They are built as `eager`."""
 
 
 def adapt_attention(module: nn.Module) -> None:
-    """Teaches all attention modules of a model that need it."""
+    """Change all attention modules of a model that need it."""
     for part in module.modules():
         if (teach := _ADAPTERS.get(type(part).__name__)) is not None:
             teach(part)
@@ -29,33 +30,36 @@ def adapt_attention(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MLAProjection:
-    """`attention.MLAProjection`: the up-projection of keys moves to the query, that of values behind attention.
+    """Latent attention (MLA): moves the up-projection of keys to the query, and that of values behind attention.
 
-    So attention is over the latents themselves, as one KV head (https://arxiv.org/abs/2405.04434, 2.1.2).
+    So attention runs over the cached latents, as one KV head (https://arxiv.org/abs/2405.04434, 2.1.2). Implements
+    `paged_attention.LatentProjection`.
     """
 
     keys: Tensor  # [num_heads, key size without rotation, rank]
     values: Tensor  # [num_heads, value size, rank]
 
     def absorb(self, query: Tensor) -> Tensor:
-        """[1, num_heads, num_tokens, key size] -> the same with the latent's size."""
+        """Project a query [1, num_heads, num_tokens, key size] to the size of the latent."""
         size = self.keys.shape[1]
         return torch.cat([query[..., :size] @ self.keys, query[..., size:]], dim=-1)
 
     def restore(self, output: Tensor) -> Tensor:
-        """[num_tokens, num_heads, latent's size] -> [num_tokens, num_heads, value size]."""
+        """Project an output [num_tokens, num_heads, latent size] to [num_tokens, num_heads, value size]."""
         latent = output[..., : self.values.shape[2]]
         return (latent.transpose(0, 1) @ self.values.transpose(1, 2)).transpose(0, 1)
 
 
 def _mla(module: Module) -> None:
+    """Let a DeepSeek attention module pass latents instead of the keys and values of every head."""
     num_heads, rank = module.num_heads, module.kv_lora_rank
     up = module.kv_b_proj.weight.view(num_heads, -1, rank)
     keys, values = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
 
     def compressed(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Instead of keys and values of every head: what they are computed from."""
+        """Return the latent and the rotated part of the key as both key and value, [..., latent size]."""
         both = torch.cat([latent, rotated], dim=-1)
+        # The same tensor twice: `attend` recognizes a latent by identity, and the cache then has one plane.
         return both, both
 
     module.expand_kv = compressed
@@ -63,9 +67,12 @@ def _mla(module: Module) -> None:
 
 
 def _scores(module: Module, *, scale: float, window: int | None = None) -> None:
-    """For modules that compute scores in `_attn(query, key, value, mask)`, all [1, num_heads, num_tokens, head_dim]."""
+    """Change modules that compute scores in `_attn(query, key, value, mask)`, all [1,
+    num_heads, num_tokens, head_dim].
+    """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
+        # These modules rotate in float32; the KV cache has the model's dtype.
         rotated = query.to(value.dtype), key.to(value.dtype)
         output, _ = attention.attend(module, *rotated, value, mask, scaling=scale, sliding_window=window)
         return output.transpose(1, 2), None
@@ -74,14 +81,17 @@ def _scores(module: Module, *, scale: float, window: int | None = None) -> None:
 
 
 def _gptj(module: Module) -> None:
+    # GPT-J stores the divisor of the scores.
     _scores(module, scale=1.0 / float(module.scale_attn))
 
 
 def _gpt_neo(module: Module) -> None:
+    # GPT-Neo does not scale the scores.
     _scores(module, scale=1.0, window=module.config.window_size if module.attention_type == "local" else None)
 
 
 def _bloom(module: Module) -> None:
+    """Replace the forward of a BLOOM attention module, which adds ALiBi biases itself."""
     slopes = _slopes(module.num_heads, module.dense.weight.device)
 
     def forward(hidden_states: Tensor, residual: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -95,10 +105,11 @@ def _bloom(module: Module) -> None:
 
 
 def _falcon(module: Module) -> None:
+    """Replace the forward of a Falcon attention module."""
     slopes: Tensor | None = None
-    if module.config.alibi:  # added before the scores are scaled
+    if module.config.alibi:  # Falcon adds the bias before it scales the scores, so the slopes are scaled here
         steps = _slopes(module.num_heads, module.dense.weight.device)
-        slopes = steps.bfloat16().float() * module.inv_norm_factor
+        slopes = steps.bfloat16().float() * module.inv_norm_factor  # Falcon rounds them to bfloat16
     rotate = importlib.import_module("transformers.models.falcon.modeling_falcon").apply_rotary_pos_emb
 
     def forward(
@@ -106,7 +117,8 @@ def _falcon(module: Module) -> None:
     ) -> tuple[Tensor, None]:
         heads = module._split_heads(module.query_key_value(hidden_states))
         query, key, value = (part.transpose(1, 2) for part in heads)
-        if module.new_decoder_architecture:  # repeated for each query head of its group
+        # the module repeats K and V for each query head of a group; paged attention does not need it
+        if module.new_decoder_architecture:
             group = module.num_heads // module.num_kv_heads
             key, value = key[:, ::group], value[:, ::group]
         if position_embeddings is not None and slopes is None:
@@ -120,7 +132,10 @@ def _falcon(module: Module) -> None:
 
 
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """float32 [num_heads]: what a head's scores change by from one position to the next."""
+    """Return the ALiBi slopes, float32 [num_heads]: how much each head's scores change from one position
+    to the next.
+    """
+    # Positions 0 and 1 give biases 0 and the slope.
     build = importlib.import_module("transformers.models.bloom.modeling_bloom").build_alibi_tensor
     biases: Tensor = build(torch.ones((1, 2), dtype=torch.int64, device=device), num_heads, torch.float32)
     return biases.view(num_heads, 2)[:, 1].contiguous()

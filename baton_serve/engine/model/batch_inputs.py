@@ -1,4 +1,7 @@
-"""Turns a plan into arrays, and arrays into tensors, with few operations. Who makes the arrays need not compute."""
+"""Turns a scheduled batch into arrays, and arrays into tensors, with few operations.
+
+Rank 0 builds the arrays; every rank uploads them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from baton_serve.engine.model.block_tables import BlockTables
 
 
 class ImageRows(NamedTuple):
-    """The step's rows from `first` on are these embeddings, not those of their tokens."""
+    """Embeddings of an image, which replace those of the step's rows from `first` on."""
 
     first: int
     features: Tensor  # [count, hidden]
@@ -24,19 +27,24 @@ class ImageRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
+    """The inputs of a forward pass, on the device."""
+
     input_ids: Tensor  # int64 [num_tokens]
     position_ids: Tensor  # int64 [num_tokens]
     logit_rows: Tensor | None  # int64 [num_logits]: rows of which logits are wanted; None: all, in their order
     meta: AttentionMetadata
     adapters: Sequence[tuple[str, Tensor | None]] = ()
-    """By fingerprint: rows that an adapter changes, int64 [count]; None: all of them."""
+    """By fingerprint: the rows that an adapter changes, int64 [count]; None: all rows."""
     images: Sequence[ImageRows] = ()
     after_layer: Callable[[int], None] | None = None
-    """Called once the device has been given all that writes a layer's KV; not by all models."""
+    """Called with a layer's number once the device has been given all work that writes the layer's KV.
+
+    Not all models call it.
+    """
 
 
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
-    """[num_tokens, hidden]: of the tokens, and of images where tokens stand for them."""
+    """Return the input of the first layer, [num_tokens, hidden]: embeddings of tokens, or of images in their place."""
     hidden = embed(inputs.input_ids)
     for first, features in inputs.images:
         hidden[first : first + len(features)] = features.to(hidden.dtype)
@@ -45,7 +53,7 @@ def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """All that a device is told of a step."""
+    """The inputs of a step for the device, in host memory."""
 
     tokens: NDArray[np.int64]  # [num_tokens]; what stands at `pending` has no meaning
     positions: NDArray[np.int64]  # [num_tokens]
@@ -56,14 +64,14 @@ class StepArrays:
     logit_rows: NDArray[np.int64] | None  # None: all
     pending: NDArray[np.int64] | None  # [2, count]: which tokens only the device knows, and whose slot's last they are
     adapters: Sequence[tuple[str, NDArray[np.int64] | None]] = ()
-    """By fingerprint: rows that an adapter changes; None: all of them."""
+    """By fingerprint: the rows that an adapter changes; None: all rows."""
     images: Sequence[ImageRows] = ()
-    """On the device already, and only of an engine of one rank."""
+    """Embeddings of images; they are on the device already. Only for engines with one rank."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
-        """`last_tokens`: each slot's, on the device."""
+        """Copy the arrays to the device. `last_tokens` [slots] is the last token of each batch slot, on the device."""
         tokens = _sent(self.tokens, device)
-        if self.pending is not None:
+        if self.pending is not None:  # tokens that the previous step has sampled and the host does not know yet
             where, slots = _sent(self.pending, device).unbind(0)
             tokens.index_copy_(0, where, last_tokens[slots])
         meta = AttentionMetadata(
@@ -81,19 +89,24 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
+    """The arrays of a step, and where its logits are."""
+
     arrays: StepArrays
     sample_at: list[int]
-    """For each row of the plan, which logits row."""
+    """By row of the batch: the row of its logits."""
     prompt_at: dict[int, int]
-    """For chunks that want all their logits: the first logits row."""
+    """By chunk that needs all its logits (prompt logprobs): the first row of them."""
 
 
 class InputBuilder:
+    """Builds the inputs of steps. Owned by the runner."""
+
     def __init__(self, tables: BlockTables, block_tokens: int) -> None:
         self._tables = tables
         self._block_tokens = block_tokens
 
     def build_inputs(self, plan: ScheduledBatch, images: Sequence[ImageRows] = ()) -> BatchInputs:
+        """Build the inputs of one step, with the block tables brought up to date."""
         chunks = plan.chunks
         for chunk in chunks:
             self._tables.update(chunk.sequence)
@@ -103,14 +116,16 @@ class InputBuilder:
         query_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         ends = starts + lengths
-        if len(chunks) == query_starts[-1]:  # decodes only
+        if len(chunks) == query_starts[-1]:  # all chunks have one token: no ranges are needed
             positions, rows = starts, slots_of
             tokens = np.array([_next_token(c) for c in chunks])
         else:
+            # Each token's position is its index in the step, moved by its chunk's first position.
             positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
             rows = np.repeat(slots_of, lengths)
             parts = (_tokens(c) for c in chunks)
             tokens = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=int(query_starts[-1]))
+        # A token's slot in the KV cache follows from its block and its offset in the block.
         blocks = self._tables.host[rows, positions // self._block_tokens].astype(np.int64)
         longest = int(ends.max())
         logit_rows, sample_at, prompt_at = _logit_rows(plan, query_starts.tolist())
@@ -130,6 +145,7 @@ class InputBuilder:
 
 
 def _pending(plan: ScheduledBatch, query_starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
+    """Return which tokens only the device knows, and the slots that have them: int64 [2, count], or None."""
     found = [
         (int(start), c.sequence.slot)
         for c, start in zip(plan.chunks, query_starts, strict=False)
@@ -141,9 +157,11 @@ def _pending(plan: ScheduledBatch, query_starts: NDArray[np.int32]) -> NDArray[n
 def _adapter_rows(
     plan: ScheduledBatch, query_starts: NDArray[np.int32]
 ) -> Sequence[tuple[str, NDArray[np.int64] | None]]:
+    """Return the rows that each adapter changes; empty if no sequence has one."""
     names = [chunk.sequence.request.work.lora for chunk in plan.chunks]
     if not any(names):
         return ()
+    # All rows need no index, which is faster.
     if len(set(names)) == 1:
         return [(names[0], None)]
     rows = np.repeat(np.arange(len(names)), np.diff(query_starts))
@@ -155,14 +173,17 @@ def _adapter_rows(
 
 
 def _sent(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy an array to the device without waiting for its work."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _next_token(chunk: ScheduledChunk) -> int:
+    """Return the token of a chunk of length 1; 0 if the host does not know it yet."""
     return 0 if chunk.sequence.num_output_placeholders else chunk.sequence.token_ids[chunk.start]
 
 
 def _tokens(chunk: ScheduledChunk) -> list[int]:
+    """Return the tokens of a chunk; [0] if the host does not know it yet (then it is one token)."""
     return (
         [0]
         if chunk.sequence.num_output_placeholders
@@ -171,7 +192,9 @@ def _tokens(chunk: ScheduledChunk) -> list[int]:
 
 
 def _logit_rows(plan: ScheduledBatch, query_starts: list[int]) -> tuple[list[int], list[int], dict[int, int]]:
-    """Which rows of hidden states become logits, and where each is found among them."""
+    """Return the rows that need logits, the row of each sample among them, and the first row of prompt logprobs by
+    chunk.
+    """
     rows: list[int] = []
     last_of: dict[int, int] = {}
     prompt_at: dict[int, int] = {}
@@ -184,4 +207,5 @@ def _logit_rows(plan: ScheduledBatch, query_starts: list[int]) -> tuple[list[int
         elif chunk.is_last:
             last_of[number] = len(rows)
             rows.append(end - 1)
+    # One row at least: models cannot compute an empty list of logits.
     return rows or [0], [last_of[row.chunk] for row in plan.rows], prompt_at

@@ -1,7 +1,7 @@
-"""Each batch slot's block table: a row on the host that only grows at its end, and its copy on the device.
+"""The block table of each batch slot: a row on the host that only grows at its end, and its copy on the device.
 
-A row is rewritten when its slot's epoch changes. Growth goes to the device in one upload, taken by a step that
-reads the copy; steps that do not need it upload nothing.
+A row is rewritten when its version changes. Changes are sent to the device in one upload, and only by steps that read
+the copy.
 """
 
 import numpy as np
@@ -14,17 +14,22 @@ from baton_serve.engine.core.sequence import Sequence
 
 
 class BlockTables:
-    """The host's. The last row belongs to no slot: padding points there."""
+    """The block tables in host memory, int32 [slots + 1, width].
+
+    Padding uses the last row, which belongs to no slot.
+    """
 
     def __init__(self, limits: SchedulerConfig) -> None:
         self.width = table_width(limits)
         self.host: NDArray[np.int32] = np.zeros((limits.max_num_seqs + 1, self.width), dtype=np.int32)
         self._filled = [0] * limits.max_num_seqs
         self._versions = [-1] * limits.max_num_seqs
-        self._stale: dict[int, int] = {}  # by slot: from which column on the copy is behind
+        self._stale: dict[int, int] = {}  # by slot: the first column that the device does not have
 
     def update(self, sequence: Sequence) -> None:
+        """Bring the row of a sequence up to date."""
         slot, blocks = sequence.slot, sequence.blocks
+        # A new version means that the slot has another sequence, or that its blocks were replaced.
         if self._versions[slot] != sequence.block_table_version:
             self._versions[slot] = sequence.block_table_version
             self._filled[slot] = 0
@@ -35,7 +40,10 @@ class BlockTables:
             self._stale[slot] = min(filled, self._stale.get(slot, filled))
 
     def take_changes(self) -> NDArray[np.int64] | None:
-        """What the copy lacks since the last call: [2, changes], places in the flat table and what belongs there."""
+        """Return the changes since the last call, int64 [2, changes]: indices into the flat table, and their values.
+
+        Return None if nothing has changed.
+        """
         if not self._stale:
             return None
         spans = [(slot, first, self._filled[slot]) for slot, first in self._stale.items()]
@@ -44,21 +52,26 @@ class BlockTables:
         return np.stack([where, self.host.reshape(-1)[where]]).astype(np.int64, copy=False)
 
     def forget(self) -> None:
-        """Epochs count within one roster: call before another one's plans are run."""
+        """Forget all rows. Versions count within one request table, so call this before batches of another one."""
         self._versions = [-1] * len(self._versions)
 
 
 class DeviceTables:
-    """The copy: int32 [max_num_seqs + 1, width], in the same memory always. Beyond a row's end nothing has meaning."""
+    """The copy on the device, int32 [max_num_seqs + 1, width], always in the same memory.
+
+    Values beyond a row's end are undefined.
+    """
 
     def __init__(self, limits: SchedulerConfig, device: torch.device) -> None:
         self.tensor = torch.zeros((limits.max_num_seqs + 1, table_width(limits)), dtype=torch.int32, device=device)
 
     def apply(self, changes: NDArray[np.int64] | None) -> None:
+        """Write the changes of `BlockTables.take_changes`."""
         if changes is not None:
             packed: Tensor = torch.from_numpy(changes).to(self.tensor.device, non_blocking=True)
             self.tensor.view(-1)[packed[0]] = packed[1].int()
 
 
 def table_width(limits: SchedulerConfig) -> int:
+    """Return the number of blocks of the longest sequence."""
     return -(-limits.max_model_len // limits.block_tokens)

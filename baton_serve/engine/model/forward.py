@@ -1,4 +1,6 @@
-"""From a step's inputs to logits: through transformers' own forward, or through fused layers where they fit."""
+"""Computes logits from a step's inputs, through fused layers if they support the model, or
+else through transformers.
+"""
 
 from typing import Any, Protocol, cast
 
@@ -20,43 +22,50 @@ from baton_serve.engine.model.quantized.modules import install
 
 
 class LogitParts(Protocol):
-    """Logits of which each rank has some columns. All ranks call alike."""
+    """Logits of which each rank computes some columns. All ranks must make the same calls."""
 
     vocab_size: int
-    """Of all ranks together."""
+    """Size of the vocabulary, over all ranks."""
 
     @property
     def max_rows(self) -> int: ...
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """As `Forward`, but this rank's columns alone."""
+        """Compute this rank's columns of the logits."""
         ...
 
     def largest(self, part: Tensor, out: Tensor) -> None:
-        """`out`, int64 [rows]: the argmax of `whole`, or vocab_size of a row with NaN, of at most `max_rows` rows."""
+        """Store the argmax of `whole(part)` to `out`, int64 [rows]; vocab_size for a row with NaN.
+
+        At most `max_rows` rows.
+        """
         ...
 
     def whole(self, part: Tensor) -> Tensor:
-        """[rows, vocab_size]."""
+        """Gather the logits [rows, vocab_size] of all ranks."""
         ...
 
 
 class Forward(Protocol):
+    """Computes a model's forward pass."""
+
     is_capturable: bool
-    """A call's work on the device depends on shapes only: a graph may hold it."""
+    """True if the work depends on shapes only, so that it can be captured in a graph."""
 
     @property
     def parts(self) -> LogitParts | None:
-        """None: logits are whole, or a choice among their parts takes no less than gathering them."""
+        """The logits in parts, or None if each rank has them whole, or if gathering them is not
+        slower than `largest`.
+        """
         ...
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """`layers` are the KV cache's views; returns logits [num_logits, vocab_size]."""
+        """Compute logits [num_logits, vocab_size]. `layers` are the KV cache's views, one for each layer."""
         ...
 
 
 class TransformersForward:
-    """Any decoder that transformers knows."""
+    """Runs a decoder of transformers with paged attention."""
 
     is_capturable = False
     parts = None
@@ -73,6 +82,8 @@ class TransformersForward:
             self._step_adapters.rows = self._adapters.rows(inputs.adapters)
         module = self._model.module
         if inputs.images:
+            # Embeddings of images replace those of their placeholder tokens, so the model gets embeddings and no
+            # tokens.
             embed = cast(Any, module).get_input_embeddings()
             read: dict[str, Tensor] = {"inputs_embeds": embedded(embed, inputs)[None]}
         else:
@@ -82,7 +93,7 @@ class TransformersForward:
             PagedAttention(self._backend, layers, self._model.specs, inputs.meta, inputs.after_layer),
             **read,
             position_ids=inputs.position_ids[None],
-            logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,
+            logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,  # transformers reads 0 as all rows
         )
         return cast(Tensor, output.logits)[0]
 
@@ -94,8 +105,11 @@ def choose_forward(
     collectives: Collectives,
     adapters: AdapterStore | None = None,
 ) -> Forward:
-    """Call once: fusing repacks the model's weights in place. `adapters`: is offered the products to which they can be
-    added."""
+    """Return the fastest forward that supports the model.
+
+    Call it once: fusing repacks the weights in place. The products that adapters may change are offered to `adapters`.
+    Raises `UnsupportedModelError` for quantized experts outside of fused layers.
+    """
     is_plain = model.is_whole and adapters is None
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
@@ -105,6 +119,8 @@ def choose_forward(
         return fused.FusedForward(model, backend, kernels, collectives)
     assert model.is_whole, "only fused layers sum over ranks"
     if any(isinstance(part, QuantizedExperts) for part in model.module.modules()):
-        raise UnsupportedModelError(f"{model.name}: experts in few bits are served in fused layers only")
+        raise UnsupportedModelError(
+            f"{model.name}: quantized experts are supported only with fused layers, which do not support this model"
+        )
     install(model.module, kernels)
     return TransformersForward(model, backend, adapters)

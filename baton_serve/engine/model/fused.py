@@ -1,8 +1,8 @@
-"""Llama-shaped decoders as a flat list of matrix products and fused steps, on the weights transformers loaded.
+"""Llama-shaped decoders as a list of matrix products and fused kernels, on the weights that transformers loaded.
 
-A layer is norm, QKV in one product, rotary and KV store, attention, output, residual and norm, gate and up in one
-product, activation, down. Calling modules instead costs more than the products themselves at small batches.
-A mixture of experts is grouped products; an MLP of any other shape stays transformers' module.
+A layer is: norm, QKV as one product, rotary and KV store, attention, output, residual and norm, gate and up as one
+product, activation, down. With small batches, calling transformers' modules would take longer than the products
+themselves. A mixture of experts runs as grouped products; any other MLP stays transformers' module.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,11 +39,16 @@ LAYERS = {
     "Qwen3DecoderLayer",
     "Qwen3MoeDecoderLayer",
 }
-"""Read and compared with transformers by name: a layer that merely looks alike may differ."""
+"""Layer classes that were compared with transformers.
+
+They are found by name, since a layer that looks alike may differ.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """The packed weights of one layer."""
+
     input_norm: Norm
     qkv: Linear
     query_norm: Norm | None
@@ -54,11 +59,11 @@ class Layer:
     down: Linear | None
     mixture: Mixture | None
     mlp: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
-    """Used where `gate_up` and `mixture` are None."""
+    """The module of transformers, used if `gate_up` and `mixture` are None."""
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether these weights can run here."""
+    """Return whether fused layers support these weights."""
     decoder, config = getattr(module, "model", None), cast(Any, module).config
     layers = getattr(decoder, "layers", ())
     if not layers or {type(layer).__name__ for layer in layers} - LAYERS:
@@ -71,15 +76,19 @@ def fits(module: nn.Module) -> bool:
 
 
 class FusedForward:
+    """Implements `Forward` and `LogitParts` with fused kernels."""
+
     def __init__(
         self, model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels, collectives: Collectives
     ) -> None:
-        """Packs the weights: transformers' parameters become views of the packed ones. With several ranks, all call
-        this together."""
+        """Pack the weights; transformers' parameters become views of the packed ones.
+
+        With several ranks, all call it together.
+        """
         module = cast(Any, model.module)
         self.vocab_size = model.vocab_size
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
-        # What would change them with the length of a step is fixed (engine/model/rotary.py).
+        # Frequencies that would change with the length of a step have been fixed (engine/model/rotary.py).
         self._frequencies: Tensor = module.model.rotary_emb.inv_freq.float()
         self._rotation_scaling = float(getattr(module.model.rotary_emb, "attention_scaling", 1.0))
         self._head = _linear(module.lm_head, kernels)
@@ -95,7 +104,7 @@ class FusedForward:
         self._row = None
         if model.is_whole:
             self._row = row_kernel(self._like.device, self._layers, self._specs, self._head_dim, self._num_kv_heads)
-        # A module of transformers may read values back, as its mixtures of experts do.
+        # A module of transformers may read values back from the device, as its mixtures of experts do.
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
@@ -116,9 +125,10 @@ class FusedForward:
         return part if self._is_head_whole else self._collectives.gather_columns(part)
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """This rank's columns of the logits."""
+        """Compute this rank's columns of the logits."""
         residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
         rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
+        # On some devices a whole step of one token runs as a single kernel.
         if self._compute_row(residual, rotation, layers, inputs):
             hidden = self._kernels.norm_for(residual, self._final_norm, self._head.weight)
             return self._kernels.linear(hidden, self._head.weight, self._head.bias)
@@ -134,7 +144,7 @@ class FusedForward:
             is_last = number + 1 == len(self._layers)
             norm = self._final_norm if is_last else self._layers[number + 1].input_norm
             then = (self._head if is_last else self._layers[number + 1].qkv).weight
-            if is_last and inputs.logit_rows is not None:  # only the rows whose logits are wanted go on
+            if is_last and inputs.logit_rows is not None:  # only the rows whose logits are needed go on
                 output = self._collectives.all_reduce(self._mlp(layer, hidden))[inputs.logit_rows]
                 residual = residual[inputs.logit_rows]
                 hidden = self._kernels.norm_for(output, norm, then, residual=residual)
@@ -148,7 +158,7 @@ class FusedForward:
     def _compute_row(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], layers: list[Tensor], inputs: StepInputs
     ) -> bool:
-        """Whether `residual` has gone through all layers at once."""
+        """Return True if `residual` has gone through all layers in one kernel."""
         if self._row is None or inputs.logit_rows is not None or inputs.after_layer is not None:
             return False
         return self._row(residual, rotation, layers, inputs.meta)
@@ -156,13 +166,16 @@ class FusedForward:
     def _linear_norm(
         self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None
     ) -> Activations:
-        """Of the ranks' products of `x` and `residual`, which becomes their sum. `then` is the next product's."""
+        """Return the norm of the ranks' products of `x` plus `residual`, which becomes that sum.
+
+        `then` is the weight of the next product: some kernels prepare their output for it.
+        """
         if self._is_alone:
             return self._kernels.linear_norm(x, product, residual, norm, then)
         return self._norm_of_sum(self._kernels.linear(x, product.weight, product.bias), residual, norm)
 
     def _norm_of_sum(self, output: Tensor, residual: Tensor, norm: Norm) -> Tensor:
-        """Of the ranks' outputs and `residual`, which becomes their sum."""
+        """Return the norm of the ranks' outputs plus `residual`, which becomes that sum."""
         hidden = self._collectives.sum_norm(output, residual, norm.weight, norm.eps)
         if hidden is not None:
             return hidden
@@ -178,8 +191,13 @@ class FusedForward:
         cache: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
+        """Store the KV of new tokens and compute attention, [num_tokens, num_heads * head_dim].
+
+        `heads` are Q, K and V side by side.
+        """
         heads = heads.view(len(heads), -1, self._head_dim)
         new = NewHeads(heads, rotation, layer.query_norm, layer.key_norm)
+        # The fused kernel rotates, stores and attends at once; it returns None for steps that it does not support.
         attended = self._backend.attend_new(new, cache, inputs.meta, self._specs[number])
         if attended is not None:
             return attended.flatten(1)
@@ -192,13 +210,14 @@ class FusedForward:
         return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
 
     def _mlp(self, layer: Layer, hidden: Activations) -> Tensor:
+        """Compute the MLP of a layer without the sum over ranks."""
         if layer.gate_up is not None and layer.down is not None:
             gated = self._gated(layer.gate_up, hidden, layer.down)
             return self._kernels.linear(gated, layer.down.weight, layer.down.bias)
-        assert isinstance(hidden, Tensor)  # nothing was asked to prepare it
+        assert isinstance(hidden, Tensor)  # only fused products ask for prepared activations
         if layer.mixture is not None:
             return layer.mixture(hidden, self._kernels)
-        mixed = layer.mlp(hidden[None])  # older transformers add the router's logits
+        mixed = layer.mlp(hidden[None])  # older versions of transformers also return the router's logits
         return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
 
     def _gated(self, gate_up: Linear, hidden: Activations, down: Linear) -> Activations:
@@ -206,6 +225,7 @@ class FusedForward:
 
 
 def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:
+    """Pack a layer of transformers into few matrices."""
     attention, mlp = layer.self_attn, layer.mlp
     if hasattr(attention, "qkv_proj"):
         qkv = _linear(attention.qkv_proj, kernels)
@@ -232,7 +252,7 @@ def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:
 
 
 def _packed_parts(layer: Any) -> Iterator[list[nn.Linear]]:
-    """The products of a layer that become one."""
+    """Return the linear layers of a layer that are joined into one product."""
     if not hasattr(layer.self_attn, "qkv_proj"):
         yield [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
     if hasattr(layer.mlp, "gate_proj") and hasattr(layer.mlp, "up_proj"):
@@ -240,7 +260,7 @@ def _packed_parts(layer: Any) -> Iterator[list[nn.Linear]]:
 
 
 def _packed(parts: list[nn.Linear], kernels: LayerKernels) -> Linear:
-    """One matrix of several. The parts become views of it, so that nothing is stored twice."""
+    """Join several matrices. The originals become views of the result, so that nothing is stored twice."""
     quantized = [part for part in cast(list[nn.Module], parts) if isinstance(part, QuantizedLinear)]
     if quantized:
         return _linear(merge(quantized), kernels)
@@ -260,4 +280,5 @@ def _linear(module: nn.Linear | QuantizedLinear, kernels: LayerKernels) -> Linea
 
 
 def norm_of(module: Any) -> Norm:
+    """Return the weight and epsilon of a norm."""
     return Norm(module.weight, float(module.variance_epsilon))

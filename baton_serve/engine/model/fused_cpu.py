@@ -1,6 +1,6 @@
-"""Llama-shaped decoders on a CPU that multiplies bf16: the fused layers' weights, packed for one call of C++.
+"""Llama-shaped decoders on CPUs with bf16 matrix instructions: the layers' weights, packed for a single call of C++.
 
-Weights may be bf16 or quantized, each in its own way.
+Weights may be bf16 or quantized.
 """
 
 import ctypes
@@ -23,10 +23,11 @@ from baton_serve.engine.model.quantized.modules import QuantizedLinear, install,
 
 
 def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
-    """Whether `CpuForward` computes this model: otherwise its layers run one by one."""
+    """Return whether `CpuForward` supports this model. Otherwise its layers run one by one."""
     if model.dtype != torch.bfloat16 or not has_packed_linear(library) or not fused.fits(model.module):
         return False
     module = cast(Any, model.module)
+    # The C++ decoder takes one epsilon for all norms. It interleaves gate and up by 16 rows and reads pairs of bf16.
     norms = {part.variance_epsilon for part in module.modules() if hasattr(part, "variance_epsilon")}
     sizes = (module.config.hidden_size, model.head_dim)
     are_sizes_right = module.config.intermediate_size % 16 == 0 and not any(size % 2 for size in sizes)
@@ -35,19 +36,20 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
 
 
 def _is_dense(layer: Any) -> bool:
-    """All its products, and nothing else, can be packed."""
+    """Return whether the layer has only products that can be packed."""
     if not isinstance(getattr(layer.mlp, "down_proj", None), nn.Linear | QuantizedLinear):
         return False
     return _can_pack_all(layer)
 
 
 def _can_pack_all(module: nn.Module) -> bool:
+    """Return whether all quantized weights in a module can be packed; bf16 always can."""
     quantized = (part.weight for part in module.modules() if isinstance(part, QuantizedLinear))
     return all(isinstance(weight, QuantizedWeight) and can_pack(weight) for weight in quantized)
 
 
 class CpuForward:
-    """Fits `Forward`. Takes the weights out of the module, layer by layer: they are in memory once."""
+    """Implements `Forward`. Takes the weights out of the module layer by layer, so that each is in memory only once."""
 
     is_capturable = False
     parts = None
@@ -72,6 +74,7 @@ class CpuForward:
 
 
 def _take(library: ctypes.CDLL, layer: Any, spec: AttentionSpec) -> DecoderLayer:
+    """Pack the weights of one layer, and remove them from the module."""
     attention, mlp = layer.self_attn, layer.mlp
     has_head_norms = hasattr(attention, "q_norm")
     is_merged = hasattr(attention, "qkv_proj")
@@ -93,25 +96,33 @@ def _take(library: ctypes.CDLL, layer: Any, spec: AttentionSpec) -> DecoderLayer
 
 
 def _take_head(module: Any, kernels: CpuLayers) -> Matrix:
-    """A quantized head may be the embedding's table too: then it stays, in the order of the products."""
+    """Pack the head.
+
+    A quantized head that also is the embedding's table stays in the module, in the order of products.
+    """
     head = module.lm_head
     if isinstance(head, QuantizedLinear):
         install(head, kernels)
         assert isinstance(head.weight, Matrix)  # `fits` saw to it
         return replace(head.weight, bias=head.bias)
     matrix = pack(kernels.library, [head.weight.data], head.bias)
+    # A tied weight is also the embedding's table, which is still needed.
     if head.weight is not getattr(module.model.embed_tokens, "weight", None):
         _empty(head)
     return matrix
 
 
 def _packed(library: ctypes.CDLL, parts: list[Any], *, takes_turns: bool = False) -> Matrix:
-    """`takes_turns`: of gate and up, which may lie in one part already."""
+    """Join and pack matrices.
+
+    `takes_turns` interleaves the rows of gate and up, 16 of each; they may be one matrix already.
+    """
     quantized = [part for part in parts if isinstance(part, QuantizedLinear)]
     if quantized:
         whole = merge(quantized) if len(quantized) > 1 else quantized[0]
         assert isinstance(whole.weight, QuantizedWeight)  # `fits` saw to it
         weight, bias = whole.weight, whole.bias
+        # A panel of the kernel must hold gate and up of the same outputs to compute SiLU(gate) * up at once.
         return pack_codes(*((_with_turns(weight), _in_turns(bias)) if takes_turns else (weight, bias)))
     weights = [part.weight.data for part in parts]
     if takes_turns and len(weights) == 1:
@@ -122,20 +133,23 @@ def _packed(library: ctypes.CDLL, parts: list[Any], *, takes_turns: bool = False
 
 
 def _in_turns(bias: Tensor | None) -> Tensor | None:
+    """Interleave the bias of gate and up."""
     return None if bias is None else gated(bias)
 
 
 def _with_turns(weight: QuantizedWeight) -> QuantizedWeight:
+    """Interleave the rows of gate and up in a quantized weight."""
     order = gated(torch.arange(weight.outputs))
     return replace(
         weight,
-        codes=weight.codes.view(torch.uint8)[order].view(weight.codes.dtype),  # no index kernel knows float8
+        codes=weight.codes.view(torch.uint8)[order].view(weight.codes.dtype),  # torch cannot index float8
         scales=weight.scales[order],
         zeros=None if weight.zeros is None else weight.zeros[order],
     )
 
 
 def _empty(module: nn.Module) -> None:
+    """Free the weights of all linear layers in a module."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.weight.data = torch.empty(0)

@@ -1,6 +1,7 @@
-"""Fused layers with adapters: steps in which no sequence has one are computed as without them.
+"""Fused layers with LoRA adapters.
 
-The others go product by product, since what an adapter adds must be there before the next step reads it.
+Steps without an adapter run as in `FusedForward`. Others run product by product, since the adapter's part must be added
+before the next kernel uses the output.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ OutputSlices = tuple[OutputSlice, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Which modules lie side by side in the outputs of a layer's products. Experts have none."""
+    """The modules whose outputs are side by side in each product of a layer.
+
+    Experts have none: adapters cannot change them.
+    """
 
     qkv: OutputSlices
     output: OutputSlices
@@ -32,6 +36,8 @@ class LayerParts:
 
 
 class AdaptedForward(FusedForward):
+    """A `FusedForward` whose products adapters can change."""
+
     def __init__(
         self,
         model: LoadedModel,
@@ -40,7 +46,7 @@ class AdaptedForward(FusedForward):
         collectives: Collectives,
         store: AdapterStore,
     ) -> None:
-        """Offers `store` the products of all layers."""
+        """Offer the products of all layers to `store`, and pack the weights."""
         module: Any = model.module
         self._store = store
         self._parts = [_parts_of(layer, f"model.layers.{i}.") for i, layer in enumerate(module.model.layers)]
@@ -51,6 +57,7 @@ class AdaptedForward(FusedForward):
         super().__init__(model, backend, kernels, collectives)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        """Compute logits [num_logits, vocab_size], with the adapters of the step."""
         step = self._store.rows(inputs.adapters)
         if not step:
             return super().__call__(inputs, layers)
@@ -73,12 +80,14 @@ class AdaptedForward(FusedForward):
         return self._kernels.linear(hidden, self._head.weight, self._head.bias)
 
     def _adapted_mlp(self, layer: Layer, hidden: Tensor, parts: LayerParts, step: Sequence[AdapterRows]) -> Tensor:
+        """Compute the MLP of a layer with its adapters."""
         if layer.gate_up is None or layer.down is None:
             return self._mlp(layer, hidden)
         gate_up = self._product(hidden, layer.gate_up, parts.gate_up, step)
         return self._product(self._kernels.silu_mul(gate_up), layer.down, parts.down, step)
 
     def _product(self, x: Tensor, linear: Linear, parts: OutputSlices, step: Sequence[AdapterRows]) -> Tensor:
+        """Compute a product and add what the adapters contribute."""
         output = self._kernels.linear(x, linear.weight, linear.bias)
         add_products(output, x, parts, step)
         return output
@@ -88,6 +97,7 @@ class AdaptedForward(FusedForward):
 
 
 def _parts_of(layer: Any, prefix: str) -> LayerParts:
+    """Return the modules in each product of a layer."""
     attention, mlp = layer.self_attn, layer.mlp
     is_dense = hasattr(mlp, "down_proj") and (hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj"))
     qkv = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
@@ -101,4 +111,5 @@ def _parts_of(layer: Any, prefix: str) -> LayerParts:
 
 
 def _side_by_side(owner: Any, names: Sequence[str], prefix: str) -> OutputSlices:
+    """Return the columns of modules whose outputs are joined."""
     return output_slices(prefix, [(name, getattr(owner, name)) for name in names])

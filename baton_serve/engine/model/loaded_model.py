@@ -1,4 +1,4 @@
-"""A loaded model as the rest of the engine sees it. Does not import transformers, which takes seconds."""
+"""A loaded model as the rest of the engine sees it. This module does not import transformers, which takes seconds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,24 +9,31 @@ from torch import nn
 from baton_serve.engine.kernels import AttentionSpec
 
 LoadProgress = Callable[[str, float], None]
-"""Told what is being done and how far it is, from 0 to 1."""
+"""Called with the current phase of loading and its finished fraction, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """A model with its weights on the device, and the facts that scheduler and KV cache need."""
+
     module: nn.Module
     name: str
     dtype: torch.dtype
     vocab_size: int
     max_model_len: int
     num_kv_heads: int
-    """Of this rank."""
+    """Number of KV heads of this rank."""
     head_dim: int
     num_planes: int
-    """Of the KV cache: K and V, or the latent alone."""
+    """Planes of the KV cache: 2 for K and V, 1 for latents (MLA)."""
     specs: list[AttentionSpec]
-    """One per layer."""
+    """Attention parameters of each layer."""
     eos_token_ids: frozenset[int]
+    """Tokens that end a sequence."""
     fingerprint: str
+    """Hash of everything that changes the KV: config, weights, rounding.
+
+    Equal fingerprints mean exchangeable blocks.
+    """
     is_whole: bool = True
-    """False: a rank's part of it, whose layers' outputs are to be summed over the ranks."""
+    """False if this is one rank's part, whose outputs have to be summed over the ranks."""

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers' models, as what the grouped kernels take: a router and stacked weights."""
+"""Mixtures of experts of transformers' models, in the form that grouped kernels need: a router and stacked weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,20 @@ from torch import Tensor
 from baton_serve.engine.kernels import Experts, LayerKernels, StackedWeight
 
 ALWAYS_RENORMALIZED = {"MixtralTopKRouter", "GptOssTopKRouter"}
-"""A softmax over the chosen logits alone, as gpt-oss has it, is the renormalised softmax over all."""
+"""Routers whose weights always sum to 1. gpt-oss takes the softmax over the chosen logits, which is the renormalized
+softmax over all logits.
+"""
 ROUTERS = {*ALWAYS_RENORMALIZED, "Qwen3MoeTopKRouter"}
-"""Read and compared by name: a router that merely looks alike may differ."""
+"""Router classes that were compared with transformers.
+
+They are found by name, since a router that looks alike may differ.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
+    """A mixture of experts with its weights."""
+
     router: Tensor  # [num_experts, hidden]
     router_bias: Tensor | None
     experts: Experts
@@ -22,20 +29,22 @@ class Mixture:
     is_renormalized: bool
 
     def __call__(self, hidden: Tensor, kernels: LayerKernels) -> Tensor:
-        """hidden [num_tokens, hidden] -> the same shape."""
+        """Compute the mixture for `hidden` [num_tokens, hidden]; return the same shape."""
         logits = kernels.linear(hidden, self.router, self.router_bias)
         weights, chosen = kernels.route(logits, self.top_k, renormalize=self.is_renormalized)
         return kernels.mix(hidden, weights, chosen, self.experts)
 
 
 def pack_mixture(mlp: Any) -> Mixture | None:
-    """None: not a mixture of a known kind. Weights that lie transposed (gpt-oss) are turned once; transformers'
-    parameters stay views of them."""
+    """Return the mixture, or None if it is of an unknown kind.
+
+    Weights that are stored transposed (gpt-oss) are transposed once; transformers' parameters become views of them.
+    """
     router: Any = getattr(mlp, "router", None) or getattr(mlp, "gate", None)
     experts: Any = getattr(mlp, "experts", None)
     stacked: dict[str, StackedWeight] = getattr(experts, "weights", {})
     if type(router).__name__ not in ROUTERS or not (stacked or hasattr(experts, "gate_up_proj")):
-        return None  # experts apart from one another, as older transformers have them, included
+        return None  # this includes older versions of transformers, which keep each expert in a module of its own
     is_transposed = type(router).__name__ == "GptOssTopKRouter"
     gate_up, down = (stacked.get(name) or _rows(experts, name, is_transposed) for name in ("gate_up_proj", "down_proj"))
     return Mixture(
@@ -56,11 +65,12 @@ def pack_mixture(mlp: Any) -> Mixture | None:
 
 
 def _rows(experts: Any, name: str, is_transposed: bool) -> Tensor:
-    """[num_experts, outputs, inputs], an output's weights side by side."""
+    """Return the weights as [num_experts, outputs, inputs], with the weights of an output side by side."""
     parameter = getattr(experts, name)
     if not is_transposed:
         kept: Tensor = parameter.data
         return kept
+    # The parameter becomes a view, so that the weights are not in memory twice.
     turned: Tensor = parameter.data.transpose(1, 2).contiguous()
     parameter.data = turned.transpose(1, 2)
     return turned

@@ -1,9 +1,9 @@
-"""Connects transformers' models to paged attention: the one attention function, and what it is told per step.
+"""Connects transformers' models to paged attention: one attention function, and the data that it needs for each step.
 
-A model's layers call `attend` below through transformers' AttentionInterface. What a step needs travels as
-a keyword argument of the model's forward; some models do not hand it down to their layers, whose modules look it up in
-the model's own `StepHolder` instead. It is never global state. No mask function is registered for the name,
-so transformers builds no mask at all (masking_utils: implementations without one are told None).
+The layers of a model call `attend` through transformers' AttentionInterface. The data of a step is passed as a keyword
+argument of the model's forward. Some models do not pass it on to their layers; their modules read it from the model's
+`StepHolder` instead. It is never global state. No mask function is registered for this name, so transformers builds no
+mask (masking_utils returns None for implementations without one).
 """
 
 from collections.abc import Callable
@@ -17,35 +17,44 @@ from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
 
 NAME = "baton"
+"""Name of the implementation in transformers' AttentionInterface."""
 
 
 class AttentionContext(Protocol):
-    """Answers for one layer. query [num_tokens, num_heads, head_dim]; key, value with num_kv_heads."""
+    """Computes attention for one layer.
+
+    `query` is [num_tokens, num_heads, head_dim]; `key` and `value` have num_kv_heads.
+    """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """One step of the engine. `specs` and `layers` are indexed by layer."""
+    """Attention of one step of the engine. `specs` and `layers` are indexed by layer."""
 
     backend: AttentionBackend
     layers: list[Tensor]
     specs: list[AttentionSpec]
     meta: AttentionMetadata
     after_layer: Callable[[int], None] | None = None
-    """As in `StepInputs`."""
+    """Called after a layer's KV was stored; see `StepInputs.after_layer`."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
+        """Store the new KV and attend over the cache."""
         cache = self.layers[layer]
         self.backend.store(key, value, cache, self.meta)
         if self.after_layer is not None:
             self.after_layer(layer)
+        # The rules that the module passes are ignored: the probe has recorded them in `specs` when the model was
+        # loaded.
         return self.backend.attend(query, cache, self.meta, self.specs[layer])
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
+    """The shapes and rules with which a layer asks for attention."""
+
     num_heads: int
     num_kv_heads: int
     key_dim: int
@@ -56,28 +65,29 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProbe:
-    """Runs a model once to see which layers ask for attention, and with what."""
+    """Records which layers ask for attention, and with which shapes, while the model runs once without a cache."""
 
     shapes: dict[int, list[LayerShape]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
         assert spec is not None
+        # Latent attention passes one tensor as both key and value.
         shape = LayerShape(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key is value, spec)
         self.shapes.setdefault(layer, []).append(shape)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 class StepHolder:
-    """One per model: holds the step's context while the model's forward runs."""
+    """Holds the context of a step while the model's forward runs. There is one for each model."""
 
     def __init__(self, module: nn.Module) -> None:
         self.context: AttentionContext | None = None
         for part in module.modules():
             if _layer_of(part) is not None:
-                part.baton_step = self  # type: ignore[assignment]  # a plain object, no parameter
+                part.baton_step = self  # type: ignore[assignment]  # a plain object, not a parameter
 
     def run(self, module: nn.Module, context: AttentionContext, **inputs: object) -> Any:
-        """The model's forward with `context` for all its layers."""
+        """Run the model's forward with `context` for all its layers."""
         self.context = context
         try:
             return module(use_cache=False, baton=context, **inputs)
@@ -86,15 +96,15 @@ class StepHolder:
 
 
 class LatentProjection(Protocol):
-    """Latent attention (MLA): what is cached is what keys and values of all heads are computed from."""
+    """The projections of latent attention (MLA), whose cache holds latents instead of keys and values of every head."""
 
     def absorb(self, query: Tensor) -> Tensor: ...
     def restore(self, output: Tensor) -> Tensor: ...
 
 
 def register() -> None:
-    """Makes the name known to transformers; again is harmless."""
-    from transformers import AttentionInterface  # seconds that only a real model should cost
+    """Register the implementation with transformers. It may be called several times."""
+    from transformers import AttentionInterface  # takes seconds: only models that need transformers should pay them
 
     AttentionInterface.register(NAME, attend)
 
@@ -109,19 +119,21 @@ def attend(
     baton: AttentionContext | None = None,
     **rules: object,
 ) -> tuple[Tensor, None]:
-    """transformers' signature. `rules`: `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks), `alibi` (slopes).
+    """Compute attention with the signature of transformers. Return [1, num_tokens, num_heads, head_dim].
 
-    Returns [1, num_tokens, num_heads, head_dim].
+    `rules` are `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks) and `alibi` (slopes). Raises
+    `UnsupportedModelError` for modules without a layer number.
     """
     layer, holder = _layer_of(module), getattr(module, "baton_step", None)
     if baton is None and isinstance(holder, StepHolder):
         baton = holder.context
     if baton is None or layer is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")
+        raise UnsupportedModelError(f"{type(module).__name__} has no layer number (layer_idx)")
     latent: LatentProjection | None = getattr(module, "baton_latent", None)
     if latent is not None:
         query = latent.absorb(query)
     spec = None if isinstance(baton, PagedAttention) else _spec(module, query.shape[-1], rules)
+    # If key and value are one tensor (MLA) they must stay one, which the probe looks for.
     keys = key[0].transpose(0, 1)
     values = keys if value is key else value[0].transpose(0, 1)
     output = baton.attend(layer, query[0].transpose(0, 1), keys, values, spec)
@@ -129,11 +141,13 @@ def attend(
 
 
 def _layer_of(module: nn.Module) -> int | None:
+    """Return a module's layer number, or None if it has none."""
     layer = getattr(module, "layer_idx", getattr(module, "layer_id", None))
     return layer if isinstance(layer, int) else None
 
 
 def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> AttentionSpec:
+    """Return the rules of a layer. Raises `UnsupportedModelError` if it is not causal."""
     if getattr(module, "is_causal", True) is False or rules.get("is_causal") is False:
         raise UnsupportedModelError(f"{type(module).__name__} is not causal")
     scaling, window = rules.get("scaling"), rules.get("sliding_window")

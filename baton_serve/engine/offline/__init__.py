@@ -1,7 +1,7 @@
-"""The offline API: a model in this process, asked in Python, without router or network. vLLM's names.
+"""The offline API: runs a model in this process and is called from Python, without router or network. Names are vLLM's.
 
-Modules: `params` and `outputs` (what goes in and comes out), `prompts` and `text` (text to token ids and back),
-`opening` (a folder and its arguments), `writing`, `answers` and `beams` (requests of text on an engine), `vectors` (the
-other engine driven to the end), `lora` (which adapter answers), `llm_engine`, `async_engine`, `llm`. Import `LLM`,
-`LLMEngine`, `AsyncLLMEngine`, `EngineArgs`, `SamplingParams`, `BeamSearchParams` and `LoRARequest` from `engine`.
+Modules: `params` and `outputs` (types of input and output), `prompts` (forms of a prompt), `engine_args` (arguments and
+the model's folder), `request_runner`, `output_builder` and `beams` (requests and their answers on an `Engine`),
+`pooler` (embeddings and scores on a `PoolingEngine`), `lora` (adapters of requests), `llm_engine`, `async_engine` and
+`llm` (the public classes). Import the public classes from `baton_serve.engine`.
 """

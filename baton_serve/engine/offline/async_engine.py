@@ -1,4 +1,8 @@
-"""`AsyncLLMEngine`: the same for coroutines. The engine lives in a thread of its own, and nobody else touches it."""
+"""`AsyncLLMEngine`: an `LLMEngine` for coroutines. The engine runs in a thread of its own, and only this thread uses
+it.
+
+Coroutines send it functions through a queue; it sends outputs back with `call_soon_threadsafe`.
+"""
 
 import asyncio
 import contextlib
@@ -23,24 +27,27 @@ _Notify = Callable[[_Update], None]
 
 
 class AsyncLLMEngine:
-    """`engine = AsyncLLMEngine.from_engine_args(EngineArgs("/models/llama"))`, and `shutdown` at the end."""
+    """vLLM's asynchronous engine: `AsyncLLMEngine.from_engine_args(EngineArgs("/models/llama"))`. Call `shutdown` at
+    the end.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Owns `engine` from now on."""
+        """Take over `engine`, which is closed at the end, and start its thread."""
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Notify] = {}
         self._closing = threading.Lock()
         self._is_closed = False
-        """Nobody obeys orders any more; under `_closing`."""
+        """The thread accepts no more commands. Guarded by `_closing`."""
         self._is_over = False
+        """The loop must end. Written by the engine thread only."""
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLMEngine":
-        """Raises `engine.errors`."""
+        """Load the model. Raises the same errors as `LLMEngine()`."""
         return cls(LLMEngine.from_engine_args(engine_args))
 
     async def generate(
@@ -52,13 +59,16 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """All that is written so far, whenever there is more. Whoever stops listening ends the request. Raises as
-        `LLMEngine.add_request`, and `EngineError` where it fails later or is aborted."""
+        """Yield the whole answer so far, whenever there are new tokens.
+
+        Closing the generator ends the request. Raises what `LLMEngine.add_request` raises, and `EngineError` if the
+        request fails later or is aborted.
+        """
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[_Update] = asyncio.Queue()
 
         def notify(one: _Update) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody listens
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits for the output
                 loop.call_soon_threadsafe(news.put_nowait, one)
 
         def add() -> None:
@@ -78,19 +88,19 @@ class AsyncLLMEngine:
             self._send_command(lambda: self._end(request_id, notify))
 
     async def abort(self, request_id: str) -> None:
-        """Its `generate` raises `EngineError`. One that has ended, or never was, is left alone."""
+        """End a request, whose `generate` then raises `EngineError`. An id that is unknown or has ended is ignored."""
         self._send_command(lambda: self._abort(request_id))
 
     async def check_health(self) -> None:
-        """Raises `EngineError` when nothing can be asked any more."""
+        """Return if the engine can take requests. Raises `EngineError` if it has failed or was shut down."""
         self._check()
 
     async def get_tokenizer(self) -> Any:
-        """Of transformers."""
+        """Return the tokenizer, of transformers."""
         return self._engine.get_tokenizer()
 
     def shutdown(self) -> None:
-        """Requests that are still written fail. Twice is once."""
+        """End the thread and close the engine. Running requests fail with `EngineError`. Further calls do nothing."""
         self._send_command(self._stop)
         self._thread.join()
 
@@ -101,14 +111,15 @@ class AsyncLLMEngine:
             raise EngineError("the engine was shut down")
 
     def _send_command(self, command: Callable[[], None]) -> bool:
-        """False: the thread has ended."""
+        """Queue a function for the engine thread. Return False if the thread has ended."""
+        # Without the lock a command could be queued after the thread has emptied the queue, and never run.
         with self._closing:
             if not self._is_closed:
                 self._commands.put(command)
             return not self._is_closed
 
     def _run(self) -> None:
-        """The thread's life."""
+        """Run commands and steps until `shutdown` or a failure, then fail what is left and close the engine."""
         try:
             while not self._is_over:
                 self._run_commands()
@@ -124,18 +135,20 @@ class AsyncLLMEngine:
             self._listeners.clear()
             with self._closing:
                 self._is_closed = True
+            # Callers that queued a command before `_is_closed` was set still wait for an answer.
             while not self._commands.empty():
                 self._commands.get()()
             self._engine.close()
 
     def _run_commands(self) -> None:
-        """All orders that are there; without any work, the next one is waited for."""
+        """Run all queued commands. Without any request, wait for the next command."""
         while not self._engine.has_unfinished_requests() or not self._commands.empty():
             self._commands.get()()
             if self._is_over:
                 return
 
     def _step(self) -> None:
+        """Run one step, and send each request its new output or its error."""
         stepped = self._engine.advance()
         for request_id, error in stepped.failed.items():
             self._listeners.pop(request_id)(error)
@@ -146,16 +159,17 @@ class AsyncLLMEngine:
             self._listeners.pop(request_id)(self._engine.take(request_id))
 
     def _begin(self, request_id: str, add: Callable[[], None], notify: _Notify) -> None:
+        """Add a request. If this fails, send the error to its caller."""
         try:
             self._check()
             add()
-        except Exception as exc:  # noqa: BLE001 - the request ends with it, and its caller hears of it
+        except Exception as exc:  # noqa: BLE001 - it ends this request only, and is raised in its `generate`
             notify(exc)
         else:
             self._listeners[request_id] = notify
 
     def _end(self, request_id: str, notify: _Notify) -> None:
-        """Unless it has ended, or another has its id by now."""
+        """End a request whose generator was closed, unless it has ended already or another one uses its id now."""
         if self._listeners.get(request_id) is notify:
             del self._listeners[request_id]
             self._engine.abort_request(request_id)

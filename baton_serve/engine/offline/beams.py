@@ -1,4 +1,4 @@
-"""The beams of one request: each step asks the engine for one token after each of them. See `contracts.beam_search`."""
+"""Beam search for one request: each step asks the engine for one token after each beam. See `contracts.beam_search`."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,13 @@ from baton_serve.engine.offline.params import SamplingParams
 
 
 class RequestBeams:
+    """The beams of one request, and the engine's outputs for the current step of the search."""
+
     def __init__(self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, eos: frozenset[int]) -> None:
-        """`eos`: tokens that end a sequence of this model."""
+        """Start a search after a prompt of `num_prompt_tokens`.
+
+        `eos` are the tokens that end a sequence of this model.
+        """
         stop_ids = frozenset(params.stop_token_ids or ())
         rules = BeamRules(
             width=params.width,
@@ -25,15 +30,21 @@ class RequestBeams:
 
     @property
     def num_alternatives(self) -> int:
-        """Log-probabilities that every question asks for."""
+        """Number of most likely tokens that the engine must return after each beam."""
         return max(2 * self._params.width, self._params.logprobs or 0)
 
     def questions(self) -> list[list[int]]:
-        """What comes after the prompt and these? Empty: the search is over."""
+        """Return the tokens after the prompt of each running beam, to be continued by one token.
+
+        Empty: the search is over.
+        """
         return [beam.token_ids for beam in self._search.running]
 
     def add_output(self, question: int, answer: TokenLogprobs) -> bool:
-        """True: that was the last of this step, and there are new questions, or none."""
+        """Record the engine's output after beam `question`. Return True if it was the last of this step.
+
+        The search has then advanced: `questions` returns the new beams, or nothing at the end.
+        """
         self._outputs[question] = answer
         if len(self._outputs) < len(self._search.running):
             return False
@@ -42,7 +53,8 @@ class RequestBeams:
         return True
 
     def answers(self) -> Sequence[GeneratedSequence]:
-        """The best first, as soon as the search is over."""
+        # The search asks for more alternatives than the caller: leave out the rest.
+        """Return the best beams, the best first. Call it when the search is over."""
         wanted = self._params.logprobs or 0
         return [
             GeneratedSequence(

@@ -1,4 +1,4 @@
-"""A model's folder and the arguments of vLLM's LLM to what an engine is made of."""
+"""Turns vLLM's arguments and a model's folder into the config, tokenizer and defaults of an engine."""
 
 import json
 from dataclasses import dataclass, fields
@@ -19,12 +19,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "quantization": (None,),
     "tokenizer_mode": ("auto",),
 }
-"""Arguments of vLLM's LLM that mean nothing here, with the values that ask for nothing."""
+"""Arguments of vLLM's `LLM` that this engine does not have, with the values that can be ignored."""
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}
+"""vLLM's names of fields that `EngineConfig` calls differently."""
 
 
 class EngineArgs:
-    """`options` are those of `EngineConfig`, under vLLM's names."""
+    """Arguments of an engine. `options` are the fields of `EngineConfig`, and vLLM's names for them."""
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
         self.model = model
@@ -34,7 +35,10 @@ class EngineArgs:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """`tokenizer` is one of transformers; `defaults` is what the model's own generation_config.json says."""
+    """The result of opening a model's folder; no weight is loaded yet.
+
+    `tokenizer` is of transformers, and `defaults` come from the model's generation_config.json.
+    """
 
     config: EngineConfig
     tokenizer: Any
@@ -43,7 +47,7 @@ class OpenedModel:
 
 
 def open_model(args: EngineArgs) -> OpenedModel:
-    """Raises `engine.errors`."""
+    """Read the tokenizer and the kind of a model. Raises `ConfigError` or `ModelError`."""
     config = _config(args.model, args.options)
     return OpenedModel(
         config=config,
@@ -54,32 +58,33 @@ def open_model(args: EngineArgs) -> OpenedModel:
 
 
 def _config(model: str, options: dict[str, Any]) -> EngineConfig:
-    """Raises `ConfigError` for a name that nobody knows, or a value that is not served."""
+    """Return the config. Raises `ConfigError` for an unknown argument or an unsupported value."""
     known = {entry.name for entry in fields(EngineConfig)}
     values: dict[str, Any] = {}
     for given, value in options.items():
         name = ALIASES.get(given, given)
-        if given == "swap_space":
+        if given == "swap_space":  # vLLM's is in GiB
             name, value = "host_kv_bytes", int(value * (1 << 30))
         if name in known:
             values[name] = value
         elif name not in NEUTRAL:
-            raise ConfigError(f"LLM: unknown argument {given!r}; known are {', '.join(sorted(known))}")
+            raise ConfigError(f"LLM: unknown argument {given!r}; known arguments are {', '.join(sorted(known))}")
         elif value not in NEUTRAL[name]:
             raise ConfigError(f"LLM: {given}={value!r} is not supported by this engine")
     return EngineConfig(model=model, **values)
 
 
 def _tokenizer(folder: str, config: EngineConfig) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # takes seconds: import it only when a model is opened
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"{folder} has no tokenizer that can be used: {exc}") from exc
+        raise ConfigError(f"cannot load a tokenizer from {folder}: {exc}") from exc
 
 
 def _defaults(folder: Path) -> Defaults:
+    """Read the sampling defaults of a model; empty if its folder states none."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return Defaults()

@@ -1,4 +1,4 @@
-"""`LLM`: a model in this process. Everything runs in the caller's thread, and outputs come in the order of inputs."""
+"""`LLM`: a model in this process. All work runs in the caller's thread; outputs have the order of the inputs."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -36,10 +36,17 @@ Messages = list[dict[str, Any]]
 
 
 class LLM:
-    """`with LLM("/models/llama") as llm: llm.generate("Hello")`."""
+    """A model in this process that answers lists of prompts: `LLM("/models/llama").generate("Hello")`.
+
+    Use it as a context manager or call `close` at the end. Not thread-safe.
+    """
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
-        """`options` are those of `EngineConfig`, under vLLM's names. Raises `engine.errors`."""
+        """Load the model, which takes seconds to minutes.
+
+        `options` are the fields of `EngineConfig` and vLLM's names for them. Raises `ConfigError`, `ModelError`,
+        `CapacityError` or `AdapterError`.
+        """
         found = open_model(EngineArgs(model, tokenizer=tokenizer, **options))
         self._tokenizer = found.tokenizer
         self._defaults = found.defaults
@@ -49,7 +56,7 @@ class LLM:
             self._engine: LLMEngine | PoolingEngine = LLMEngine(found)
         else:
             if found.config.enable_lora:
-                raise ConfigError("enable_lora: adapters change models that write text; this one answers with vectors")
+                raise ConfigError("enable_lora: LoRA adapters are supported for models that generate text only")
             self._engine = PoolingEngine(found.config, found.kind)
             self._reader = OfflinePooler(self._engine, self._tokenizer)
 
@@ -63,8 +70,11 @@ class LLM:
         lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continues prompts. `sampling_params` and `lora_request` are one for all, or one for each. Raises
-        `RequestError`, `ConfigError`, `AdapterError`."""
+        """Generate an answer for each prompt.
+
+        `sampling_params` and `lora_request` are one for all prompts, or a list with one for each. Lower values of
+        `priority` run first. Raises `RequestError`, `ConfigError` or `AdapterError`; then no prompt is answered.
+        """
         given = _given(prompts, prompt_token_ids)
         chosen = self._params(sampling_params, len(given))
         return self._write(given, chosen, use_tqdm, lora_request, priority, add_special_tokens=True)
@@ -77,8 +87,10 @@ class LLM:
         lora_request: LoRARequests = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The most likely answers that a search by `beam_width` beams finds. Raises as `generate`; `max_logprobs` must
-        be twice the width."""
+        """Search the most likely answers with `beam_width` beams.
+
+        `max_logprobs` of the model must be at least twice the width. Raises the same errors as `generate`.
+        """
         given = parse_prompts(prompts)
         written = self._write(
             given, [params.sampling()] * len(given), use_tqdm, lora_request, None, add_special_tokens=True
@@ -98,7 +110,10 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several. Raises as `generate`, and `ConfigError` without a chat template."""
+        """Answer one conversation or several, formatted with the model's chat template.
+
+        Raises the same errors as `generate`, and `ConfigError` without a chat template or a message has images.
+        """
         chats: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         check_chats(chats)
         if chat_template is None and self._tokenizer.chat_template is None:
@@ -116,6 +131,7 @@ class LLM:
             for chat in chats
         ]
         chosen = self._params(sampling_params, len(texts))
+        # The template has written the special tokens already; the tokenizer would add a second BOS token.
         given = [ParsedPrompt(text, None) for text in texts]
         return self._write(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
 
@@ -128,8 +144,11 @@ class LLM:
         pooling_task: pooling.PoolingTask | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """What the model makes of each input: an embedding, the scores of classes, or with `token_embed` a row for
-        each token."""
+        """Return the pooled output of each input: an embedding, or the scores of classes.
+
+        With the task `token_embed` each output has one row per token. Without `pooling_task` the model's first task is
+        used. Raises `ConfigError` or `RequestError`.
+        """
         params = pooling_params or PoolingParams()
         inputs = self._inputs(_given(prompts, prompt_token_ids), params.truncate_prompt_tokens)
         task = pooling_task or self._vectors().engine.profile.tasks[0]
@@ -139,6 +158,7 @@ class LLM:
     def embed(
         self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
+        """Return one embedding for each prompt. Raises `ConfigError` if the model computes none."""
         params = pooling_params or PoolingParams()
         inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
         found = self._read(inputs, "embed", params, use_tqdm)
@@ -147,6 +167,7 @@ class LLM:
     def classify(
         self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
     ) -> list[ClassificationRequestOutput]:
+        """Return the probability of each class for each prompt. Raises `ConfigError` if the model has no classifier."""
         params = pooling_params or PoolingParams()
         inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
         found = self._read(inputs, "classify", params, use_tqdm)
@@ -160,33 +181,38 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """How well texts match: one to one, one to many, or in pairs. Of an embedding model it is the cosine."""
+        """Return how well texts match: one to one, one to many, or in pairs.
+
+        A cross-encoder scores each pair; of an embedding model the score is the cosine. Raises `ConfigError` if the
+        numbers of texts do not fit, or if the model computes neither.
+        """
         first, second = _paired(text_1, text_2)
         reader = self._vectors()
         if "embed" in reader.engine.profile.tasks:
             return self._cosines(first, second, truncate_prompt_tokens, use_tqdm)
         if len(reader.engine.profile.labels) != 1:
-            raise ConfigError(f"this model tells {len(reader.engine.profile.labels)} classes apart: use classify")
+            raise ConfigError(f"score needs 1 class, not {len(reader.engine.profile.labels)}: use classify")
         inputs = reader.pairs(first, second, truncate_prompt_tokens)
         found = self._read(inputs, "classify", PoolingParams(), use_tqdm)
         return _outputs(inputs, [ScoringOutput(float(vector)) for vector in found])
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """What writes. Raises `ConfigError` for a model that does not."""
+        """The engine that generates text. Raises `ConfigError` for a pooling model."""
         if not isinstance(self._engine, LLMEngine):
-            raise ConfigError("this model answers with vectors: use embed, classify, score or encode")
+            raise ConfigError("this is a pooling model: use embed, classify, score or encode")
         return self._engine
 
     def get_tokenizer(self) -> Any:
-        """Of transformers."""
+        """Return the tokenizer, of transformers."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults, with what the model's generation_config.json says instead."""
+        """Return vLLM's defaults, changed by the model's generation_config.json."""
         return self._defaults.params()
 
     def close(self) -> None:
+        """Free the model and its memory."""
         self._engine.close()
 
     def __enter__(self) -> "LLM":
@@ -207,7 +233,10 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        """In the order of the prompts. Raises `RequestError` for one that cannot be served, before any is."""
+        """Add all prompts, run the engine until they have ended, and return their outputs in the order of the prompts.
+
+        Raises `RequestError` for a prompt that cannot be served, before any prompt is computed.
+        """
         engine = self.llm_engine
         if priority is not None and len(priority) != len(given):
             raise ConfigError(f"priority has {len(priority)} entries for {len(given)} prompts")
@@ -228,10 +257,12 @@ class LLM:
             with PromptProgressBar(len(ids), shown=use_tqdm) as progress:
                 written = self._written(engine, set(ids), progress)
         finally:
+            # Ids that have ended already are ignored. After an error this ends all other requests of the call.
             engine.abort_request(ids)
         return [written[request_id] for request_id in ids]
 
     def _written(self, engine: LLMEngine, running: set[str], progress: PromptProgressBar) -> dict[str, RequestOutput]:
+        """Step the engine until all requests of `running` have ended. Raises the error of the first that fails."""
         found: dict[str, RequestOutput] = {}
         while len(found) < len(running):
             stepped = engine.advance()
@@ -243,6 +274,7 @@ class LLM:
         return found
 
     def _beams(self, output: RequestOutput, *, include_end: bool) -> BeamSearchOutput:
+        """Convert an answer of `n` sequences to beams. `include_end` keeps the token that ended a beam."""
         sequences: list[BeamSearchSequence] = []
         for found in output.outputs:
             assert found.logprobs is not None and found.cumulative_logprob is not None
@@ -277,7 +309,7 @@ class LLM:
 
     def _vectors(self) -> OfflinePooler:
         if self._reader is None:
-            raise ConfigError("this model writes text: use generate or chat, or load it with task='embed'")
+            raise ConfigError("this model generates text: use generate or chat, or load it with task='embed'")
         return self._reader
 
     def _inputs(self, given: Sequence[ParsedPrompt], truncate: int | None) -> list[pooling.PoolingInput]:
@@ -292,6 +324,8 @@ class LLM:
     def _cosines(
         self, first: Sequence[str], second: Sequence[str], truncate: int | None, shown: bool
     ) -> list[ScoringRequestOutput]:
+        # Compute the embedding of a text that is in several pairs only once.
+        """Score each pair by the cosine of its embeddings."""
         texts = list(dict.fromkeys([*first, *second]))
         inputs = dict(zip(texts, self._inputs([ParsedPrompt(text, None) for text in texts], truncate), strict=True))
         found = dict(zip(texts, self._read(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
@@ -310,15 +344,16 @@ def _outputs(inputs: Sequence[pooling.PoolingInput], found: Sequence[Any]) -> li
 
 def _given(prompts: Prompts | None, prompt_token_ids: list[int] | list[list[int]] | None) -> list[ParsedPrompt]:
     if (prompts is None) == (prompt_token_ids is None):
-        raise ConfigError("give prompts, or prompt_token_ids as older code does")
+        raise ConfigError("give either prompts or prompt_token_ids")
     return parse_prompts(prompts if prompts is not None else cast(Prompts, prompt_token_ids))
 
 
 def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return two lists of equal length; a single first text is repeated. Raises `ConfigError` for other lengths."""
     first = [text_1] if isinstance(text_1, str) else list(text_1)
     second = [text_2] if isinstance(text_2, str) else list(text_2)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
-        raise ConfigError(f"score: {len(first)} and {len(second)} texts; it must be 1 and 1, 1 and N, or N and N")
+        raise ConfigError(f"score: {len(first)} and {len(second)} texts; give 1 and 1, 1 and N, or N and N")
     return first, second

@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests that come and go while others are written. Its owner steps it, from one thread."""
+"""`LLMEngine`: accepts requests while others are running. Its owner calls `step` in a loop, from one thread."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -16,18 +16,22 @@ from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRun
 
 
 class LLMEngine:
-    """`engine = LLMEngine.from_engine_args(EngineArgs("/models/llama"))`."""
+    """vLLM's engine interface: `engine = LLMEngine.from_engine_args(EngineArgs("/models/llama"))`.
+
+    Not thread-safe; `AsyncLLMEngine` runs one in a thread of its own. `LLM` uses the same class.
+    """
 
     def __init__(self, model: OpenedModel) -> None:
-        """Loads it. Raises `engine.errors`."""
+        """Load the model. Raises `ConfigError`, `ModelError`, `CapacityError` or `AdapterError`."""
         config = model.config
         if model.kind != "generate":
-            raise ConfigError("this model answers with vectors: use LLM and its embed, classify, score or encode")
+            raise ConfigError("this is a pooling model: use LLM and its embed, classify, score or encode")
         self.tokenizer = model.tokenizer
         self._defaults = model.defaults
         self._enable_lora = config.enable_lora
         self._engine = Engine(config)
         self._writer = RequestRunner(self._engine, self.tokenizer, seed=config.seed)
+        # Adapters of `lora_modules` stay loaded, so they take slots that requests cannot use.
         most = config.max_adapters - len(config.lora_modules)
         self._adapters = RequestedAdapters(self._engine.adapters, most=most)
         self._outputs: list[RequestOutput] = []
@@ -35,6 +39,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        """Open the model's folder and load the model. Raises the same errors as `LLMEngine()`."""
         return cls(open_model(engine_args))
 
     def add_request(
@@ -46,7 +51,10 @@ class LLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
-        """Raises `RequestError`, `ConfigError` or `AdapterError`, and nothing is left of it then."""
+        """Queue one prompt. Without `params` use the model's defaults. Lower values of `priority` run first.
+
+        Raises `RequestError`, `ConfigError` or `AdapterError`; then the request is not added.
+        """
         given = parse_prompts(prompt)
         if len(given) != 1:
             raise ConfigError("add_request takes one prompt")
@@ -62,7 +70,10 @@ class LLMEngine:
         priority: int = 0,
         add_special_tokens: bool = True,
     ) -> None:
-        """As `add_request`."""
+        """Queue a parsed prompt, as `add_request` does.
+
+        `add_special_tokens` False is for texts of a chat template, which contains the special tokens already.
+        """
         fingerprint = self.load_adapters([lora_request])[0]
         ids = prompt.token_ids
         if ids is None:
@@ -74,54 +85,62 @@ class LLMEngine:
         )
 
     def load_adapters(self, asked: Sequence[LoRARequest | None]) -> list[str]:
-        """Their fingerprints: room is made for all of them. Raises `ConfigError` or `AdapterError`."""
+        """Load the adapters of a call together, and return their fingerprints ("" for None).
+
+        Loading one after another could evict one that the same call needs. Raises `ConfigError` or `AdapterError`.
+        """
         if any(asked) and not self._enable_lora:
             raise ConfigError("lora_request needs enable_lora=True")
         return self._adapters.fingerprints(asked)
 
     def step(self) -> list[RequestOutput]:
-        """Requests that have something new, each with all that it has written so far. Raises `EngineError` for one that
-        failed; the others go on with the next step."""
+        """Run one step, and return the requests with new tokens, each with its whole answer so far.
+
+        Raises `EngineError` for a request that failed. Outputs of the others are kept and returned by the next call.
+        """
         stepped = self.advance()
         self._outputs += [self.look(request_id) for request_id in stepped.changed]
         self.abort_request(stepped.ended)
         self._failures += stepped.failed.values()
+        # One error per call: vLLM's interface has no other way to report several failed requests.
         if self._failures:
             raise self._failures.pop(0)
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def advance(self) -> StepChanges:
-        """One step, for a caller that takes what has ended with `take`."""
+        """Run one step without building outputs, for callers that use `look` and `take`."""
         return self._writer.step() if self._writer.has_requests else StepChanges()
 
     def look(self, request_id: str) -> RequestOutput:
-        """What it has written so far."""
+        """Return the answer of a request so far. The request must be known."""
         return self._writer.output(RequestId(request_id))
 
     def take(self, request_id: str) -> RequestOutput:
-        """What it has written; it is forgotten then."""
+        """Return the answer of a request and forget the request."""
         output = self.look(request_id)
         self.abort_request(request_id)
         return output
 
     def abort_request(self, request_id: str | Sequence[str]) -> None:
-        """Those that have ended, or never were, are left alone."""
+        """End requests in any state. Ids that are unknown or have ended are ignored."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             self._writer.forget(RequestId(one))
 
     def has_unfinished_requests(self) -> bool:
+        """Return whether `step` has something to do or to report."""
         return self._writer.has_requests or bool(self._outputs or self._failures)
 
     def get_tokenizer(self) -> Any:
-        """Of transformers."""
+        """Return the tokenizer, of transformers."""
         return self.tokenizer
 
     def default_params(self) -> SamplingParams:
-        """vLLM's defaults, with what the model's generation_config.json says instead."""
+        """Return vLLM's defaults, changed by the model's generation_config.json."""
         return self._defaults.params()
 
     def close(self) -> None:
+        """Free the model and its memory."""
         self._engine.close()
 
     def __enter__(self) -> "LLMEngine":

@@ -1,4 +1,4 @@
-"""Which adapter answers a prompt: vLLM's `LoRARequest`, and the adapters that such requests have loaded so far."""
+"""LoRA adapters of the offline API: vLLM's `LoRARequest`, and the adapters that such requests have loaded so far."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,17 @@ from baton_serve.engine.model.lora.loaded import LoadedAdapters
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """`lora_path` is a folder as PEFT writes it. `lora_int_id` and `lora_name` each stand for one adapter."""
+    """Names the adapter that a prompt uses. `lora_path` is a folder as PEFT writes it.
+
+    `lora_int_id` and `lora_name` must each stand for the same adapter in all requests.
+    """
 
     lora_name: str
     lora_int_id: int
     lora_path: str
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError`."""
+        """Check the fields. Raises `ConfigError`."""
         if self.lora_int_id < 1:
             raise ConfigError(f"LoRARequest: lora_int_id is {self.lora_int_id}; it must be at least 1")
         if not (self.lora_name and self.lora_path):
@@ -24,37 +27,42 @@ class LoRARequest:
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""One for all prompts, or one for each; None: the model itself."""
+"""One adapter for all prompts, or a list with one for each. None: the model without adapter."""
 
 
 class RequestedAdapters:
-    """Loads an adapter when it is asked for and not there. Beyond `most`, the one asked for longest ago makes room."""
+    """Loads adapters at their first use, and unloads the least recently used one if there are more than `most`."""
 
     def __init__(self, adapters: LoadedAdapters, *, most: int) -> None:
         self._adapters = adapters
         self._most = most
         self._loaded: list[LoRARequest] = []
-        """Asked for longest ago first."""
+        """Loaded adapters, the least recently used first."""
         self._fingerprints: dict[LoRARequest, str] = {}
 
     def fingerprints(self, asked: Sequence[LoRARequest | None]) -> list[str]:
-        """Empty where no adapter is asked for. Raises `ConfigError` or `AdapterError`."""
+        """Load the missing adapters, and return the fingerprint of each; "" for None.
+
+        Raises `ConfigError` or `AdapterError`.
+        """
         if (count := len({one for one in asked if one is not None})) > self._most:
             raise ConfigError(
-                f"lora_request: one call names {count} adapters, and there is room for {self._most} (max_cpu_loras)"
+                f"lora_request: one call uses {count} adapters, but max_cpu_loras leaves room for {self._most}"
             )
         for one in asked:
-            if one in self._loaded:  # what this call needs is the last to make room
+            if one in self._loaded:  # an adapter that this call needs must not be unloaded for another of the same call
                 self._loaded.remove(one)
                 self._loaded.append(one)
         return ["" if one is None else self._fingerprint(one) for one in asked]
 
     def _fingerprint(self, asked: LoRARequest) -> str:
+        """Load an adapter if it is missing, and return its fingerprint."""
         if asked in self._loaded:
             return self._fingerprints[asked]
+        # Unloaded adapters count too: under the same name, cached KV of another adapter would be found.
         for other in self._fingerprints:
             if asked != other and (asked.lora_int_id == other.lora_int_id or asked.lora_name == other.lora_name):
-                raise ConfigError(f"lora_request: {asked} has the id or the name of another adapter, {other}")
+                raise ConfigError(f"lora_request: {asked} has the lora_int_id or lora_name of another adapter, {other}")
         if len(self._loaded) >= self._most:
             self._adapters.unload(self._loaded.pop(0).lora_name)
         self._adapters.load(asked.lora_name, asked.lora_path)

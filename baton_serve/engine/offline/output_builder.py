@@ -1,4 +1,4 @@
-"""One answer while it grows, and as its caller sees it."""
+"""Collects the tokens of a request's sequences and builds the outputs that the caller sees: text, logprobs, reasons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from baton_serve.engine.offline.params import SamplingParams
 
 
 class IncrementalTokenizer(Protocol):
-    """A tokenizer of transformers."""
+    """The part of a transformers tokenizer that `StopSearch` uses."""
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool
@@ -18,14 +18,14 @@ class IncrementalTokenizer(Protocol):
 
 
 class StopMatch(NamedTuple):
-    """`text` ends where the stop string `matched` begins, or after it."""
+    """A stop string that was found, and the text up to it; with `include_stop_str_in_output`, up to its end."""
 
     text: str
     matched: str
 
 
 class StopSearch:
-    """The text of one sequence while it grows, searched for stop strings."""
+    """Searches the growing text of one sequence for stop strings."""
 
     def __init__(
         self, stops: Sequence[str], *, include: bool, tokenizer: IncrementalTokenizer, skip_special_tokens: bool
@@ -37,14 +37,19 @@ class StopSearch:
         self._ids: list[int] = []
         self._text = ""
         self._prefix = self._read = 0
-        """Ids before `_read` are in the text; decoding begins at `_prefix`, for tokens that depend on those before."""
+        """Number of ids whose text is in `_text`.
+
+        Decoding starts at id `_prefix`, because the text of a token can depend on the tokens before it.
+        """
 
     def push(self, token_id: int) -> StopMatch | None:
-        """The earliest stop string that the text has now."""
+        """Append a token, and return the earliest stop string in the text, or None."""
         self._ids.append(token_id)
         known, grown = self._decode(self._prefix, self._read), self._decode(self._prefix, len(self._ids))
+        # An incomplete UTF-8 character decodes to U+FFFD. Wait for the token that completes it.
         if len(grown) <= len(known) or grown.endswith(_BROKEN):
             return None
+        # A stop string can begin in the old text, at most its length less one before the new text.
         searched = max(0, len(self._text) - max(map(len, self._stops)) + 1)
         self._text += grown[len(known) :]
         self._prefix, self._read = self._read, len(self._ids)
@@ -61,11 +66,15 @@ class StopSearch:
 
 
 _BROKEN = "�"
+"""The character that stands for bytes which are not valid UTF-8, or not yet."""
 
 
 @dataclass(slots=True)
 class GeneratedSequence:
-    """`token_ids` include the token that ended it. `search` looks for stop strings, where any were named."""
+    """The tokens of one sequence so far. `token_ids` include the token that ended it.
+
+    `search` is None if the request has no stop strings; `stop` is the one that was found.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -76,17 +85,18 @@ class GeneratedSequence:
 
     @property
     def cumulative(self) -> float:
-        """The sum of the log-probabilities of its tokens, where they were asked for."""
+        """Sum of the log-probabilities of the tokens; 0 if they were not requested."""
         return sum(token.chosen.logprob for token in self.logprobs)
 
 
 class OutputBuilder:
-    """Answers in words, by a tokenizer of transformers."""
+    """Builds outputs with the tokenizer. One for all requests of an engine."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def begin(self, params: SamplingParams) -> GeneratedSequence:
+        """Return an empty sequence, with a search for stop strings if there are any."""
         if not params.stops:
             return GeneratedSequence()
         search = StopSearch(
@@ -98,7 +108,11 @@ class OutputBuilder:
         return GeneratedSequence(search=search)
 
     def shown(self, answers: Sequence[GeneratedSequence], params: SamplingParams) -> list[CompletionOutput]:
-        """As many as are wanted. Where more were written, the most likely first, and none before all have ended."""
+        """Return the outputs of the `n` best sequences.
+
+        If more than `n` were generated, the most likely come first, and the list is empty until all have ended: before,
+        the choice could change.
+        """
         chosen = list(answers)
         if params.use_beam_search or len(chosen) > params.n:
             if any(answer.finish_reason is None for answer in chosen):
@@ -108,13 +122,14 @@ class OutputBuilder:
         return [self._completion(index, answer, params) for index, answer in enumerate(chosen)]
 
     def named(self, token: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token, and the likeliest."""
+        """Return the logprobs of the chosen token and of the most likely ones, by token id."""
         return {
             entry.token_id: Logprob(entry.logprob, entry.rank, self._tokenizer.decode([entry.token_id]))
             for entry in [token.chosen, *token.top]
         }
 
     def _completion(self, index: int, answer: GeneratedSequence, params: SamplingParams) -> CompletionOutput:
+        """Build the output of one sequence."""
         stop_token = answer.stop_token_id
         reason: int | str | None = stop_token if stop_token in (params.stop_token_ids or ()) else None
         logprobs: Logprobs | None = None
@@ -131,7 +146,7 @@ class OutputBuilder:
         )
 
     def _text(self, answer: GeneratedSequence, params: SamplingParams) -> str:
-        """Of one that still grows only what can no longer change."""
+        """Return the text of a sequence. While it runs, leave out the end that may still change."""
         if answer.stop is not None:
             return answer.stop.text
         hides_last = answer.stop_token_id is not None and not params.include_stop_str_in_output
@@ -142,5 +157,6 @@ class OutputBuilder:
         )
         if answer.finish_reason is not None:
             return text
+        # The last characters may be the beginning of a stop string, and an incomplete character is not text yet.
         held = max(map(len, params.stops), default=1) - 1
         return text.rstrip(_BROKEN)[: -held or None]

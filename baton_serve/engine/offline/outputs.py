@@ -1,4 +1,4 @@
-"""What comes out. Names are vLLM's."""
+"""Outputs of the offline API. Names are vLLM's."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -12,17 +12,23 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
+    """The log-probability of a token, its rank among all tokens (1 is the most likely) and its text."""
+
     logprob: float
     rank: int
     decoded_token: str
 
 
 Logprobs = list[dict[int, Logprob]]
+"""One dict for each position, by token id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """`token_ids` include the token that ended it; `text` does not. `stop_reason` is a stop string or token."""
+    """One generated sequence. `token_ids` include the token that ended it; `text` does not.
+
+    `finish_reason` is None while the sequence is running. `stop_reason` is the stop string or stop token that ended it.
+    """
 
     index: int
     text: str
@@ -35,6 +41,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
+    """The answer to one prompt.
+
+    `outputs` has one entry for each of the `n` sequences; `finished`: all of them have ended.
+    """
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
@@ -47,7 +58,10 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """`tokens` and `text` begin with the prompt. `cum_logprob` is of the tokens after it, an end of sequence too."""
+    """One beam.
+
+    `tokens` and `text` begin with the prompt; `cum_logprob` sums over the tokens after it, with the end token.
+    """
 
     tokens: list[int]
     text: str
@@ -60,41 +74,49 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """The best first."""
+    """The beams of one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
+    """The embedding of one input."""
+
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
+    """The probability of each class, in the order of the model's labels."""
+
     probs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
+    """How well two texts match."""
+
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """`data` float32: a vector, or one row for each token."""
+    """The vectors that the model returns for one input: `data` is float32, a vector or one row for each token."""
 
     data: Tensor
 
     @property
     def embedding(self) -> list[float]:
-        """The vector as numbers, as older versions of vLLM named it."""
+        """`data` as a list, for code that was written for older versions of vLLM."""
         found: list[float] = self.data.tolist()
         return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRequestOutput(Generic[D]):
+    """The output of a pooling model for one input."""
+
     request_id: str
     outputs: D
     prompt_token_ids: list[int]

@@ -1,4 +1,4 @@
-"""What may be asked of an answer. Names, defaults and ranges are vLLM's."""
+"""Parameters of a request of the offline API. Names, defaults and ranges are vLLM's."""
 
 from dataclasses import dataclass, field, fields
 
@@ -12,10 +12,10 @@ UNSERVED = {
     "guided_decoding": (None,),
     "structured_outputs": (None,),
 }
-"""Parameters that this engine does not know, with the values that ask for nothing."""
+"""Parameters that this engine does not support, with the values that leave them unused."""
 
 BEAM_SEARCH_ONLY = {"length_penalty": (1.0, 1), "early_stopping": (False,)}
-"""What is said of a search for beams alone, with the values that ask for nothing."""
+"""Parameters that only beam search uses, with the values that leave them unused."""
 
 WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
     "temperature": (0.0, 0),
@@ -30,13 +30,20 @@ WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,),
     "stop": (None, [], ""),
 }
-"""Beams follow the model's own probabilities: what may be said beside `use_beam_search`."""
+"""Parameters that beam search does not support, with the values that leave them unused.
+
+Beams follow the model's own probabilities, so nothing may change these.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """`top_k` -1 or 0 is all; temperature 0 is greedy. Without `seed` one is derived from the LLM's own and the
-    request's number. `best_of` sequences are written, or that many beams searched, and the best `n` are the answer."""
+    """How the tokens of a request are sampled and when its answer ends.
+
+    `temperature` 0 is greedy; `top_k` -1 or 0 considers all tokens. Without `seed` the seed is derived from the seed of
+    the `LLM` and the number of the request. `best_of` sequences are generated (or beams searched), and the best `n` of
+    them are returned. `max_tokens` None generates up to the end of the context.
+    """
 
     n: int = 1
     best_of: int | None = None
@@ -70,14 +77,17 @@ class SamplingParams:
     structured_outputs: object = None
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for what can never be asked. Ranges are checked by the engine."""
+        """Check combinations that do not depend on the model. The engine checks ranges when the request is added.
+
+        Raises `ConfigError`.
+        """
         for name, neutral in UNSERVED.items():
             if getattr(self, name) not in neutral:
                 raise ConfigError(f"SamplingParams: {name} is not supported by this engine")
         if self.n < 1:
             raise ConfigError(f"SamplingParams: n is {self.n}; it must be at least 1")
         if self.width < self.n:
-            raise ConfigError(f"SamplingParams: best_of is {self.best_of}, less than n, {self.n}")
+            raise ConfigError(f"SamplingParams: best_of is {self.best_of}; it must be at least n ({self.n})")
         self._check_beams()
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise ConfigError("SamplingParams: truncate_prompt_tokens must be at least 1")
@@ -85,8 +95,9 @@ class SamplingParams:
             raise ConfigError("SamplingParams: stop has an empty string")
 
     def _check_beams(self) -> None:
+        """Check parameters that need or exclude beam search. Raises `ConfigError`."""
         if self.early_stopping not in (True, False, "never"):
-            raise ConfigError(f"SamplingParams: early_stopping is {self.early_stopping!r}; True, False or 'never'")
+            raise ConfigError(f"SamplingParams: early_stopping is {self.early_stopping!r}; give True, False or 'never'")
         for name, neutral in (WITHOUT_BEAMS if self.use_beam_search else BEAM_SEARCH_ONLY).items():
             value = getattr(self, name)
             if value not in neutral:
@@ -95,15 +106,19 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """How many sequences or beams are looked at."""
+        """Number of sequences that are generated, or of beams that are searched; the best `n` of them are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def stops(self) -> list[str]:
+        """Stop strings as a list; empty if there are none."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     def resolved(self, *, seed: int, room: int) -> sampling.SamplingParams:
-        """As the engine takes it. `room` is what the context leaves for the answer."""
+        """Return the parameters in the engine's own form.
+
+        `seed` is used if the request has none. `room` is the number of tokens that the context leaves for the answer.
+        """
         return sampling.SamplingParams(
             seed=seed if self.seed is None else self.seed,
             max_tokens=room if self.max_tokens is None else min(self.max_tokens, room),
@@ -119,6 +134,8 @@ class SamplingParams:
             allowed_token_ids=self.allowed_token_ids,
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=self.ignore_eos,
+            # Choosing the best `n` of `best_of` sequences takes the logprob of every chosen token, even if the caller
+            # wants none.
             logprobs=0 if self.logprobs is None and self.width > self.n else self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
@@ -126,7 +143,7 @@ class SamplingParams:
 
 @dataclass(slots=True, kw_only=True)
 class BeamSearchParams:
-    """Of `LLM.beam_search`. The search goes on until no other beam can be among the best `beam_width`."""
+    """Parameters of `LLM.beam_search`. The search ends when no running beam can become one of the best `beam_width`."""
 
     beam_width: int
     max_tokens: int
@@ -136,13 +153,14 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError`."""
+        """Check the values. Raises `ConfigError`."""
         if self.beam_width < 1:
             raise ConfigError(f"BeamSearchParams: beam_width is {self.beam_width}; it must be at least 1")
         if self.temperature != 0.0:
-            raise ConfigError("BeamSearchParams: beams follow the model's own probabilities; temperature must be 0")
+            raise ConfigError("BeamSearchParams: temperature is not 0; beams follow the model's own probabilities")
 
     def sampling(self) -> SamplingParams:
+        """Return the same search as `SamplingParams`."""
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -151,13 +169,14 @@ class BeamSearchParams:
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             length_penalty=self.length_penalty,
+            # Each step of the search looks at the 2 * width most likely continuations, as in vLLM and transformers.
             logprobs=2 * self.beam_width,
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class PoolingParams:
-    """None leaves it to the model."""
+    """Parameters of embeddings and scores. None uses the model's default."""
 
     dimensions: int | None = None
     normalize: bool | None = None
@@ -166,16 +185,17 @@ class PoolingParams:
 
 
 GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's generation_config.json may say about how it likes to be sampled."""
+"""Fields of a model's generation_config.json that change the default `SamplingParams`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Sampling where nothing is said: the model's own."""
+    """Default sampling parameters that the model's generation_config.json states."""
 
     values: dict[str, float] = field(default_factory=dict)
 
     def params(self) -> SamplingParams:
+        """Return vLLM's default `SamplingParams` with the model's own values in place."""
         known = {entry.name: entry.type for entry in fields(SamplingParams)}
         params = SamplingParams()
         for name, value in self.values.items():

@@ -1,4 +1,4 @@
-"""Inputs to vectors: adds them all to an engine and steps it until the last has come."""
+"""Runs inputs of the offline API through a `PoolingEngine`: adds all and steps it until the last is computed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +17,18 @@ from baton_serve.engine.pooling.engine import PoolingEngine
 
 
 class OfflinePooler:
+    """Tokenizes inputs and computes their vectors. Owned by `LLM`; it does not close the engine."""
+
     def __init__(self, engine: PoolingEngine, tokenizer: Any) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
         self._num_requests = 0
 
     def inputs(self, prompts: Sequence[ParsedPrompt], truncate: int | None) -> list[pooling.PoolingInput]:
-        """Cut on the right to `truncate` tokens, special tokens kept; -1 cuts to what the model takes."""
+        """Tokenize prompts.
+
+        Cut them on the right to `truncate` tokens, with special tokens kept; -1: to the model's limit.
+        """
         texts = [prompt.text for prompt in prompts if prompt.text is not None]
         read = iter(self._tokenized(texts, None, truncate))
         limit = self._limit(truncate)
@@ -33,7 +38,7 @@ class OfflinePooler:
         ]
 
     def pairs(self, first: Sequence[str], second: Sequence[str], truncate: int | None) -> list[pooling.PoolingInput]:
-        """Framed as the tokenizer frames pairs; the longer text is cut first."""
+        """Tokenize pairs of texts as the model's tokenizer joins them. Truncation cuts the longer text first."""
         return self._tokenized(first, second, truncate)
 
     def read(
@@ -43,7 +48,10 @@ class OfflinePooler:
         params: PoolingParams,
         bar: PromptProgressBar,
     ) -> list[Tensor]:
-        """Each float32, in the order of the inputs. Raises `RequestError`."""
+        """Compute one float32 tensor for each input, in their order.
+
+        Raises `RequestError` if the model does not support the task or an input, and `EngineError` if computing failed.
+        """
         if not inputs:
             return []
         engine = self.engine
@@ -53,7 +61,7 @@ class OfflinePooler:
             task=task, dimensions=params.dimensions, normalize=params.normalize, activation=params.activation
         )
         if params.dimensions is not None and not engine.profile.is_matryoshka:
-            raise ConfigError('dimensions: the model\'s config.json does not say "is_matryoshka": true')
+            raise ConfigError('dimensions needs a Matryoshka model: its config.json has no "is_matryoshka": true')
         engine.pool(request_id, list(inputs), asked)
         found: dict[int, Tensor] = {}
         try:
@@ -66,6 +74,7 @@ class OfflinePooler:
                         output.shape
                     )
                     bar.done(len(inputs[output.index].token_ids))
+        # After an error, inputs of this call may still be queued; an ended request is ignored.
         finally:
             engine.cancel(request_id)
         return [found[index] for index in range(len(inputs))]
@@ -86,14 +95,16 @@ class OfflinePooler:
         )
         types = encoded.get("token_type_ids") or [None] * len(first)
         return [
+            # Models without segments return zeros, or no token types at all. None saves the message's bytes.
             pooling.PoolingInput(ids, kinds if kinds is not None and any(kinds) else None)
             for ids, kinds in zip(encoded["input_ids"], types, strict=True)
         ]
 
     def _limit(self, truncate: int | None) -> int | None:
+        """Return the number of tokens to cut to, or None. Raises `ConfigError` for 0 or more than the model takes."""
         if truncate is None:
             return None
         longest = self.engine.max_model_len
         if truncate == 0 or truncate > longest:
-            raise ConfigError(f"truncate_prompt_tokens is {truncate}; the model takes 1..{longest} tokens, -1 for all")
+            raise ConfigError(f"truncate_prompt_tokens is {truncate}; it must be 1 to {longest}, or -1 for {longest}")
         return longest if truncate == -1 else truncate

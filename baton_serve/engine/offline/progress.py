@@ -1,4 +1,4 @@
-"""The bar that a waiting human sees: prompts done, and tokens a second."""
+"""The progress bar of `LLM`: prompts that are finished, and tokens per second."""
 
 import time
 from types import TracebackType
@@ -7,13 +7,15 @@ from tqdm import tqdm
 
 
 class PromptProgressBar:
+    """A tqdm bar over `total` prompts that also shows the rates of prompt and generated tokens."""
+
     def __init__(self, total: int, *, shown: bool) -> None:
         self._started = time.monotonic()
         self._num_read = self._num_written = 0
         self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown, dynamic_ncols=True)
 
     def done(self, num_read: int, num_written: int = 0) -> None:
-        """One more prompt, with its tokens and those of its answer."""
+        """Advance the bar by one prompt with `num_read` prompt tokens and `num_written` generated tokens."""
         self._num_read += num_read
         self._num_written += num_written
         seconds = max(time.monotonic() - self._started, 1e-9)

@@ -1,4 +1,7 @@
-"""Requests on an engine: what each has written so far. Whoever asks steps it, and forgets what has ended."""
+"""Runs requests of the offline API on an `Engine`, and collects what each has generated so far.
+
+The caller steps it, and calls `forget` for requests that have ended.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +24,10 @@ from baton_serve.engine.offline.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """`priority`: smaller runs first. `lora` is an adapter's fingerprint; empty: none."""
+    """A tokenized prompt with its parameters.
+
+    Lower values of `priority` run first. `lora` is an adapter's fingerprint; "": none.
+    """
 
     text: str | None
     token_ids: list[int]
@@ -33,7 +39,7 @@ class PreparedPrompt:
 
 @dataclass(slots=True)
 class StepChanges:
-    """Of one step: requests that have something new, those of them that have ended, and those that failed."""
+    """The results of one step: requests with new output, those of them that have ended, and requests that failed."""
 
     changed: dict[RequestId, None] = field(default_factory=dict)
     ended: list[RequestId] = field(default_factory=list)
@@ -42,7 +48,10 @@ class StepChanges:
 
 @dataclass(slots=True)
 class _Request:
-    """`asked`: the engine's own requests that work for it now, which is one unless it searches for beams."""
+    """One request of the caller.
+
+    `asked` are the ids of its running requests on the engine: one, or one for each beam.
+    """
 
     prompted: PreparedPrompt
     sampling: sampling.SamplingParams
@@ -55,10 +64,13 @@ class _Request:
 
     @property
     def has_ended(self) -> bool:
+        """True once all sequences have ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
 
 class RequestRunner:
+    """Runs the requests of one `LLMEngine`. Beam search turns a request into several short ones on the engine."""
+
     def __init__(self, engine: Engine, tokenizer: Any, *, seed: int) -> None:
         self._engine = engine
         self._words = OutputBuilder(tokenizer)
@@ -66,18 +78,19 @@ class RequestRunner:
         self._num_requests = 0
         self._requests: dict[RequestId, _Request] = {}
         self._questions: dict[RequestId, tuple[RequestId, int]] = {}
-        """Of the engine's requests: whose they are, and after which of its beams they ask."""
+        """By id on the engine: the caller's request that it belongs to, and the index of the beam that it continues."""
 
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
     def add(self, request_id: RequestId, prompted: PreparedPrompt) -> None:
-        """Raises `RequestError` for what can never be served; nothing is left of it then."""
+        """Add a request. Raises `RequestError` if it can never be served; then nothing is left of it."""
         if request_id in self._requests:
             raise RequestError("invalid", f"request id {request_id!r} is already in use")
         engine, params = self._engine, prompted.params
         num_tokens = len(prompted.token_ids)
+        # A prompt without room for an answer must still reach the engine, whose check names the limit that it exceeds.
         resolved = params.resolved(seed=self._seed + self._num_requests, room=max(1, engine.max_model_len - num_tokens))
         self._num_requests += 1
         request = _Request(prompted, resolved, [self._words.begin(params) for _ in range(params.width)])
@@ -93,16 +106,19 @@ class RequestRunner:
             raise
 
     def step(self) -> StepChanges:
-        """One step of the engine, for all."""
+        """Run one step of the engine for all requests, and return what has changed."""
         stepped = StepChanges()
         result = self._engine.step()
         for asked_id, message, code in result.failed:
+            # A request may have been forgotten by the caller while the step was running.
             if asked_id in self._questions:
                 is_invalid = code == "invalid"
                 error = RequestError(code, message) if is_invalid else EngineError(f"request {asked_id}: {message}")
                 self._fail(self._questions[asked_id][0], error, stepped)
         for first in result.first:
             request_id, _ = self._questions.get(first.request_id, (None, 0))
+            # Later steps of a beam search find the prompt in the cache. Only the first says what was cached before the
+            # request.
             if request_id is not None and (request := self._requests[request_id]).num_steps == 1:
                 request.num_cached_tokens, request.prompt_logprobs = first.cached_tokens, first.prompt_logprobs
         for output in result.tokens:
@@ -112,7 +128,7 @@ class RequestRunner:
         return stepped
 
     def output(self, request_id: RequestId) -> RequestOutput:
-        """What there is by now."""
+        """Return the output of a request so far."""
         request = self._requests[request_id]
         prompted, logprobs = request.prompted, request.prompt_logprobs
         named = self._words.named
@@ -128,13 +144,13 @@ class RequestRunner:
         )
 
     def forget(self, request_id: RequestId) -> None:
-        """Ends it, in any state; one that is not there is left alone."""
+        """End a request in any state. An unknown id is ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._end_questions(request)
 
     def _ask(self, request_id: RequestId, request: _Request) -> None:
-        """Raises `RequestError`."""
+        """Send the engine a request, or one for each running beam. Raises `RequestError`."""
         request.num_steps += 1
         if request.beams is None:
             self._add(request_id, request, request_id, 0, [], request.sampling)
@@ -142,6 +158,7 @@ class RequestRunner:
         is_first = request.num_steps == 1
         asked = _sampling_of_beams(request.sampling, request.beams.num_alternatives, is_first=is_first)
         for number, token_ids in enumerate(request.beams.questions()):
+            # The first step keeps the caller's id, so that logs and errors of the prompt show it.
             asked_id = request_id if is_first else RequestId(f"{request_id}/{request.num_steps}.{number}")
             self._add(request_id, request, asked_id, number, token_ids, asked)
 
@@ -154,6 +171,7 @@ class RequestRunner:
         written: list[int],
         asked: sampling.SamplingParams,
     ) -> None:
+        """Send the engine one request: the prompt, followed by the tokens `written` of a beam."""
         layout, prompted = self._engine.layout, request.prompted
         token_ids = prompted.token_ids + written
         work = Work(
@@ -176,12 +194,14 @@ class RequestRunner:
         self._questions[asked_id] = (request_id, number)
 
     def _take(self, output: SequenceOutput, stepped: StepChanges) -> None:
+        """Record an output of the engine. When a step of a beam search is complete, start the next."""
         request_id, number = self._questions[output.request_id]
         request = self._requests[request_id]
         if request.beams is None:
             self._extend(output, request)
         elif output.logprobs and request.beams.add_output(number, output.logprobs[0]):
             self._end_questions(request)
+            # No running beam is left when the search is over.
             if request.beams.questions():
                 try:
                     self._ask(request_id, request)
@@ -194,9 +214,10 @@ class RequestRunner:
         stepped.changed[request_id] = None
 
     def _extend(self, output: SequenceOutput, request: _Request) -> None:
+        """Append new tokens to a sequence, and end it at a stop string."""
         answer = request.answers[output.sequence]
         if answer.finish_reason is not None:
-            return  # a step that was under way when its text had ended
+            return  # the step was running already when a stop string ended the text
         for number, token_id in enumerate(output.token_ids):
             answer.token_ids.append(token_id)
             if output.logprobs is not None:
@@ -208,11 +229,13 @@ class RequestRunner:
         answer.finish_reason, answer.stop_token_id = output.finish_reason, output.stop_token_id
 
     def _fail(self, request_id: RequestId, error: EngineError, stepped: StepChanges) -> None:
+        """Forget a request and report its error instead of its output."""
         self.forget(request_id)
         stepped.changed.pop(request_id, None)
         stepped.failed[request_id] = error
 
     def _end_questions(self, request: _Request) -> None:
+        """Cancel the engine's requests for one request of the caller."""
         for asked_id in request.asked:
             self._engine.cancel(asked_id)
             self._questions.pop(asked_id, None)
@@ -222,18 +245,20 @@ class RequestRunner:
 def _sampling_of_beams(
     given: sampling.SamplingParams, num_alternatives: int, *, is_first: bool
 ) -> sampling.SamplingParams:
-    """One token after a beam, with the most likely ones at its place."""
+    """Return the parameters for one token after a beam, with its most likely alternatives."""
     return msgspec.structs.replace(
         given,
         max_tokens=1,
         logprobs=num_alternatives,
         prompt_logprobs=given.prompt_logprobs if is_first else None,
+        # The search decides itself where a beam ends. The engine must return the end token as any other.
         stop_token_ids=[],
         ignore_eos=True,
     )
 
 
 def _ends_text(output: SequenceOutput, answer: GeneratedSequence, token_id: int, min_tokens: int) -> bool:
+    """Return whether this token completes a stop string, after at least `min_tokens` tokens."""
     if answer.search is None or token_id == output.stop_token_id:
         return False
     stop = answer.search.push(token_id)

@@ -1,5 +1,6 @@
-"""Tensor parallelism: one engine over several devices of a host, a process each.
+"""Tensor parallelism: one engine over several devices of a host, with one process for each rank.
 
-Rank 0 is the engine itself: it plans, samples and speaks with the outside. The others hold their shard of weights and
-KV cache and do what rank 0's commands say. Each layer's two sums cross the ranks, and so do the logits' columns.
+Rank 0 is the engine itself: it schedules, samples and communicates. The other ranks hold their shard of the weights and
+the KV cache and execute rank 0's commands. In each layer two sums are exchanged between the ranks, and after the last
+layer the columns of the logits.
 """

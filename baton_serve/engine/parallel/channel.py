@@ -1,6 +1,7 @@
-"""Frames over a pair of connected sockets between two processes of a host: length, then bytes. Every wait has an end.
+"""Frames between two processes of a host over a pair of connected sockets: length, then bytes. Every wait has a timeout
+or ends with the other process.
 
-The other process's end ends the stream, so its death is seen at once.
+When the other process exits, its socket is closed, which is noticed at once.
 """
 
 import os
@@ -15,15 +16,17 @@ from baton_serve.engine.errors import EngineError
 T = TypeVar("T")
 
 LENGTH = struct.Struct("<I")
+"""Four bytes, little endian."""
 MAX_FRAME_BYTES = 256 << 20
+"""Largest frame in bytes. A larger length means that the stream is broken."""
 
 
 class ChannelError(EngineError):
-    """The other process is gone, is late, or sent what nobody expects."""
+    """The other process has exited, has not answered in time, or has sent something unexpected."""
 
 
 class Channel(Generic[T]):
-    """`T` is what arrives. Owns the socket."""
+    """One end of a connection; `T` is the type of received messages. Owns the socket."""
 
     def __init__(self, connection: socket.socket, arriving: object, *, send_timeout_s: float) -> None:
         connection.settimeout(send_timeout_s)
@@ -33,48 +36,53 @@ class Channel(Generic[T]):
         self._send_timeout_s = send_timeout_s
 
     def send(self, frame: bytes) -> None:
-        """What `encode` made: the same frame may go to several."""
+        """Send a frame of `encode`; one frame can be sent to several channels. Raises `ChannelError`."""
         try:
             self._socket.sendall(frame)
         except OSError as exc:
-            raise ChannelError(f"a rank takes no more commands: {exc}") from exc
+            raise ChannelError(f"cannot send a command to a rank: {exc}") from exc
 
     def encode(self, message: msgspec.Struct) -> bytes:
+        """Return a message as a frame."""
         body = self._encoder.encode(message)
         return LENGTH.pack(len(body)) + body
 
     def receive(self, timeout_s: float | None) -> T:
-        """None: as long as the other process lives, whose death ends the wait."""
+        """Return the next message. `timeout_s` None waits as long as the other process lives. Raises `ChannelError`."""
         try:
             self._socket.settimeout(timeout_s)
             (length,) = LENGTH.unpack(self._read(LENGTH.size))
             if length > MAX_FRAME_BYTES:
-                raise ChannelError(f"a frame of {length} bytes")
+                raise ChannelError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
             return self._decoder.decode(self._read(length))
         except TimeoutError as exc:
             raise ChannelError(f"a rank did not answer within {timeout_s:g} s") from exc
         except ConnectionError as exc:
             raise ChannelError("the other process has ended") from exc
         except (OSError, msgspec.DecodeError) as exc:
-            raise ChannelError(f"a rank cannot be understood: {exc}") from exc
+            raise ChannelError(f"cannot decode a message of a rank: {exc}") from exc
         finally:
             self._socket.settimeout(self._send_timeout_s)
 
     def send_descriptor(self, descriptor: int) -> None:
+        """Send an open file descriptor to the other process. The caller keeps its own."""
         socket.send_fds(self._socket, [b"\0"], [descriptor])
 
     def receive_descriptor(self) -> int:
-        """The caller owns it."""
+        """Return a descriptor that the other process has sent. The caller owns it. Raises `ChannelError`."""
         _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         if len(descriptors) != 1:
-            raise ChannelError("a descriptor did not arrive")
+            raise ChannelError("the other process sent no file descriptor")
+        # A child process must not inherit it, or the memory would live as long as the child.
         os.set_inheritable(descriptors[0], False)
         return descriptors[0]
 
     def close(self) -> None:
+        """Close the socket, which ends the other side's wait."""
         self._socket.close()
 
     def _read(self, size: int) -> bytearray:
+        """Return exactly `size` bytes. Raises `ChannelError` at the end of the stream."""
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, and what they answer: one MessagePack frame each. Arrays travel as their bytes."""
+"""The commands of rank 0 to the other ranks and their answers, each one MessagePack frame. Arrays are sent as bytes."""
 
 from typing import Literal
 
@@ -12,40 +12,42 @@ from baton_serve.engine.model.batch_inputs import StepArrays
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
-    """The first: who this rank is and which model it holds. Answered."""
+    """The first command: load this rank's shard of the model. Answered."""
 
     config: EngineConfig
     rank: int
     threads: int
-    """Of the CPU."""
+    """Number of CPU threads."""
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):
-    """Join the group that forms around this file. Answered."""
+    """Join the process group that uses this file as its store. Answered."""
 
     store: str
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
-    """Make the KV cache, in place of an earlier one. The descriptor of rank 0's host memory follows. Answered."""
+    """Make the KV cache, replacing an earlier one. The descriptor of rank 0's host memory follows. Answered."""
 
     num_blocks: int
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
-    """How much memory could the KV cache take, after what was computed since `BuildCache`? Answered; that cache is
-    gone."""
+    """Return the memory left for the KV cache after the steps since `BuildCache`. Answered; that cache is freed."""
 
     work_factor: int
-    """The most memory that work took counts so many times."""
+    """Factor for the measured peak memory, to leave room for graphs."""
     extra_bytes: int
+    """Memory in bytes that is needed in addition, for sampling."""
 
 
 class CaptureGraphs(msgspec.Struct, frozen=True, tag=True):
-    """Capture graphs. Answered with 1 if there are any now."""
+    """Capture graphs. Answered with 1 if that succeeded, otherwise 0."""
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
+    """Compute a step; the fields are those of `StepArrays`."""
+
     tokens: memoryview
     positions: memoryview
     slots: memoryview
@@ -57,41 +59,45 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
 
 
 class Replay(msgspec.Struct, frozen=True, tag=True):
+    """Compute a decode step from a captured graph; the fields are those of `DecodeArrays`."""
+
     inputs: memoryview
     changes: memoryview | None
 
 
 class GatherLogits(msgspec.Struct, frozen=True, tag=True):
-    """The logits of the step that was replayed last are put together, so many rows of them."""
+    """Gather `count` rows of logits of the step that was replayed last."""
 
     count: int
 
 
 class SetSampledTokens(msgspec.Struct, frozen=True, tag=True):
-    """So many tokens are broadcast by rank 0: what was chosen after the step that was replayed last."""
+    """Receive `count` sampled tokens of the step that was replayed last; rank 0 broadcasts them."""
 
     count: int
 
 
 class StoreLastTokens(msgspec.Struct, frozen=True, tag=True):
-    """A token for each of these slots is broadcast by rank 0: its last."""
+    """Receive the last token of each of these slots; rank 0 broadcasts them."""
 
     slots: memoryview
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks within this rank's KV cache."""
+
     sources: list[int]
     targets: list[int]
 
 
 class ToHost(msgspec.Struct, frozen=True, tag=True):
-    """Answered when the shared memory holds this rank's part of these blocks."""
+    """Copy this rank's part of these blocks to the shared memory. Answered when it is there."""
 
     blocks: list[int]
 
 
 class FromHost(msgspec.Struct, frozen=True, tag=True):
-    """Answered when this rank's part of these blocks has been taken from the shared memory."""
+    """Copy this rank's part of these blocks from the shared memory. Answered when it was read."""
 
     blocks: list[int]
 
@@ -114,10 +120,14 @@ Command = (
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag=True):
+    """A command has been executed; `value` is its result."""
+
     value: int = 0
 
 
 class CommandFailed(msgspec.Struct, frozen=True, tag=True):
+    """Executing a command raised an error. Rank 0 raises the error of the same kind."""
+
     kind: Literal["config", "model", "unsupported", "capacity", "other"]
     message: str
 
@@ -126,6 +136,7 @@ CommandAnswer = CommandDone | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:
+    """Return the command for a step."""
     return Compute(
         tokens=_bytes(arrays.tokens),
         positions=_bytes(arrays.positions),
@@ -139,6 +150,7 @@ def compute_command(arrays: StepArrays) -> Compute:
 
 
 def step_arrays(command: Compute) -> StepArrays:
+    """Return the step of a command."""
     context_lens = _int32(command.context_lens)
     return StepArrays(
         tokens=_int64(command.tokens),
@@ -146,6 +158,7 @@ def step_arrays(command: Compute) -> StepArrays:
         slots=_int64(command.slots),
         query_starts=_int32(command.query_starts),
         context_lens=context_lens,
+        # One row per sequence, so the width follows from the length.
         block_tables=_int32(command.block_tables).reshape(len(context_lens), -1),
         logit_rows=None if command.logit_rows is None else _int64(command.logit_rows),
         pending=None if command.pending is None else _int64(command.pending).reshape(2, -1),
@@ -153,20 +166,24 @@ def step_arrays(command: Compute) -> StepArrays:
 
 
 def replay_command(arrays: DecodeArrays) -> Replay:
+    """Return the command for a decode step."""
     changes = None if arrays.changes is None else _bytes(arrays.changes)
     return Replay(inputs=_bytes(arrays.inputs), changes=changes)
 
 
 def decode_arrays(command: Replay) -> DecodeArrays:
+    """Return the decode step of a command."""
     changes = None if command.changes is None else _int64(command.changes).reshape(2, -1)
     return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes)
 
 
 def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:
+    """Return the command for the last tokens of `slots`."""
     return StoreLastTokens(_bytes(slots))
 
 
 def kept_slots(command: StoreLastTokens) -> NDArray[np.int64]:
+    """Return the slots of a command."""
     return _int64(command.slots)
 
 
@@ -175,7 +192,7 @@ def _bytes(array: NDArray[np.generic]) -> memoryview:
 
 
 def _int64(data: memoryview) -> NDArray[np.int64]:
-    return np.frombuffer(data, dtype=np.int64).copy()  # torch wants memory that it may write to
+    return np.frombuffer(data, dtype=np.int64).copy()  # a copy, because torch wants writable memory
 
 
 def _int32(data: memoryview) -> NDArray[np.int32]:

@@ -1,7 +1,7 @@
-"""Rank 0's side: starts the other ranks, tells them what to do, hears of their death. One instance lives or dies whole.
+"""Rank 0's side of tensor parallelism: starts the other ranks, sends them commands and detects their exit.
 
-Used from the engine's thread; a watcher thread tells of ranks that have ended, since the engine's may be waiting for
-the device, which waits for them.
+If one rank exits, the whole instance ends. Used from the engine's thread. A watcher thread reports ranks that have
+exited, since the engine's thread may be waiting for the device, which in turn waits for the lost rank.
 """
 
 import logging
@@ -40,11 +40,16 @@ from baton_serve.engine.parallel.commands import (
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0
+"""Longest time for loading a shard, in seconds."""
 ANSWER_TIMEOUT_S = 300.0
+"""Longest wait for any other answer, in seconds; compiling kernels takes most of it."""
 SEND_TIMEOUT_S = 30.0
+"""Longest wait until a rank accepts a command, in seconds."""
 END_TIMEOUT_S = 5.0
+"""Time that ranks and libraries have to end in good order, in seconds."""
 
 OnLost = Callable[[str], None]
+"""Called with a message when a rank has exited, from the watcher's thread."""
 
 _ERRORS: dict[str, type[EngineError]] = {
     "config": ConfigError,
@@ -52,20 +57,23 @@ _ERRORS: dict[str, type[EngineError]] = {
     "unsupported": UnsupportedModelError,
     "capacity": CapacityError,
 }
+"""Types of errors by the kind that a rank reports, so that a rank's error looks like rank 0's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
+    """A started rank: its process and the channel to it."""
+
     number: int
     process: "subprocess.Popen[bytes]"
     channel: Channel[CommandAnswer]
 
 
 class Ranks:
-    """None but this process where `tensor_parallel_size` is 1: then everything here is for nothing and free."""
+    """The other ranks of an engine. With `tensor_parallel_size` 1 there are none, and all methods do nothing."""
 
     def __init__(self, config: EngineConfig, on_lost: OnLost) -> None:
-        """Starts the others, which begin to load. `on_lost` is called at most once, from another thread."""
+        """Start the other ranks, which begin to load. `on_lost` is called at most once, from another thread."""
         self.shard = Shard(0, config.tensor_parallel_size)
         self._maps_memory = not config.disable_custom_all_reduce
         self.group: Collectives = SingleRank()
@@ -78,36 +86,41 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         for number in range(1, self.shard.size):
             self._ranks.append(_start(number))
+            # The shard begins to load at once, in parallel with rank 0.
             self._send([self._ranks[-1]], LoadRank(config, number, torch.get_num_threads()))
         self._wake, self._woken = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
     def join_group(self, device: torch.device) -> None:
-        """When this rank has loaded its part. Raises what another rank's loading raised."""
+        """Form the process group, after this rank has loaded its shard. Raises the error of another rank's loading."""
         if self._folder is None:
             return
         self._collect(LOAD_TIMEOUT_S)
         store = self._folder / "store"
+        # Send first: forming the group waits until every rank has joined.
         self.send_command(JoinGroup(str(store)))
         self.group = TorchCollectives(store, self.shard, device, maps_memory=self._maps_memory)
         self._collect(ANSWER_TIMEOUT_S)
 
     def send_command(self, command: Command) -> None:
-        """Without waiting. Raises `ChannelError`."""
+        """Send a command to all other ranks without waiting. Raises `ChannelError`."""
         self._send(self._ranks, command)
 
     def query_ranks(self, command: Command, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
-        """One value of each other rank. Raises `EngineError`."""
+        """Send a command and return the answer of each other rank. Raises `EngineError`."""
         self._send(self._ranks, command)
         return self._collect(timeout_s)
 
     def wait(self) -> None:
-        """For the answers to a command that was told."""
+        """Wait until all ranks have answered a command that was sent."""
         self._collect(ANSWER_TIMEOUT_S)
 
     def build(self, num_blocks: int, descriptor: int | None) -> None:
-        """`descriptor` is of the memory in which all ranks' blocks lie, or are mirrored; None: there is one rank."""
+        """Make the KV cache of the other ranks. `descriptor` is the memory that holds or mirrors all ranks' blocks.
+
+        None means that there is only one rank.
+        """
         if descriptor is None:
             return
         self.send_command(BuildCache(num_blocks))
@@ -116,24 +129,27 @@ class Ranks:
         self._collect(ANSWER_TIMEOUT_S)
 
     def available_bytes(self, own: int, measure: MeasureMemory) -> int:
-        """What every rank has."""
+        """Return the memory for the KV cache that every rank has, in bytes: the minimum over `own` and
+        the other ranks.
+        """
         return min([own, *self.query_ranks(measure)])
 
     def capture(self, capture_here: Callable[[], bool]) -> None:
-        """All ranks at the same time. Raises `EngineError` where only some could."""
+        """Capture graphs on all ranks at the same time. Raises `EngineError` if only some of them succeeded."""
+        # At the same time, because capturing runs the collectives, which need every rank.
         self.send_command(CaptureGraphs())
         captured = [int(capture_here()), *self._collect(ANSWER_TIMEOUT_S)]
         if len(set(captured)) > 1:
             raise EngineError("only some ranks could capture graphs; start with --enforce-eager")
 
     def close(self) -> None:
-        """They end when their channel does, and otherwise are ended."""
+        """End the other ranks: they exit when their channel is closed, and are killed if they do not."""
         if self._is_closing.is_set() or self._folder is None:
             return
         self._is_closing.set()
         for rank in self._ranks:
             rank.channel.close()
-        # One that has not begun to work has nothing to end in good order.
+        # Ranks that have not joined the group are still loading; nothing has to end in good order there.
         deadline = time.monotonic() + (0.0 if isinstance(self.group, SingleRank) else END_TIMEOUT_S)
         for rank in self._ranks:
             try:
@@ -141,13 +157,13 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 rank.process.kill()
                 rank.process.wait()
-        # A library that waits for something that will not come must not keep this process.
+        # The library may wait for a rank that has exited; this process must not wait with it.
         ending = threading.Thread(target=self.group.close, name="ranks-end", daemon=True)
         ending.start()
         ending.join(END_TIMEOUT_S)
         if ending.is_alive():
             logger.warning("the collective library did not end within %g s", END_TIMEOUT_S)
-        os.close(self._woken)
+        os.close(self._woken)  # wakes the watcher
         self._watcher.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -157,6 +173,7 @@ class Ranks:
             rank.channel.send(frame)
 
     def _collect(self, timeout_s: float) -> list[int]:
+        """Receive one answer from each other rank, all within `timeout_s`. Raises `EngineError`."""
         deadline = time.monotonic() + timeout_s
         values: list[int] = []
         for rank in self._ranks:
@@ -172,8 +189,9 @@ class Ranks:
         return values
 
     def _watch(self) -> None:
-        """Ends with the first rank that does, or with `close`."""
+        """Wait until a rank exits or `close` is called; report the exit."""
         poll = select.poll()
+        # A pidfd becomes readable when its process exits, and it cannot refer to a new process with the same id.
         descriptors = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
         for descriptor in [*descriptors, self._wake]:
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
@@ -181,13 +199,15 @@ class Ranks:
         for descriptor in [*descriptors, self._wake]:
             os.close(descriptor)
         if ended and not self._is_closing.is_set():
-            message = f"rank {ended[0].number} of {self.shard.size} has ended (its last words are in the log)"
+            message = f"rank {ended[0].number} of {self.shard.size} has exited; its error is in the log above"
             logger.error("%s", message)
             self._on_lost(message)
+            # The engine's thread may wait in a collective for the lost rank: make it return.
             self.group.abort()
 
 
 def _start(number: int) -> _Rank:
+    """Start the process of a rank with one end of a socket pair."""
     ours, its = socket.socketpair()
     with its:
         command = module_command("baton_serve.engine.parallel.tp_worker", str(its.fileno()), str(os.getpid()))

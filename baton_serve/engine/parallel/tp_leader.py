@@ -1,7 +1,7 @@
-"""Rank 0's executor and block copies: what this process does, all ranks do. Each call tells the others first.
+"""Rank 0's executor and block copies for several ranks: each call sends the command to the other ranks first.
 
-So a step that fails here is half done elsewhere: ranks wait in it for this one, and would take its next step's sums for
-this step's. Such an instance ends; a rank alone would only give up the step's requests.
+If a step fails here, the other ranks wait in it for this one, and would take the sums of the next step for those of
+this one. So the instance must end; with a single rank only the requests of the step fail.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ from baton_serve.engine.parallel.ranks import Ranks
 
 
 class TPExecutor:
-    """Fits `Executor`."""
+    """Implements `Executor` on all ranks."""
 
     def __init__(self, own: LocalExecutor, ranks: Ranks) -> None:
         self._own = own
@@ -43,6 +43,7 @@ class TPExecutor:
         return self._own.has_graphs
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        # The command goes out first, so that all ranks start the step at about the same time.
         self._ranks.send_command(compute_command(arrays))
         with _run_on_all_ranks():
             return self._own.compute(arrays, after_layer)
@@ -79,12 +80,12 @@ class TPExecutor:
         self._ranks.capture(capture_here)
 
     def close(self) -> None:
-        """The other ranks' end with their processes."""
+        """Free rank 0's graphs. Those of the other ranks end with their processes."""
         self._own.close()
 
 
 class BlockCopier(Protocol):
-    """`KVCache`, as far as blocks are copied; on all ranks."""
+    """The part of `KVCache` that copies blocks, on one rank or all."""
 
     @property
     def is_mirrored(self) -> bool: ...
@@ -95,7 +96,7 @@ class BlockCopier(Protocol):
 
 
 class TPBlockCopier:
-    """Fits `BlockCopier`."""
+    """Implements `BlockCopier` on all ranks."""
 
     def __init__(self, own: KVCache, ranks: Ranks) -> None:
         self._own = own
@@ -107,26 +108,27 @@ class TPBlockCopier:
         self._own.copy_blocks(sources, targets)
 
     def to_host(self, blocks: Iterable[int]) -> None:
-        """Returns when all ranks' parts are there."""
+        """Copy blocks to the mirror; return when all ranks' parts are there."""
         if self.is_mirrored and (chosen := list(blocks)):
             self._ranks.send_command(ToHost(chosen))
             self._own.to_host(chosen)
             self._ranks.wait()
 
     def from_host(self, blocks: Iterable[int]) -> None:
-        """Returns when no rank reads the mirror any more."""
+        """Copy blocks from the mirror; return when no rank reads the mirror any more."""
         if self.is_mirrored and (chosen := list(blocks)):
             self._ranks.send_command(FromHost(chosen))
             self._own.from_host(chosen)
             self._ranks.wait()
 
     def forget_host(self, blocks: Iterable[int]) -> None:
+        # The ranks map the same memory, so rank 0 alone frees it for all.
         self._own.forget_host(blocks)
 
 
 @contextmanager
 def _run_on_all_ranks() -> Iterator[None]:
-    """What the other ranks were told to do as well. Raises `EngineError`: this rank lacks memory for it."""
+    """Run a part of a step that the other ranks execute too. Raises `EngineError` if this rank lacks memory for it."""
     try:
         yield
     except torch.OutOfMemoryError as exc:
@@ -137,8 +139,10 @@ def _run_on_all_ranks() -> Iterator[None]:
 
 
 def make_executor(own: LocalExecutor, ranks: Ranks) -> Executor:
+    """Return an executor for all ranks."""
     return own if ranks.shard.is_whole else TPExecutor(own, ranks)
 
 
 def make_block_copier(own: KVCache, ranks: Ranks) -> BlockCopier:
+    """Return the block copies for all ranks."""
     return own if ranks.shard.is_whole else TPBlockCopier(own, ranks)

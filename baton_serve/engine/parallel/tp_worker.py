@@ -1,5 +1,6 @@
-"""`python -m baton_serve.engine.parallel.tp_worker DESCRIPTOR PID`: a rank other than 0, started by process
-PID, which it does not outlive. Does what comes through its socket, one command after another, and decides nothing.
+"""A rank other than 0: `python -m baton_serve.engine.parallel.tp_worker DESCRIPTOR PID`.
+
+It is started by process PID and ends with it. It executes the commands that come through the socket, one after another.
 """
 
 import logging
@@ -52,7 +53,7 @@ from baton_serve.engine.parallel.ranks import SEND_TIMEOUT_S
 logger = logging.getLogger(__name__)
 
 ErrorKind = Literal["config", "model", "unsupported", "capacity", "other"]
-_KINDS: list[tuple[type[EngineError], ErrorKind]] = [
+_KINDS: list[tuple[type[EngineError], ErrorKind]] = [  # subclasses before their base class
     (UnsupportedModelError, "unsupported"),
     (ModelError, "model"),
     (ConfigError, "config"),
@@ -61,7 +62,10 @@ _KINDS: list[tuple[type[EngineError], ErrorKind]] = [
 
 
 class TPWorker:
+    """Executes the commands of one rank. Lives as long as its process."""
+
     def __init__(self, channel: Channel[Command]) -> None:
+        """Load this rank's shard, as the first command says. Raises `EngineError`."""
         self._channel = channel
         first = channel.receive(None)
         if not isinstance(first, LoadRank):
@@ -76,12 +80,14 @@ class TPWorker:
         self._memory_before = 0
 
     def serve(self) -> None:
-        """Until rank 0 closes its end, which raises `ChannelError`."""
-        self._answer(0)
+        """Execute commands until rank 0 closes the channel, which raises `ChannelError`."""
+        self._answer(0)  # the answer to `LoadRank`
         while True:
             self.do(self._channel.receive(None))
 
     def do(self, command: Command) -> None:
+        """Execute one command of rank 0."""
+        # Steps come first: they are frequent, and each comparison costs time in every step.
         match command:
             case Replay():
                 self._executor.replay(decode_arrays(command))
@@ -106,12 +112,12 @@ class TPWorker:
                 self._prepare(command)
 
     def _prepare(self, command: Command) -> None:
-        """Before the first request."""
+        """Execute a command of the start-up."""
         match command:
             case JoinGroup():
                 maps_memory = not self._config.disable_custom_all_reduce
                 self._group = TorchCollectives(Path(command.store), self._shard, self._device, maps_memory=maps_memory)
-                self._answer(0)  # rank 0 makes its setup together with this one
+                self._answer(0)  # answer first: rank 0 builds its setup at the same time
                 self._setup = EngineSetup(self._config, self._model, self._device, self._group)
             case BuildCache():
                 self._build(command)
@@ -119,6 +125,7 @@ class TPWorker:
             case MeasureMemory():
                 used = devices.peak_bytes(self._device) - self._memory_before
                 self._blocks.close()
+                # The executor holds views of the cache, which would keep its memory.
                 del self._executor
                 activation = used * command.work_factor + command.extra_bytes
                 self._answer(cache_bytes(self._config, self._device, activation))
@@ -126,9 +133,10 @@ class TPWorker:
                 self._executor.capture_graphs(lambda: devices.Capturing(self._device))
                 self._answer(int(self._executor.has_graphs))
             case _:
-                raise ChannelError(f"{type(command).__name__} comes once")
+                raise ChannelError(f"{type(command).__name__} must be sent only once")
 
     def _build(self, command: BuildCache) -> None:
+        """Make the KV cache in the shared memory."""
         descriptor = self._channel.receive_descriptor()
         if self._cache is not None:
             self._cache.close()
@@ -149,6 +157,7 @@ class TPWorker:
         return self._cache
 
     def _receive_tokens(self, count: int) -> torch.Tensor:
+        """Receive tokens that rank 0 broadcasts."""
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         self._group.broadcast(tokens)
         return tokens
@@ -158,7 +167,10 @@ class TPWorker:
 
 
 def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
-    """A thread: nothing that the device waits for can keep this process alive without its rank 0."""
+    """Wait for the process `parent` to exit, and end this process then. Run in a thread.
+
+    A collective may wait forever for rank 0, so a normal exit could be blocked.
+    """
     try:
         descriptor = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -171,14 +183,15 @@ def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
 
 
 def _failure(error: EngineError) -> CommandFailed:
+    """Return the error in the form that rank 0 raises again."""
     kind: ErrorKind = next((kind for made, kind in _KINDS if isinstance(error, made)), "other")
     return CommandFailed(kind, str(error))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0 after rank 0 has closed the channel."""
+    """Run the rank, and return the exit status: 0 after rank 0 has closed the channel."""
     descriptor, parent = map(int, arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process when it is done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process afterwards
     logging.basicConfig(level=logging.WARNING)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     channel: Channel[Command] = Channel(socket.socket(fileno=descriptor), Command, send_timeout_s=SEND_TIMEOUT_S)
@@ -191,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     except EngineError as error:
         channel.send(channel.encode(_failure(error)))
         return 1
-    except BaseException as error:  # noqa: BLE001 - the process ends, and rank 0 is told why where it waits to hear
+    except BaseException as error:  # noqa: BLE001 - the process ends; rank 0 reads the reason as an answer
         traceback.print_exc()
         channel.send(channel.encode(CommandFailed("other", f"{type(error).__name__}: {error}")))
         return 1
@@ -201,4 +214,4 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(status)  # libraries of devices may wait for ranks that are gone
+    os._exit(status)  # not sys.exit: device libraries may wait for ranks that have exited

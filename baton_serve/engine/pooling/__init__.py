@@ -1,5 +1,5 @@
-"""Models that answer with vectors: one forward pass over whole inputs, no KV cache, no sampling.
+"""Pooling models (embeddings, classification, scores): one forward pass over whole inputs, no KV cache, no sampling.
 
-Modules: `kind` (is it such a model), `recipe` (how its vectors are made), `loader`, `network` (inputs to what is
-pooled), `heads` (pooling itself), `waiting` (which inputs share a pass), `engine`. Import them, not this package.
+Modules: `kind` (whether a folder holds such a model), `recipe` (how hidden states become a vector), `loader`, `network`
+(forward pass and pooling), `input_queue` (which inputs share a pass), `engine`. Import the modules, not this package.
 """

@@ -1,6 +1,6 @@
-"""The engine of models that answer with vectors: whole inputs in, vectors out, many inputs a pass.
+"""The engine of pooling models: it takes whole inputs and returns vectors, many inputs in one pass.
 
-Single-threaded; its owner calls it from one thread. It has no KV cache: blocks are none.
+Its owner calls it from one thread. It has no KV cache, so block counts in its statistics are 0.
 """
 
 import logging
@@ -25,16 +25,19 @@ from baton_serve.engine.pooling.network import PaddedBatch, embedding, pool, sco
 logger = logging.getLogger(__name__)
 
 EMA_WEIGHT = 0.1
-"""Of the newest pass in the moving average."""
+"""Weight of the newest pass in the moving average of the speed."""
 
 
 class PoolingEngine:
-    """`layout` is that of empty blocks: it tells instances of one model from those of another, no more."""
+    """A loaded pooling model with its queue of inputs. Has the methods of `Engine` that all instances need.
+
+    `layout` describes empty blocks; only its fingerprint is used, to compare models.
+    """
 
     def __init__(self, config: EngineConfig, kind: ModelKind, *, progress: LoadProgress | None = None) -> None:
-        """Loads the model and tries the largest pass. Raises `engine.errors`."""
+        """Load the model and run the largest pass. Raises `ConfigError` or `ModelError`."""
         from baton_serve.engine.pooling.loader import (
-            load_pooling_model,  # transformers: seconds that only an engine should cost
+            load_pooling_model,  # imports transformers, which takes seconds
         )
 
         config.check()
@@ -56,17 +59,21 @@ class PoolingEngine:
         self._max_tokens = config.max_num_batched_tokens or device.defaults(self.device).max_num_pooled_tokens
         self._waiting = PoolingInputQueue()
         self._num_left: dict[RequestId, int] = {}
-        """Inputs of a request whose vectors are still to come."""
+        """Number of inputs of each request whose vectors are not computed yet."""
         self._tokens_per_s = 0.0
         self._num_tokens = self._num_passes = 0
         report("warming up", 0.0)
+        # A pass that does not fit into memory should fail at the start, not at the first request.
         self._exercise()
         report("ready", 1.0)
 
     def pool(
         self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, *, priority: int = 0
     ) -> None:
-        """Each input's vector comes with a later step. Raises `RequestError`."""
+        """Queue inputs; their vectors are results of later steps.
+
+        Raises `RequestError` for an invalid input or parameter.
+        """
         if request_id in self._num_left:
             raise RequestError("invalid", f"request id {request_id!r} is already in use")
         self._check(inputs, params)
@@ -74,14 +81,16 @@ class PoolingEngine:
         self._num_left[request_id] = len(inputs)
 
     def cancel(self, request_id: RequestId) -> None:
-        """Unknown or finished requests are ignored."""
+        """Drop the queued inputs of a request. Ignore unknown and finished requests."""
         if self._num_left.pop(request_id, None) is not None:
             self._waiting.discard(request_id)
 
     def has_work(self) -> bool:
+        """Return whether inputs are queued."""
         return len(self._waiting) > 0
 
     def step(self) -> StepResult:
+        """Run one pass over the inputs that are next, and return their vectors."""
         started = time.monotonic()
         items = self._waiting.take(max_tokens=self._max_tokens, max_inputs=self._max_inputs)
         result = StepResult()
@@ -89,6 +98,7 @@ class PoolingEngine:
             return result
         try:
             vectors = self._run(items)
+        # The pass fails as a whole, and with it all its requests. The engine stays usable.
         except torch.OutOfMemoryError:
             logger.exception("a pass over %d inputs ran out of device memory", len(items))
             self._give_up(items, result)
@@ -100,13 +110,16 @@ class PoolingEngine:
         self._num_tokens += num_tokens
         self._num_passes += 1
         speed = num_tokens / max(time.monotonic() - started, 1e-9)
+        # The first pass sets the average, later ones move it.
         self._tokens_per_s += (speed - self._tokens_per_s) * (EMA_WEIGHT if self._tokens_per_s else 1.0)
         return result
 
     def cached_block_hashes(self) -> list[BlockHash]:
+        """Return an empty list: pooling models have no KV cache."""
         return []
 
     def stats(self) -> EngineStats:
+        """Return the load and counters. Fields about blocks and decoding are 0."""
         return EngineStats(
             free_blocks=0,
             total_blocks=0,
@@ -128,28 +141,33 @@ class PoolingEngine:
         )
 
     def check_invariants(self) -> None:
+        """Assert that the queue is consistent. For tests."""
         self._waiting.check_invariants()
 
     def close(self) -> None:
-        """There is nothing to give up but memory."""
+        """Do nothing: the memory is freed with the object."""
 
     @torch.inference_mode()
     def _run(self, items: list[QueuedInput]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
-        """A vector or matrix for each item."""
+        """Return a float32 vector for each input, or a matrix for the task `token_embed`."""
         batch = self._batch(items)
         output = self._model.network(batch)
         vectors: list[Tensor] = [output] * len(items)
+        # Inputs of requests with equal parameters are pooled together.
         for params in dict.fromkeys(item.params for item in items):
             rows = [row for row, item in enumerate(items) if item.params == params]
             for row, vector in zip(rows, self._heads(output, batch, rows, params), strict=True):
+                # without padding
                 vectors[row] = vector[: items[row].length] if params.task == "token_embed" else vector
         return [vector.cpu().numpy() for vector in vectors]
 
     def _heads(self, output: Tensor, batch: PaddedBatch, rows: list[int], params: PoolingParams) -> Tensor:
+        """Turn the model's output for `rows` into vectors: pooling, linear layers, normalization."""
         model = self._model
         chosen = output if len(rows) == len(output) else output[rows]
         if model.recipe is None:
             return scores(chosen, params, model.activation)
+        # token_embed keeps one vector per token, so it is not pooled.
         if params.task == "embed":
             lengths = batch.lengths if len(rows) == len(output) else batch.lengths[rows]
             chosen = pool(chosen, lengths, model.recipe.pooling)
@@ -159,6 +177,7 @@ class PoolingEngine:
         return embedding(vectors, params, normalize=model.recipe.normalize)
 
     def _batch(self, items: list[QueuedInput]) -> PaddedBatch:
+        """Pad inputs on the right to the longest, and copy them to the device."""
         longest = max(item.length for item in items)
         ids = np.full((len(items), longest), self._model.pad_id, dtype=np.int64)
         mask = np.zeros((len(items), longest), dtype=np.int64)
@@ -166,6 +185,7 @@ class PoolingEngine:
             ids[row, : item.length] = item.input.token_ids
             mask[row, : item.length] = 1
         types: Tensor | None = None
+        # Encoders take missing types as zeros.
         if self._model.has_token_types and any(item.input.token_type_ids for item in items):
             array = np.zeros((len(items), longest), dtype=np.int64)
             for row, item in enumerate(items):
@@ -178,6 +198,7 @@ class PoolingEngine:
         )
 
     def _check(self, inputs: list[PoolingInput], params: PoolingParams) -> None:
+        """Check inputs and parameters. Raises `RequestError`."""
         if params.task not in self.profile.tasks:
             raise RequestError("invalid", f"this model does not serve {params.task}; it serves {self.profile.tasks}")
         if params.dimensions is not None and not 1 <= params.dimensions <= self.profile.dimensions:
@@ -198,22 +219,28 @@ class PoolingEngine:
             raise RequestError("invalid", "there is no input")
 
     def _count(self, item: QueuedInput) -> None:
+        """Count one finished input of a request."""
         self._num_left[item.request_id] -= 1
         if not self._num_left[item.request_id]:
             del self._num_left[item.request_id]
 
     def _give_up(self, items: list[QueuedInput], result: StepResult) -> None:
-        """The pass's requests fail; all others live on."""
-        message = "the device ran out of memory; lower max_num_batched_tokens or max_model_len"
+        """Fail the requests of a pass that ran out of memory; all others go on."""
+        message = "the device ran out of memory in a pass; lower max_num_batched_tokens or max_model_len"
         for request_id in {item.request_id for item in items}:
             self.cancel(request_id)
             result.failed.append(FailedRequest(request_id, message))
 
     def _exercise(self) -> None:
-        """A pass of the largest size, so that memory that does not suffice shows now; on hosts a short one."""
+        """Run passes of the largest size, to compile, to measure, and to find missing memory. On hosts the passes are
+        short.
+
+        Raises `ConfigError` if the memory is too small, and `ModelError` for NaN.
+        """
         limit = self._max_tokens if not device.is_host(self.device) else min(self._max_tokens, 256)
         longest = self.max_model_len if not device.is_host(self.device) else min(self.max_model_len, 64)
         params = PoolingParams(task=self.profile.tasks[0])
+        # The longest single input, and many short ones, need most memory in different parts of the model.
         passes = [[longest], [min(longest, 64)] * max(1, min(self._max_inputs, limit // min(longest, 64)))]
         try:
             for lengths in passes:
@@ -222,7 +249,7 @@ class PoolingEngine:
                     for row, length in enumerate(lengths)
                 ]
                 if any(np.isnan(vector).any() for vector in self._run(items)):
-                    raise ModelError("the model answers with NaN: its weights are broken, or its dtype is too small")
+                    raise ModelError("the model computed NaN: its weights are broken, or its dtype is too small")
                 started = time.perf_counter()
                 self._run(items)
                 self._tokens_per_s = sum(lengths) / max(time.perf_counter() - started, 1e-9)

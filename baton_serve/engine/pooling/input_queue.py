@@ -1,7 +1,7 @@
-"""Inputs that wait for a forward pass, and which of them share the next one. Pure: no tensor, no clock.
+"""The queue of inputs for forward passes, which chooses the inputs that share a pass. It has no tensors and no clock.
 
-A pass pads all its inputs to the longest, so inputs of like lengths go together. The input that has waited longest is
-always among them.
+A pass pads all inputs to the longest, so inputs of similar lengths are put together. The input that comes first in
+order (priority, then arrival) is always among them.
 """
 
 from bisect import bisect_left, insort
@@ -14,13 +14,13 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.pooling import PoolingInput, PoolingParams
 
 MIN_FILL_RATIO = 0.6
-"""Of the longest input: a shorter one waits for a pass of its like, rather than be padded further."""
+"""Shortest input of a pass as a fraction of the longest. A shorter one waits for a pass of its own lengths."""
 NEGLIGIBLE_TOKENS = 16
-"""Padding of so few tokens costs less than a pass."""
+"""Largest difference in tokens that is always accepted, since such padding costs less than another pass."""
 
 
 class QueuedInput(Struct, frozen=True, eq=False, gc=False):
-    """One input of a request. `number` grows with each."""
+    """One input of a request. `number` grows with each input that is queued."""
 
     request_id: RequestId
     index: int
@@ -35,11 +35,15 @@ class QueuedInput(Struct, frozen=True, eq=False, gc=False):
 
 
 class _Turn(NamedTuple):
+    """The place of an input in the order of passes: smaller ones come first."""
+
     priority: int
     number: int
 
 
 class PoolingInputQueue:
+    """The queued inputs of a pooling engine, sorted by length and by order."""
+
     def __init__(self) -> None:
         self._by_length: list[QueuedInput] = []
         self._turns: list[_Turn] = []
@@ -51,6 +55,7 @@ class PoolingInputQueue:
         return len(self._items)
 
     def add(self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, priority: int) -> None:
+        """Queue the inputs of a request. Lower values of `priority` come first."""
         for index, given in enumerate(inputs):
             self._num_added += 1
             item = QueuedInput(request_id, index, given, params, priority, self._num_added)
@@ -60,13 +65,19 @@ class PoolingInputQueue:
             self.num_tokens += item.length
 
     def discard(self, request_id: RequestId) -> None:
+        """Remove the queued inputs of a request."""
         for item in [item for item in self._items.values() if item.request_id == request_id]:
             self._remove(item)
         self._turns = [turn for turn in self._turns if turn.number in self._items]
         heapify(self._turns)
 
     def take(self, *, max_tokens: int, max_inputs: int) -> list[QueuedInput]:
-        """The next pass, shortest first: at most `max_tokens` padding included, unless one input alone has more."""
+        """Remove and return the inputs of the next pass, the shortest first.
+
+        The pass has at most `max_tokens` tokens with padding, unless a single input is longer. Return an empty list if
+        nothing is queued.
+        """
+        # Inputs that shared an earlier pass left their entry in the heap.
         while self._turns and self._turns[0].number not in self._items:
             heappop(self._turns)
         if not self._turns:
@@ -74,6 +85,7 @@ class PoolingInputQueue:
         head = self._items[self._turns[0].number]
         low = self._position(head)
         high = low + 1
+        # Extend the range around the first input by the neighbour whose length is nearer, as long as one fits.
         while high - low < max_inputs:
             longer = self._fits(low, high + 1, max_tokens)
             shorter = self._fits(low - 1, high, max_tokens)
@@ -89,22 +101,27 @@ class PoolingInputQueue:
         return taken
 
     def check_invariants(self) -> None:
+        """Assert that all views of the queue agree. For tests."""
         assert sorted(self._items) == sorted(item.number for item in self._by_length)
         assert self._by_length == sorted(self._by_length, key=_length_key)
         assert self.num_tokens == sum(item.length for item in self._by_length)
         assert set(self._items) <= {turn.number for turn in self._turns}
 
     def _fits(self, low: int, high: int, max_tokens: int) -> bool:
+        """Return whether the inputs in a range of positions can share a pass."""
         if low < 0 or high > len(self._by_length):
             return False
         shortest, longest = self._by_length[low].length, self._by_length[high - 1].length
+        # The range is sorted, so its ends are its shortest and its longest input.
         is_alike = longest - shortest <= NEGLIGIBLE_TOKENS or shortest >= MIN_FILL_RATIO * longest
         return is_alike and (high - low) * longest <= max_tokens
 
     def _distance(self, position: int, head: QueuedInput) -> int:
+        """Return by how many tokens the lengths of two inputs differ."""
         return abs(self._by_length[position].length - head.length)
 
     def _position(self, item: QueuedInput) -> int:
+        """Return the position of an input in the order of lengths."""
         return bisect_left(self._by_length, _length_key(item), key=_length_key)
 
     def _remove(self, item: QueuedInput) -> None:
@@ -114,4 +131,5 @@ class PoolingInputQueue:
 
 
 def _length_key(item: QueuedInput) -> tuple[int, int]:
+    """Return the sort key of an input; the number makes it unique."""
     return item.length, item.number

@@ -1,7 +1,7 @@
-"""What a model in a folder is for: writing text, embedding it, or classifying it. Reads two JSON files, loads nothing.
+"""Finds out what a model is for: generating text, embedding or classifying. Reads two JSON files and loads nothing.
 
-The rules are vLLM's: an explicit task wins, then a Sentence Transformers folder embeds, then the architecture's name
-decides.
+The rules are vLLM's: an explicit task wins, then a Sentence Transformers folder means embeddings, then the
+architecture's name decides.
 """
 
 import json
@@ -14,14 +14,18 @@ from baton_serve.engine.errors import ConfigError
 ModelKind = Literal["generate", "embed", "classify"]
 
 CLASSIFIER_SUFFIXES = ("ForSequenceClassification",)
+"""Ends of the names of architectures that classify."""
 GENERATOR_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""Ends of the names of architectures that generate text."""
 EMBEDDER_SUFFIXES = ("Model", "ForTextEncoding", "ForMaskedLM")
+"""Ends of the names of architectures that embed."""
 
 
 def detect_model_kind(folder: Path, *, runner: RunnerType = "auto", task: Task = "auto") -> ModelKind:
-    """A folder that cannot be read counts as a writer: loading it tells what is wrong.
+    """Return what the model in a folder is for.
 
-    Raises `ConfigError` for a runner and a task that contradict each other.
+    A folder that cannot be read counts as a text generator, since loading it reports the cause. Raises `ConfigError`
+    for a runner and a task that contradict each other.
     """
     if task != "auto" and runner != "auto" and (runner == "generate") != (task == "generate"):
         raise ConfigError(f"--runner {runner} and --task {task} contradict each other; give one of them")
@@ -31,18 +35,21 @@ def detect_model_kind(folder: Path, *, runner: RunnerType = "auto", task: Task =
         return "embed" if task == "embed" else "classify"
     found = _by_folder(folder)
     if task == "score":
-        # Of an embedding model the score is the cosine of two embeddings; of a writer, that of two of its tokens.
+        # An embedding model scores a pair by the cosine. A text generator is taken for a classifier that decides
+        # between two of its tokens (Qwen3-Reranker).
         return "classify" if found == "generate" else found
     return "embed" if runner == "pooling" and found == "generate" else found
 
 
 def architecture_of(folder: Path) -> str:
-    """Empty where config.json names none."""
+    """Return the architecture that config.json states; "" if there is none."""
     names = _read(folder / "config.json").get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def _by_folder(folder: Path) -> ModelKind:
+    # modules.json is the mark of a Sentence Transformers folder.
+    """Return what the files of a folder say."""
     if (folder / "modules.json").is_file():
         return "embed"
     name = architecture_of(folder)
@@ -54,6 +61,7 @@ def _by_folder(folder: Path) -> ModelKind:
 
 
 def _read(path: Path) -> dict[str, object]:
+    """Return a JSON object; empty if the file is missing or broken."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

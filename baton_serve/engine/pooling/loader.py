@@ -1,6 +1,6 @@
-"""Loads a model that answers with vectors from a local Hugging Face folder, through transformers.
+"""Loads pooling models from a local Hugging Face folder with transformers.
 
-Every way in which a folder can be broken ends in a `ModelError` that names the folder and the cause.
+Every defect of a folder is raised as a `ModelError` that names the folder and the cause.
 """
 
 from dataclasses import dataclass, replace
@@ -42,14 +42,14 @@ from baton_serve.engine.pooling.network import (
 from baton_serve.engine.pooling.recipe import Recipe, read_json, read_recipe
 
 OFFSET_POSITIONS = {"camembert", "data2vec-text", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}
-"""Model types whose positions begin after the padding token's id, so that fewer tokens fit than positions exist."""
+"""Model types whose positions start after the padding token's id, so fewer tokens fit than there are positions."""
 YES_NO = ["no", "yes"]
-"""What Qwen3-Reranker answers with (its model card): the score is the probability of the second against the first."""
+"""The answers of Qwen3-Reranker (see its model card). The score is the probability of the second against the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """`recipe` is None for a classifier, `activation` that of its scores."""
+    """A loaded pooling model. `recipe` is None for classifiers; `activation` is applied to their scores."""
 
     network: Network
     dense: list[nn.Module]
@@ -66,6 +66,8 @@ class PoolingModel:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
+    """The arguments of all loading functions: the folder, its config, and where the weights go."""
+
     folder: Path
     config: EngineConfig
     hf_config: HfConfig
@@ -76,26 +78,29 @@ class _Source:
 def load_pooling_model(
     config: EngineConfig, kind: ModelKind, target: torch.device, progress: LoadProgress
 ) -> PoolingModel:
-    """`kind` is embed or classify. Raises `ModelError` or `ConfigError`."""
+    """Load a model of kind "embed" or "classify".
+
+    Raises `ModelError`, `UnsupportedModelError` or `ConfigError`.
+    """
     folder = model_folder(config.model)
     hf_config = read_config(folder, config)
     if gguf_file(config) is not None:
-        raise UnsupportedModelError("weights in a GGUF file are served for models that write text, not for vectors")
+        raise UnsupportedModelError("GGUF files are supported for models that generate text, not for pooling models")
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{architecture_of(folder)} is an encoder-decoder; encoders and decoders are served"
+            f"{architecture_of(folder)} is an encoder-decoder; pooling models must be encoders or decoders"
         )
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            "tensor_parallel_size: models that answer with vectors run on one device; start more instances"
+            "tensor_parallel_size: pooling models run on one device; set it to 1 and start more instances"
         )
     if config.quantization is not None:
-        raise ConfigError("quantization is served for models that write text, not for those that answer with vectors")
+        raise ConfigError("quantization is supported for models that generate text, not for pooling models")
     if getattr(text_config, "quantization_config", None) or getattr(hf_config, "quantization_config", None):
         raise UnsupportedModelError(
-            f"the weights in {folder} are quantized, which is served for models that write text, not for those that"
-            " answer with vectors"
+            f"the weights in {folder} are quantized, which is supported for models that generate text,"
+            "  not for pooling models"
         )
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     source = _Source(folder, config, hf_config, dtype, target)
@@ -111,11 +116,13 @@ def load_pooling_model(
 
 
 def _embedder(source: _Source) -> PoolingModel:
+    """Load an embedding model, with the linear layers after pooling."""
     module = _load(source, AutoModel)
     is_decoder = _is_causal(module)
     recipe = read_recipe(source.folder, is_decoder=is_decoder)
     model = _described(source, module, HiddenStates(module, is_decoder=is_decoder), recipe.max_seq_length)
     dense = [_dense(path, source.target) for path in recipe.dense]
+    # A dense layer may change the size of the embedding.
     size = int(source.hf_config.get_text_config().hidden_size)
     for layer in dense:
         size = int(cast(Any, layer)[0].out_features)
@@ -130,8 +137,10 @@ def _embedder(source: _Source) -> PoolingModel:
 
 
 def _classifier(source: _Source) -> PoolingModel:
+    """Load a model with a classification head."""
     module = _load(source, AutoModelForSequenceClassification)
     network: Network = EncoderLogits(module)
+    # transformers' own head of a decoder finds the last token by the padding id, which a text may contain.
     if _is_causal(module):
         head = getattr(module, "score", None)
         if not isinstance(head, nn.Linear):
@@ -144,18 +153,22 @@ def _classifier(source: _Source) -> PoolingModel:
 
 
 def _token_classifier(source: _Source) -> PoolingModel:
-    """A decoder that says yes or no: its score is the probability of the one token against the other."""
+    """Load a decoder that answers yes or no. Its score is the probability of "yes" against "no".
+
+    Raises `UnsupportedModelError` if the config names no such tokens.
+    """
     words = getattr(source.hf_config, "classifier_from_token", None)
     if words is None and source.hf_config.model_type == "qwen3":
         words = YES_NO
     if not isinstance(words, list) or len(words) != 2:
         raise UnsupportedModelError(
-            f"{source.folder} has no head that classifies: name its tokens for no and yes as a list"
+            f"{source.folder} has no classification head; name its tokens for no and yes as a list"
             ' "classifier_from_token" in config.json'
         )
     no, yes = (_token_id(source.folder, str(word)) for word in words)
     module = _load(source, AutoModelForCausalLM)
     head = module.get_output_embeddings()
+    # sigmoid(yes - no) equals the softmax over the two logits, so one row of weights is enough.
     weight = (head.weight[yes].float() - head.weight[no].float())[None].to(source.dtype)
     network = LastTokenLogits(HiddenStates(_base(module), is_decoder=True), weight, None)
     model = _described(source, module, network, None)
@@ -164,7 +177,7 @@ def _token_classifier(source: _Source) -> PoolingModel:
 
 
 def _described(source: _Source, module: nn.Module, network: Network, longest: int | None) -> PoolingModel:
-    """Everything that does not depend on what the model is for."""
+    """Return the parts of a model that do not depend on its kind."""
     text_config, config = source.hf_config.get_text_config(), source.config
     max_model_len = _max_model_len(config, text_config, longest)
     variant = rotary.freeze(module, max_model_len)
@@ -189,16 +202,19 @@ def _described(source: _Source, module: nn.Module, network: Network, longest: in
 
 
 def _max_model_len(config: EngineConfig, text_config: HfConfig, longest: int | None) -> int:
+    """Return the longest input in tokens. Raises `ConfigError` if `max_model_len` exceeds what the model allows."""
     positions = max_model_len_of(config, text_config)
     if text_config.model_type in OFFSET_POSITIONS:
         usable = int(text_config.max_position_embeddings) - text_config.pad_token_id - 1
         if config.max_model_len is not None and config.max_model_len > usable:
             raise ConfigError(f"max_model_len ({config.max_model_len}) is more than the model was made for ({usable})")
         positions = min(positions, usable)
+    # The length that Sentence Transformers states is only a default: longer inputs are allowed if asked for.
     return positions if config.max_model_len is not None or longest is None else min(positions, longest)
 
 
 def _load(source: _Source, auto_class: Any) -> Any:
+    """Load the weights with `auto_class`. Raises `ModelError`."""
     config = source.config
     common = {"dtype": source.dtype, "trust_remote_code": config.trust_remote_code}
     try:
@@ -210,6 +226,7 @@ def _load(source: _Source, auto_class: Any) -> Any:
             module, report = auto_class.from_pretrained(
                 source.folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **common
             )
+            # Encoders are pooled here, so transformers' own pooler is not used, and many folders lack it.
             missing = [key for key in sorted(report["missing_keys"]) if not key.startswith("pooler.")]
             missing += [str(key) for key in sorted(map(str, report["mismatched_keys"]))]
     except LOAD_ERRORS as exc:
@@ -220,17 +237,22 @@ def _load(source: _Source, auto_class: Any) -> Any:
 
 
 def _is_causal(module: nn.Module) -> bool:
-    """Each token sees only those before it."""
+    """Return whether each token attends only to earlier ones."""
     return any(getattr(part, "is_causal", False) is True for part in module.modules())
 
 
 def _base(module: Any) -> nn.Module:
+    """Return a model without its head."""
     base: nn.Module = getattr(module, module.base_model_prefix)
     return base
 
 
 def _activation(hf_config: HfConfig) -> Activation:
-    """Of the scores: as the config names it, else by the kind of problem."""
+    """Return the activation of the scores: as the config names it, or by the type of the problem.
+
+    Raises `UnsupportedModelError` for an unknown name.
+    """
+    # Newer and older versions of Sentence Transformers store the activation in different places.
     stated = (getattr(hf_config, "sentence_transformers", None) or {}).get("activation_fn")
     stated = stated or getattr(hf_config, "sbert_ce_default_activation_function", None)
     if stated is not None:
@@ -247,7 +269,7 @@ def _activation(hf_config: HfConfig) -> Activation:
 
 
 def _dense(folder: Path, target: torch.device) -> nn.Module:
-    """A linear layer of Sentence Transformers, in float32."""
+    """Load a linear layer of Sentence Transformers, in float32. Raises `ModelError` or `UnsupportedModelError`."""
     rules = read_json(folder / "config.json")
     name = str(rules.get("activation_function", "Identity")).rsplit(".", 1)[-1]
     if name not in ACTIVATIONS:
@@ -262,6 +284,8 @@ def _dense(folder: Path, target: torch.device) -> nn.Module:
 
 
 class _Activated(nn.Module):
+    """An activation function as a module."""
+
     def __init__(self, function: Activation) -> None:
         super().__init__()
         self._function = function
@@ -271,6 +295,7 @@ class _Activated(nn.Module):
 
 
 def _token_id(folder: Path, word: str) -> int:
+    """Return the id of a token. Raises `ModelError` if the tokenizer does not have it."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json: the token {word!r} cannot be found")

@@ -1,4 +1,4 @@
-"""One forward pass of a model over a padded batch, through transformers: hidden states, or the logits of classes."""
+"""The forward pass of pooling models over a padded batch, through transformers, and the pooling of its output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +15,20 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def pool(hidden: Tensor, lengths: Tensor, how: PoolingType) -> Tensor:
-    """`hidden` [num_inputs, longest, size], padded on the right; returns [num_inputs, size]."""
+    """Pool hidden states [num_inputs, longest, size], padded on the right, to float32 [num_inputs, size]."""
     if how == "cls":
         return hidden[:, 0].float()
     if how == "last":
         return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1].float()
+    # Mean over the tokens of each input, without padding.
     is_token = torch.arange(hidden.shape[1], device=hidden.device)[None] < lengths[:, None]
     total = (hidden.float() * is_token[..., None]).sum(1)
     return total / lengths[:, None]
 
 
 def embedding(vectors: Tensor, params: PoolingParams, *, normalize: bool) -> Tensor:
-    """`vectors` [..., size], cut to the dimensions asked for, then normalised."""
+    """Shorten vectors [..., size] to the requested dimensions, and then normalize them."""
+    # Matryoshka models are trained so that the first dimensions are an embedding of their own.
     if params.dimensions is not None:
         vectors = vectors[..., : params.dimensions]
     wanted = normalize if params.normalize is None else params.normalize
@@ -34,7 +36,7 @@ def embedding(vectors: Tensor, params: PoolingParams, *, normalize: bool) -> Ten
 
 
 def scores(logits: Tensor, params: PoolingParams, activation: Activation) -> Tensor:
-    """`logits` [..., num_labels]."""
+    """Return the scores of `logits` [..., num_labels], without activation if the request asks for that."""
     return logits.float() if params.activation is False else activation(logits.float())
 
 
@@ -55,12 +57,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "Softmax": softmax,
     "Tanh": torch.tanh,
 }
-"""By the name of torch's module, as configs spell it."""
+"""Activation functions by the name of torch's module, as configs state it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """Padded on the right. `token_type_ids` is None where the model or the inputs have none."""
+    """Inputs padded on the right. `token_type_ids` is None if the model or the inputs have none."""
 
     input_ids: Tensor  # int64 [num_inputs, longest]
     attention_mask: Tensor  # int64 [num_inputs, longest]
@@ -69,14 +71,17 @@ class PaddedBatch:
 
 
 class Network(Protocol):
+    """Computes what is pooled, or the logits of classes, for a batch."""
+
     def __call__(self, batch: PaddedBatch) -> Tensor: ...
 
 
 class HiddenStates:
-    """[num_inputs, longest, hidden_size] of a model without a head."""
+    """Computes hidden states [num_inputs, longest, hidden_size] of a model without head."""
 
     def __init__(self, module: nn.Module, *, is_decoder: bool) -> None:
         self._module = module
+        # Only decoders have a cache, which one pass does not need.
         self._extra = {"use_cache": False} if is_decoder else {}
 
     def __call__(self, batch: PaddedBatch) -> Tensor:
@@ -84,7 +89,7 @@ class HiddenStates:
 
 
 class EncoderLogits:
-    """[num_inputs, num_labels] of an encoder, whose head transformers knows."""
+    """Computes logits [num_inputs, num_labels] of an encoder with the head of transformers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -94,11 +99,13 @@ class EncoderLogits:
 
 
 class LastTokenLogits:
-    """[num_inputs, num_labels] of a decoder. Not through transformers' own head, which looks for padding by token id:
-    a text may end with that very token."""
+    """Computes logits [num_inputs, num_labels] of a decoder, from its last token.
+
+    transformers' own head would look for padding by token id, but a text may end with that same token.
+    """
 
     def __init__(self, states: HiddenStates, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [num_labels, hidden_size]."""
+        """Take the weights of the head, [num_labels, hidden_size]."""
         self._states, self._weight, self._bias = states, weight, bias
 
     def __call__(self, batch: PaddedBatch) -> Tensor:

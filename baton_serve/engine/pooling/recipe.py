@@ -1,6 +1,6 @@
-"""How an embedding is made of hidden states, as the model's folder says: Sentence Transformers' modules.json.
+"""Reads how hidden states become an embedding, from Sentence Transformers' modules.json.
 
-Without one, vLLM's defaults: decoders take the last token, encoders the first, and the vector is normalised.
+Without this file vLLM's defaults apply: the last token for decoders, the first for encoders, and a normalized vector.
 """
 
 import json
@@ -17,14 +17,20 @@ MODES: dict[str, PoolingType] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
+"""Pooling methods by their field in older folders; exactly one is true."""
 NAMES: dict[str, PoolingType] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
-"""How newer folders spell it."""
+"""Pooling methods by their name in newer folders."""
 SETTINGS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
+"""Files in which Sentence Transformers states the length of inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """`dense` are folders of linear layers between pooling and normalisation. `max_seq_length`: as it was trained."""
+    """How hidden states become an embedding.
+
+    `dense` are folders of linear layers between pooling and normalization. `max_seq_length` is the length used in
+    training; None: not stated.
+    """
 
     pooling: PoolingType
     normalize: bool = True
@@ -33,7 +39,7 @@ class Recipe:
 
 
 def read_recipe(folder: Path, *, is_decoder: bool) -> Recipe:
-    """Raises `ModelError`."""
+    """Read the recipe of a model. Raises `ModelError` if a file is broken or asks for an unsupported module."""
     modules = folder / "modules.json"
     if not modules.is_file():
         return Recipe(pooling="last" if is_decoder else "cls")
@@ -49,13 +55,14 @@ def read_recipe(folder: Path, *, is_decoder: bool) -> Recipe:
             normalize = True
         elif kind != "Transformer":
             served = "Transformer, Pooling, Dense and Normalize"
-            raise UnsupportedModelError(f"{modules} has a module of type {kind}; served are {served}")
+            raise UnsupportedModelError(f"{modules} has a module of type {kind}; supported are {served}")
     if pooling is None:
         raise UnsupportedModelError(f"{modules} has no module of type Pooling: its vectors cannot be pooled")
     return Recipe(pooling=pooling, normalize=normalize, dense=tuple(dense), max_seq_length=_max_seq_length(folder))
 
 
 def _pooling_type(path: Path) -> PoolingType:
+    """Return the pooling method of a Pooling module. Raises `UnsupportedModelError` for others or combinations."""
     config = read_json(path)
     name = config.get("pooling_mode")
     if isinstance(name, str) and name in NAMES:
@@ -63,11 +70,12 @@ def _pooling_type(path: Path) -> PoolingType:
     wanted = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     if isinstance(name, str) or len(wanted) != 1 or wanted[0] not in MODES:
         asked = name or ", ".join(wanted) or "nothing"
-        raise UnsupportedModelError(f"{path} asks for {asked}; one of {', '.join(MODES)} is served")
+        raise UnsupportedModelError(f"{path} asks for {asked}; supported is one of {', '.join(MODES)}")
     return MODES[wanted[0]]
 
 
 def _max_seq_length(folder: Path) -> int | None:
+    """Return the length that the model was trained with, in tokens, or None."""
     for name in SETTINGS:
         if (folder / name).is_file():
             length = read_json(folder / name).get("max_seq_length")
@@ -76,7 +84,7 @@ def _max_seq_length(folder: Path) -> int | None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises `ModelError`."""
+    """Return the content of a JSON file. Raises `ModelError`."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as exc:

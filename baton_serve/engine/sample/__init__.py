@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling, penalties, masks and grammars."""
+"""Turns logits into tokens: sampling, penalties, token masks and grammars."""

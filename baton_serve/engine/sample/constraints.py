@@ -1,7 +1,8 @@
-"""Which tokens each row of a step may choose: grammars, allowed_token_ids, bad_words and min_tokens as one set of bits.
+"""Computes which tokens each row of a step may choose: grammar, allowed_token_ids, bad_words and min_tokens as one
+mask.
 
-On the host and without torch; what these rules say depends on the generated tokens alone. Where min_tokens would leave
-nothing to choose it gives way; where the other rules leave nothing, the request is at fault.
+It runs on the host, without torch, and depends on the generated tokens only. If min_tokens leaves no token, it is
+ignored; if the other rules leave none, the request fails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,41 +20,46 @@ from baton_serve.engine.sample.grammar import Bits, Grammars, GrammarState
 
 @dataclass(slots=True)
 class Constraints:
-    """`bits` [masks, bytes]: what is allowed. Row `rows[i]` of the step's choices obeys mask `masks[i]`."""
+    """The masks of one step.
+
+    `bits` [masks, bytes] are the allowed tokens; row `rows[i]` of the step uses mask `masks[i]`.
+    """
 
     bits: Bits
     rows: list[int] = field(default_factory=list)
     masks: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
-    """By row: why nothing can be chosen for it."""
+    """Rows for which no token can be chosen, with the reason."""
 
 
 @dataclass(slots=True)
 class _SequenceRules:
-    """What does not change while a sequence is written."""
+    """The rules of one sequence: its grammar's state, and `allowed_token_ids` as a mask."""
 
     grammar: GrammarState | None
     allowed: Bits | None
 
 
 class ConstraintBuilder:
-    """Keeps each sequence's state as long as the sequence lives."""
+    """Builds masks and keeps the rules of each sequence as long as the sequence exists. Mask thread only."""
 
     def __init__(self, grammars: Grammars, *, vocab_size: int) -> None:
         self.width = -(-vocab_size // 8)
         self._grammars = grammars
         self._vocab_size = vocab_size
+        # Weak: sequences end in many places, and none of them has to notify this class.
         self._known: WeakKeyDictionary[TokenSequence, _SequenceRules] = WeakKeyDictionary()
 
     def prepare(self, grammar: str) -> None:
-        """Begin to compile a grammar before it is needed; errors are for the sequence that needs it."""
+        """Start compiling a grammar before its first use. An invalid grammar fails the sequence that uses it later."""
         self._grammars.prepare(grammar)
 
     def close(self) -> None:
+        """End the thread that compiles grammars."""
         self._grammars.close()
 
     def build(self, rows: Mapping[int, SampleRow]) -> Constraints:
-        """`rows` are those that `is_constrained` says of, by their place in the step."""
+        """Build the masks of the constrained rows of a step (`is_constrained`), by their index in the step."""
         failed: dict[int, str] = {}
         sequences: dict[TokenSequence, _SequenceRules] = {}
         for number, row in rows.items():
@@ -68,6 +74,7 @@ class ConstraintBuilder:
         for number, row in rows.items():
             if number in failed:
                 continue
+            # Rows of one sequence (its first tokens with n > 1) share a mask.
             if row.sequence not in mask_of:
                 try:
                     mask = self._mask(row.sequence, sequences[row.sequence], grammar_bits.get(row.sequence))
@@ -83,6 +90,10 @@ class ConstraintBuilder:
         return result
 
     def _advanced(self, sequence: TokenSequence) -> _SequenceRules:
+        """Return the rules of a sequence, with its grammar advanced to the last generated token.
+
+        Raises `RequestError`.
+        """
         known = self._known.get(sequence)
         if known is None:
             sampling = sequence.request.work.sampling
@@ -93,17 +104,22 @@ class ConstraintBuilder:
         return known
 
     def _grammar_bits(self, sequences: Mapping[TokenSequence, _SequenceRules]) -> dict[TokenSequence, Bits]:
+        """Return the tokens that each sequence's grammar allows, computed together.
+
+        Sequences without grammar are left out.
+        """
         bound = {s: k.grammar for s, k in sequences.items() if k.grammar is not None and not k.grammar.is_over}
         if not bound:
             return {}
         found = self._grammars.allowed(list(bound.values()))
         bits = np.zeros((len(bound), self.width), dtype=np.uint8)
+        # The tokenizer can have more tokens than the logits, or fewer.
         width = min(self.width, found.shape[1])
         bits[:, :width] = found[:, :width]
         return dict(zip(bound, bits, strict=True))
 
     def _mask(self, sequence: TokenSequence, known: _SequenceRules, grammar: Bits | None) -> Bits:
-        """Raises `RequestError` when nothing is left to choose."""
+        """Return the mask of one sequence. Raises `RequestError` if it excludes every token."""
         if known.grammar is not None and not known.grammar.is_over:
             known.grammar.check()
         mask = np.full(self.width, 255, dtype=np.uint8) if grammar is None else grammar
@@ -114,6 +130,7 @@ class ConstraintBuilder:
         _clear(mask, self._in_vocabulary(banned_tokens(request.work.sampling.bad_words, generated)))
         if not mask.any():
             raise RequestError("invalid", f"no token may follow: {_rules(request.work.sampling)} exclude all")
+        # Before min_tokens the end of sequence is forbidden, unless the grammar allows nothing else.
         if len(generated) < request.work.sampling.min_tokens:
             longer = mask.copy()
             _clear(longer, self._in_vocabulary(request.stop_token_ids))
@@ -121,6 +138,7 @@ class ConstraintBuilder:
         return mask
 
     def _allowed(self, sampling: SamplingParams) -> Bits | None:
+        """Return `allowed_token_ids` as a mask, or None if it is not set."""
         if sampling.allowed_token_ids is None:
             return None
         bits = np.zeros(self.width * 8, dtype=np.uint8)
@@ -132,6 +150,7 @@ class ConstraintBuilder:
 
 
 def is_constrained(row: SampleRow) -> bool:
+    """Return whether a mask is needed for a row."""
     sampling = row.sequence.request.work.sampling
     return (
         sampling.grammar is not None
@@ -142,7 +161,7 @@ def is_constrained(row: SampleRow) -> bool:
 
 
 def banned_tokens(bad_words: Sequence[Sequence[int]], generated: Sequence[int]) -> list[int]:
-    """The tokens that would complete a bad word."""
+    """Return the tokens that would complete a bad word."""
     return [
         word[-1]
         for word in bad_words
@@ -160,6 +179,7 @@ def _clear(mask: Bits, tokens: Sequence[int]) -> None:
 
 
 def _rules(sampling: SamplingParams) -> str:
+    """Name the rules that are set, for an error message."""
     rules = {
         "the grammar": sampling.grammar is not None,
         "allowed_token_ids": sampling.allowed_token_ids is not None,

@@ -1,7 +1,7 @@
-"""Grammars that an answer must follow, by llguidance: which tokens of this model's vocabulary may come next.
+"""Grammars of structured output, by llguidance: which tokens of the model's vocabulary may come next.
 
-A grammar's state is a function of the grammar and the generated tokens, so it can be built anywhere at any time: after
-a handoff, a preemption or a replay it is made again by taking the tokens that are there. Used by one thread at a time.
+The state of a grammar is a function of the grammar and the generated tokens. So after a handoff, a preemption or a
+replay it is built again from the tokens. Used by one thread at a time.
 """
 
 import logging
@@ -22,15 +22,19 @@ from baton_serve.engine.sample.grammar_compiler import Compiled, GrammarCompiler
 logger = logging.getLogger(__name__)
 
 Bits = NDArray[np.uint8]
-"""Bit j of byte i is token 8i + j."""
+"""A mask of tokens: bit j of byte i is token 8i + j."""
 
 MAX_CACHED_GRAMMARS = 256
+"""Largest number of compiled grammars that are kept."""
 CACHED_BYTES = 512 * 1024 * 1024
-"""Of the grammars that are kept, about; those that sequences follow count as long as they are among them."""
+"""Approximate memory of the compiled grammars that are kept, in bytes.
+
+Grammars that sequences use count as long as they are kept here.
+"""
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar. The end of sequence ends the rule: whatever follows it is free."""
+    """The position of one sequence in its grammar. After the end of sequence, any token is allowed."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
@@ -39,10 +43,14 @@ class GrammarState:
         self._num_accepted = 0
 
     def take(self, generated: Sequence[int]) -> None:
-        """`generated` are all tokens of the sequence after its prompt. Raises `RequestError`."""
+        """Advance to the end of `generated`, which are all tokens after the prompt.
+
+        Raises `RequestError` for a wrong token.
+        """
         for token in generated[self._num_accepted :]:
             if self.is_over:
                 break
+            # With `ignore_eos`, tokens follow the end of sequence; they are not checked.
             if token in self._eos_token_ids and self.matcher.is_accepting():
                 self.is_over = True
             elif not self.matcher.consume_token(token):
@@ -51,13 +59,13 @@ class GrammarState:
         self._num_accepted = len(generated)
 
     def check(self) -> None:
-        """Raises `RequestError` when the grammar cannot be followed any more: it grew too complex."""
+        """Raise `RequestError` if the matcher has failed, for example because the grammar became too complex."""
         if self.matcher.is_error():
             raise RequestError("invalid", f"structured output: {first_line(self.matcher.get_error())}")
 
 
 class Grammars:
-    """Compiles grammars for one model's vocabulary and keeps those used last."""
+    """Compiles grammars for one model's vocabulary, and keeps the most recently used ones."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._folder = folder
@@ -67,33 +75,39 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[Compiled]] = OrderedDict()
 
     def read(self) -> None:
-        """Call at start: it takes a second for 100,000 tokens, and no other thread runs meanwhile."""
+        """Read the vocabulary at the start. It takes a second for 100,000 tokens and blocks all other threads."""
         try:
             size = self.vocabulary.vocab_size
         except RequestError as exc:
             logger.info("%s", exc.message)
         else:
-            logger.debug("structured output knows %d tokens", size)
+            logger.debug("structured output: read a vocabulary of %d tokens", size)
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
-        """Raises `RequestError`."""
+        """The vocabulary in llguidance's form.
+
+        Raises `RequestError` if structured output is not possible with this model.
+        """
         try:
             tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
         except Exception as exc:  # the library raises nothing narrower
             raise RequestError("invalid", f"structured output needs the model's tokenizer.json: {exc}") from exc
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        # The logits can have more columns than the tokenizer has tokens (padding of the embedding table).
         size = max(self._vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
         if not self._eos_token_ids:
-            raise RequestError("invalid", "structured output needs a model that names its end of sequence")
+            raise RequestError(
+                "invalid", "structured output needs a model with an end-of-sequence token (eos_token_id)"
+            )
         try:
             return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._eos_token_ids))
         except ValueError as exc:
-            raise RequestError("invalid", f"structured output does not know this tokenizer: {exc}") from exc
+            raise RequestError("invalid", f"structured output does not support this tokenizer: {exc}") from exc
 
     def prepare(self, grammar: str) -> "Future[Compiled]":
-        """Compile in the background what will be needed soon. Returns what `start` waits for."""
+        """Start compiling a grammar in the background, and return the future that `start` waits for."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = self._compiler.compile(grammar)
@@ -102,18 +116,21 @@ class Grammars:
         return compiled
 
     def start(self, grammar: str) -> GrammarState:
-        """Before the first token. Waits until the grammar is compiled. Raises `RequestError`."""
+        """Return the state before the first token. Wait until the grammar is compiled. Raises `RequestError`."""
         compiled = self.prepare(grammar)
         try:
             return GrammarState(compiled.result().matcher.deep_copy(), self._eos_token_ids)
         except RequestError:
+            # Do not keep a failure: the cause may be passing, and the text would occupy a place.
             self._compiled.pop(grammar, None)
             raise
 
     def close(self) -> None:
+        """End the compiling thread."""
         self._compiler.close()
 
     def _forget_oldest(self) -> None:
+        """Drop the least recently used grammars until the limits hold. The newest one is always kept."""
         sizes = [one.result().num_bytes if one.done() and not one.exception() else 0 for one in self._compiled.values()]
         total, count = sum(sizes), len(sizes)
         for size in sizes[:-1]:
@@ -123,10 +140,12 @@ class Grammars:
             total, count = total - size, count - 1
 
     def allowed(self, states: Sequence[GrammarState]) -> NDArray[np.uint8]:
-        """Bits of the next token for each state [states, bytes], several at once where there are cores."""
-        width = (self.vocabulary.vocab_size + 31) // 32 * 4
+        """Return the allowed next tokens of each state, as masks [states, bytes]. Several are computed in parallel."""
+        width = (self.vocabulary.vocab_size + 31) // 32 * 4  # llguidance writes masks in words of 32 bits
         bits = np.empty((len(states), width), dtype=np.uint8)
         matchers = [(state.matcher, row) for row, state in enumerate(states)]
+        # "Unsafe" because the library trusts the pointer: `bits` must have exactly this size and stay alive during the
+        # call.
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, width, len(states))
         return bits
 

@@ -1,10 +1,10 @@
 """Compiles grammars in a worker, on a thread whose native stack is larger than any grammar needs that may arrive.
 
-A matcher must live in the process that makes masks with it, so a worker cannot compile elsewhere as the router does.
-Three things keep a grammar from ending a worker: `contracts.grammar_bounds` is checked here again, so that nothing
-depends on what a router has checked; the router has compiled the same text with `STACK_BYTES` of stack, and this thread
-has four times as much; and the parser's limits are the same here as there. Only compiling recurses: making masks,
-copying and freeing a matcher need little stack on any thread (docs/adr/0015-grammar-compilation.md).
+A matcher must live in the process that computes masks with it, so a worker cannot compile in a child process as the
+router does. Three things keep a grammar from crashing a worker. `contracts.grammar_bounds` is checked here again, so
+that a worker does not depend on the router's check. The router has compiled the same text with `STACK_BYTES` of stack,
+and this thread has four times as much. The parser's limits are the same in both. Only compiling recurses deeply:
+computing masks, copying and freeing a matcher need little stack (docs/adr/0015-grammar-compilation.md).
 """
 
 import resource
@@ -21,14 +21,14 @@ from baton_serve.engine.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """`num_bytes` is about what the matcher keeps in memory: what the process grew by while it was made."""
+    """A compiled grammar. `num_bytes` is an estimate of its memory: the growth of the process while it was compiled."""
 
     matcher: LLMatcher
     num_bytes: int
 
 
 class GrammarCompiler:
-    """Owns the thread. Grammars are compiled one after the other, in the order in which they were asked for."""
+    """Owns the compiling thread. Grammars are compiled one after another, in the order of the calls."""
 
     def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
         self._vocabulary = vocabulary
@@ -36,17 +36,20 @@ class GrammarCompiler:
         self._has_thread = False
 
     def compile(self, grammar: str) -> "Future[Compiled]":
-        """Begin; the future raises `RequestError` for a grammar that is wrong."""
+        """Start compiling. The future raises `RequestError` for an invalid grammar."""
         if not self._has_thread:
+            # The size of a thread's stack can only be set for all threads that are created next. Create the pool's only
+            # thread now, and restore the size at once.
             before = threading.stack_size(WORKER_STACK_BYTES)
             try:
-                self._thread.submit(int).result()  # the thread is made here
+                self._thread.submit(int).result()  # creates the thread
             finally:
                 threading.stack_size(before)
             self._has_thread = True
         return self._thread.submit(self._compile, grammar)
 
     def close(self) -> None:
+        """End the thread; a grammar that is being compiled is not waited for."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> Compiled:
@@ -55,6 +58,7 @@ class GrammarCompiler:
         except GrammarBoundsError as exc:
             raise RequestError("invalid", f"structured output: {exc}") from exc
         before = _resident_bytes()
+        # log_level=0: no output of the library
         matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if matcher.is_error():
             raise RequestError("invalid", f"structured output: {first_line(matcher.get_error())}")
@@ -62,10 +66,11 @@ class GrammarCompiler:
 
 
 def first_line(message: str) -> str:
-    """Of an error, without the places in the grammar that follow."""
+    """Return the first line of an error message. The others point to places in the grammar."""
     return message.strip().split("\n", 1)[0]
 
 
 def _resident_bytes() -> int:
+    """Return the resident memory of this process, in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

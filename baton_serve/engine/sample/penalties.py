@@ -1,6 +1,6 @@
-"""Repetition, presence and frequency penalties over counts that grow with each token, never recounted.
+"""Repetition, presence and frequency penalties, from counts that are updated with each token and never recounted.
 
-As vLLM defines them: repetition looks at prompt and output, the other two at the output alone.
+They are defined as in vLLM: repetition considers prompt and output, the other two only the output.
 """
 
 from collections.abc import Sequence as Rows
@@ -15,28 +15,34 @@ from baton_serve.engine.core.sequence import Sequence
 
 @dataclass(slots=True)
 class _Counts:
+    """The tokens that one sequence has seen so far, on the device."""
+
     prompt: Tensor  # bool [vocab_size]
     output: Tensor  # float32 [vocab_size]
     num_seen: int
 
 
 class Penalties:
+    """Applies penalties and keeps the counts of each sequence as long as the sequence exists."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts: WeakKeyDictionary[Sequence, _Counts] = WeakKeyDictionary()
 
     def apply(self, scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
-        """scores [rows, vocab_size], one row per sequence; returns new scores."""
+        """Return new scores for `scores` [rows, vocab_size], one row per sequence."""
         counts = [self._updated(sequence, scores.shape[1]) for sequence in sequences]
         output = torch.stack([c.output for c in counts])
         seen = torch.stack([c.prompt for c in counts]) | (output > 0)
         params = [sequence.request.work.sampling for sequence in sequences]
         repetition = self._column([p.repetition_penalty for p in params])
+        # Dividing a negative score would make it more likely, so negative ones are multiplied (as in vLLM).
         scores = torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores)
         scores = scores - self._column([p.frequency_penalty for p in params]) * output
         return scores - self._column([p.presence_penalty for p in params]) * (output > 0)
 
     def _updated(self, sequence: Sequence, vocab_size: int) -> _Counts:
+        """Return the counts of a sequence, with the tokens since the last call added."""
         num_prompt = sequence.request.work.num_prompt_tokens
         counts = self._counts.get(sequence)
         if counts is None:
@@ -55,5 +61,5 @@ class Penalties:
         return self._upload(values)[:, None]
 
     def _upload(self, values: list[float] | list[int]) -> Tensor:
-        """Without waiting for what the device is doing."""
+        """Copy values to the device without waiting for its work."""
         return torch.tensor(values).to(self._device, non_blocking=True)

@@ -1,7 +1,8 @@
-"""Chooses tokens from logits, a batch at a time. What is asked for is in each request's SamplingParams.
+"""Samples tokens from logits for a whole batch, as each request's SamplingParams ask.
 
-Order, as in vLLM: what is allowed at all (`masks`), logit_bias, penalties, temperature, min_p, top_k, top_p; then the
-inverse of the cumulative probability, in vocabulary order, at the token's own random number. No row sees another.
+The order is vLLM's: token masks, logit_bias, penalties, temperature, min_p, top_k, top_p. Then the token is found by
+inverting the cumulative probability, in vocabulary order, at the token's own random number. So the result does not
+depend on the other rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,10 @@ from baton_serve.engine.sample.token_masks import TokenMasks
 
 
 def row_logprobs(raw: Tensor, chosen: Sequence[int], wanted: Mapping[int, int]) -> list[TokenLogprobs | None]:
-    """raw [rows, vocab_size]. `wanted` gives, per row that wants any, how many alternatives."""
+    """Return the logprobs of each row, or None for rows without. `raw` is [rows, vocab_size].
+
+    `wanted` is the number of alternatives, by row, for rows that asked for logprobs.
+    """
     picked = torch.tensor(list(wanted), device=raw.device)
     answers = token_logprobs(raw[picked], [chosen[i] for i in wanted], max(wanted.values()))
     result: list[TokenLogprobs | None] = [None] * len(chosen)
@@ -29,7 +33,11 @@ def row_logprobs(raw: Tensor, chosen: Sequence[int], wanted: Mapping[int, int]) 
 
 
 def token_logprobs(raw: Tensor, chosen: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """One per row. A rank is the number of tokens that are at least as likely."""
+    """Return the logprobs of the chosen token and of the `num_top` most likely ones, for each row of `raw` [rows,
+    vocab_size].
+
+    The rank of the chosen token is the number of tokens that are at least as likely.
+    """
     logprobs = raw.float().log_softmax(dim=-1)
     tokens = torch.tensor(chosen, device=raw.device)[:, None]
     own = logprobs.gather(1, tokens)
@@ -49,30 +57,38 @@ def token_logprobs(raw: Tensor, chosen: Sequence[int], num_top: int) -> list[Tok
 
 
 MAX_CANDIDATES = 1024
-"""Sorting a whole vocabulary is slow; the largest logits nearly always hold all that top_k and top_p keep."""
+"""Number of largest logits that top_k and top_p look at first.
+
+Sorting the whole vocabulary is slow, and these nearly always contain all tokens that are kept.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
+    """Sampled tokens on the device, and logprobs if any row asked for them."""
+
     tokens: Tensor  # int64 [num_rows], on the device
     logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Sampler:
+    """Samples on one device. Keeps the penalties' counts between steps."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._penalties = Penalties(device)
 
     def sample(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> ModelRunnerOutput:
-        """As `choose`, and waits for the device."""
+        """Sample and wait for the tokens; see `choose`."""
         choice = self.choose(logits, rows, masks=masks)
         return ModelRunnerOutput(choice.tokens.tolist(), choice.logprobs)
 
     def choose(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> SamplerOutput:
-        """logits [num_rows, vocab_size], of any floating dtype.
+        """Sample one token for each row of `logits` [num_rows, vocab_size], of any floating dtype.
 
-        Waits for the device only where somebody wants log-probabilities, or a cut needs the whole vocabulary. A row
-        with NaN has the token vocab_size."""
+        This waits for the device only if a row asks for logprobs, or if top_k or top_p need the whole vocabulary. A row
+        with NaN gets the token vocab_size.
+        """
         params = [row.sequence.request.work.sampling for row in rows]
         if masks is None and all_plain_greedy(rows):
             return SamplerOutput(_largest(logits))
@@ -80,16 +96,18 @@ class Sampler:
         scores = self._adjusted(raw, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         tokens = _largest(scores)
+        # Random rows are computed only where a row needs them. NaN rows keep vocab_size from both ways of sampling.
         if random:
             picked = self._upload(random)
             tokens[picked] = self._draw(scores[picked], [rows[i] for i in random])
         wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         if not wanted:
             return SamplerOutput(tokens)
+        # Logprobs are of the raw logits, as in vLLM. NaN rows need a valid index here; they fail anyway.
         return SamplerOutput(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted))
 
     def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: TokenMasks | None) -> Tensor:
-        """A copy in which forbidden tokens are -inf and biases and penalties are applied."""
+        """Return a copy in which forbidden tokens are -inf and biases and penalties are applied."""
         scores = raw.clone()
         if masks is not None:
             masks.apply(scores)
@@ -109,9 +127,10 @@ class Sampler:
         return scores
 
     def _draw(self, scores: Tensor, rows: Rows[SampleRow]) -> Tensor:
+        """Sample one token for each row of `scores` [rows, vocab_size] with a temperature."""
         params = [row.sequence.request.work.sampling for row in rows]
         scores = scores / self._column([p.temperature for p in params])
-        if any(p.min_p > 0.0 for p in params):  # p / p_max >= min_p, without a softmax
+        if any(p.min_p > 0.0 for p in params):  # p / p_max >= min_p needs no softmax: subtract logarithms instead
             floor = scores.amax(dim=-1, keepdim=True) + self._column([p.min_p for p in params]).log()
             scores = scores.masked_fill(scores < floor, float("-inf"))
         vocab_size = scores.shape[1]
@@ -125,6 +144,7 @@ class Sampler:
                 self._upload(top_k)[:, None],
                 self._column(top_p),
             )
+        # Seed, sequence and position determine the random number, so a replay on another instance draws the same token.
         points = [uniform(p.seed, row.index, row.sequence.num_generated) for p, row in zip(params, rows, strict=True)]
         return invert_cumulative(scores, self._upload(points, dtype=torch.float64))
 
@@ -132,19 +152,24 @@ class Sampler:
         return self._upload(values, dtype=torch.float32)[:, None]
 
     def _upload(self, values: object, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Without waiting for what the device is doing."""
+        """Copy values to the device without waiting for its work."""
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
 def all_plain_greedy(rows: Rows[SampleRow]) -> bool:
-    """Each row's token is its largest logit, if nothing is forbidden, and nobody wants to know more."""
+    """Return whether argmax gives the token of every row: temperature 0, no penalties, no `logit_bias`, no logprobs.
+
+    Masks are not checked; the caller must have none.
+    """
     return all(is_plain_greedy(row.sequence.request.work.sampling) for row in rows)
 
 
 def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = MAX_CANDIDATES) -> Tensor:
-    """All but the `top_k` largest become -inf, and of these all but the fewest whose probability reaches `top_p`.
+    """Set to -inf all but the `top_k` largest scores, and of these all but the fewest whose probability reaches
+    `top_p`.
 
-    scores [rows, vocab]; top_k (vocab: all) and top_p [rows, 1].
+    `scores` is [rows, vocab_size]; `top_k` (vocab_size: no limit) and `top_p` are [rows, 1]. Probabilities are relative
+    to the tokens that top_k keeps, as in vLLM.
     """
     vocab_size = scores.shape[1]
     width = min(num_candidates, vocab_size)
@@ -154,12 +179,14 @@ def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candi
     among_top_k = values.masked_fill(~in_top_k, float("-inf")).logsumexp(dim=-1, keepdim=True)
     probabilities = (values - torch.where(top_k < vocab_size, among_top_k, among_all)).exp()
     before = probabilities.cumsum(dim=-1) - probabilities
-    # With top_p = 1 nothing may be lost to the rounding of the sum.
+    # With top_p = 1, rounding errors of the sum must not remove a token.
     kept = in_top_k & ((before < top_p) | (top_p >= 1.0))
-    kept[:, 0] = True
+    kept[:, 0] = True  # the most likely token is always kept
     result = torch.full_like(scores, float("-inf"))
     result.scatter_(1, tokens, values.masked_fill(~kept, float("-inf")))
     if width < vocab_size:
+        # If the last candidate is still kept, tokens beyond the candidates may belong to the result too. Compute these
+        # few rows again with the whole vocabulary. `nonzero` waits for the device.
         is_sum_known = (top_k <= width) | (top_k >= vocab_size)
         unsure = ((top_k > width) & (kept[:, -1:] | ~is_sum_known))[:, 0].nonzero()[:, 0]
         if unsure.numel():
@@ -168,13 +195,18 @@ def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candi
 
 
 def _largest(scores: Tensor) -> Tensor:
+    """Return the index of the largest score of each row; vocab_size for a row with NaN."""
     found = scores.max(dim=-1)
     return found.indices.masked_fill_(found.values.isnan(), scores.shape[1])
 
 
 def invert_cumulative(scores: Tensor, points: Tensor) -> Tensor:
-    """For each row the first token, in vocabulary order, at which the cumulative probability passes its point. Of a
-    row with NaN none does: its token is vocab_size."""
+    """Return for each row the first token, in vocabulary order, at which the cumulative probability exceeds its point.
+
+    A row with NaN has none: it gets vocab_size.
+    """
+    # float64: in float32 the sum over a large vocabulary loses the small probabilities at its end.
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    # Scale the points by the rounded total instead of dividing by it, so that a point below 1 always finds a token.
     targets = points[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True)[:, 0]

@@ -1,6 +1,6 @@
-"""Puts each step's constraints on the device while it computes: built in a thread, sent in one copy, never waited for.
+"""Sends each step's token masks to the device while it computes. They are built in a thread and sent in one copy.
 
-The thread works from the moment a step starts until its logits are there; what it needs is known by then.
+The thread works between the start of a step and its logits. Everything that it needs is known at the start.
 """
 
 from collections.abc import Sequence as Rows
@@ -16,26 +16,27 @@ from baton_serve.engine.core.scheduler import SampleRow
 from baton_serve.engine.sample.constraints import ConstraintBuilder, Constraints, is_constrained
 
 INDEX_BYTES = 16
-"""Of one constrained row: two int64, the row and its mask."""
+"""Size of one row's index in bytes: two int64, the row and its mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """For some rows of a step: which tokens they may choose."""
+    """The tokens that the constrained rows of a step may choose, on the device."""
 
     rows: Tensor  # int64 [rows]
     masks: Tensor  # int64 [rows]
     bits: Tensor  # uint8 [masks, bytes]
 
     def apply(self, scores: Tensor) -> None:
-        """In place, scores [all rows, vocab_size]: tokens that are not allowed become -inf."""
+        """Set forbidden tokens of `scores` [all rows, vocab_size] to -inf, in place."""
+        # Unpack the bits on the device: one eighth of the bytes have to be copied.
         powers = (1 << torch.arange(8, device=self.bits.device)).to(torch.uint8)
         allowed = (self.bits[:, :, None] & powers).ne(0).flatten(1)[:, : scores.shape[1]]
         scores[self.rows] = scores[self.rows].masked_fill(~allowed[self.masks], float("-inf"))
 
 
 class TokenMasker:
-    """Owns the thread and the memory that masks travel through; `begin` and `finish` alternate."""
+    """Owns the thread and the staging memory. Calls of `begin` and `send` alternate."""
 
     def __init__(self, builder: ConstraintBuilder, device: torch.device) -> None:
         self._builder = builder
@@ -44,19 +45,23 @@ class TokenMasker:
         self._staging = devices.staging(device, (0,), torch.uint8)
 
     def prepare(self, grammar: str) -> None:
-        """It will be needed soon."""
+        """Start compiling a grammar that a queued request will need."""
         self._thread.submit(self._builder.prepare, grammar)
 
     def begin(self, rows: Rows[SampleRow]) -> "Future[Constraints] | None":
-        """None: nobody's choice is constrained. The rows' sequences must stay as they are until it is done."""
+        """Start building the masks of a step. Return None if no row is constrained.
+
+        The rows' sequences must not change until the future is done.
+        """
         constrained = {number: row for number, row in enumerate(rows) if is_constrained(row)}
         return self._thread.submit(self._builder.build, constrained) if constrained else None
 
     def send(self, constraints: Constraints) -> TokenMasks | None:
-        """Into the device's queue, before whatever reads it."""
+        """Copy the masks to the device, in order before later work of this thread. Return None if there are none."""
         count, (num_masks, width) = len(constraints.rows), constraints.bits.shape
         if not count:
             return None
+        # Indices and bits are in one buffer, so that one copy sends both.
         index_bytes = count * INDEX_BYTES
         size = index_bytes + num_masks * width
         if self._staging.numel() < size:
@@ -69,5 +74,6 @@ class TokenMasker:
         return TokenMasks(index[0], index[1], sent[index_bytes:].view(num_masks, width))
 
     def close(self) -> None:
+        """End the thread and the compiler."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._builder.close()

@@ -1,1 +1,1 @@
-"""One engine step: setup, planning, launching, and what happens between the layers."""
+"""Everything around a step: the size of the KV cache, warm-up, planning, statistics, and reports between the layers."""

@@ -1,4 +1,4 @@
-"""Makes the KV cache, on all ranks, as large as what is left beside the weights and the largest step."""
+"""Sizes the KV cache: the memory that is left beside the weights and the largest step, on all ranks."""
 
 import torch
 
@@ -19,10 +19,12 @@ from baton_serve.engine.sample.token_masks import TokenMasker
 from baton_serve.engine.step.warm_up import run_warm_up_batch
 
 SAMPLER_COPIES = 6
-"""Float32 copies of a batch's logits that sampling with every option keeps at once."""
+"""Number of float32 copies of a batch's logits that exist at once while all sampling options are used."""
 
 
 class KVCacheBuilder:
+    """Measures the free memory and makes the KV cache and its host tier. Used once, while the engine starts."""
+
     def __init__(
         self, config: EngineConfig, setup: EngineSetup, device: torch.device, ranks: Ranks, *, vocab_size: int
     ) -> None:
@@ -36,10 +38,14 @@ class KVCacheBuilder:
 
     @property
     def uses_graphs(self) -> bool:
+        """True if steps will be captured in graphs."""
         return self._forward.is_capturable and not self._config.enforce_eager and devices.has_graphs(self._device)
 
     def count_blocks(self, masking: TokenMasker) -> int:
-        """Usable ones, block 0 not among them. Computes the largest step to see what it needs."""
+        """Return the number of usable blocks, without block 0 (padding). Run the largest step to measure its memory.
+
+        Raises `CapacityError` if a KV cache in host memory is larger than the memory.
+        """
         config, override = self._config, self._config.num_gpu_blocks_override
         if override is not None:
             return capacity.count_blocks(self._layout, 0, override)
@@ -54,7 +60,7 @@ class KVCacheBuilder:
         return capacity.count_blocks(self._layout, available, None)
 
     def make(self, num_blocks: int) -> KVCache:
-        """On all ranks, in one memory of the host."""
+        """Make the KV cache on all ranks. On hosts, and as a mirror, the ranks share one memory of the host."""
         shard = self._ranks.shard
         heads = None if shard.is_whole else shard.part(self._layout.num_kv_heads)
         cache = KVCache(self._layout, num_blocks, self._device, heads=heads)
@@ -62,7 +68,7 @@ class KVCacheBuilder:
         return cache
 
     def make_host_tier(self, cache: KVCache) -> HostTierMemory:
-        """Without `host_kv_bytes` it does nothing. Raises `ConfigError`."""
+        """Make the host tier; without `host_kv_bytes` it stores nothing. Raises `ConfigError`."""
         num_bytes = self._config.host_kv_bytes
         if not num_bytes:
             return HostTierMemory(cache, None)
@@ -77,8 +83,11 @@ class KVCacheBuilder:
         return HostTierMemory(cache, HostTier(num_slots))
 
     def _measure(self, masking: TokenMasker) -> int:
-        """Bytes that each rank has for its part of the KV cache, beside its weights and what the largest step needs."""
+        """Return the bytes that all ranks can give to their parts of the KV cache, after the weights and the largest
+        step.
+        """
         tokens = self._limits.max_num_batched_tokens
+        # A small cache that holds the prompts of the largest step, and one block more for each sequence to grow.
         num_blocks = 2 + -(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs
         cache = self.make(num_blocks)
         before = devices.reset_peak(self._device)
@@ -86,8 +95,10 @@ class KVCacheBuilder:
         run_warm_up_batch(ModelRunner(executor, self._limits, self._device, masking), num_blocks, self._limits, tokens)
         used = devices.peak_bytes(self._device) - before
         cache.close()
+        # Drop the executor's views, or the small cache would count as used memory.
         del executor
-        # Graphs keep scratch memory of their own; a decode step needs less than the largest step.
+        # Graphs keep scratch memory of their own, which cannot be measured before the cache exists; a decode step needs
+        # less than the largest step.
         measure = MeasureMemory(
             work_factor=2 if self.uses_graphs else 1,
             extra_bytes=SAMPLER_COPIES * 4 * self._limits.max_num_seqs * self._vocab_size,

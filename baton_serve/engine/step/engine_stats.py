@@ -1,4 +1,4 @@
-"""The engine's state in numbers, as it tells its owner."""
+"""Counts the engine's steps and tokens, and reads its state for load reports and metrics."""
 
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.core.outputs import EngineStats
@@ -9,6 +9,8 @@ from baton_serve.engine.core.step_time_model import StepTimeModel
 
 
 class StepMeter:
+    """Counts steps and tokens, and feeds their durations to the step time model. Owned by the engine."""
+
     def __init__(self, step_time_model: StepTimeModel | None = None) -> None:
         self.step_time_model = step_time_model or StepTimeModel()
         self.prompt_tokens = 0
@@ -16,9 +18,10 @@ class StepMeter:
         self.steps = 0
 
     def record(self, plan: ScheduledBatch, seconds: float, num_generated: int) -> None:
-        """`num_generated`: tokens that came of it."""
-        if not plan.chunks:
+        """Record a step that took `seconds` and returned `num_generated` tokens."""
+        if not plan.chunks:  # a step that only waited for the host tier says nothing about speed
             return
+        # A chunk of one token is counted as decoding, though it can be the last token of a prompt; both cost the same.
         prompts = [chunk.length for chunk in plan.chunks if chunk.length > 1]
         num_decoding, num_prompt_tokens = len(plan.chunks) - len(prompts), sum(prompts)
         self.steps += 1
@@ -33,6 +36,7 @@ class StepMeter:
 
 
 def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) -> EngineStats:
+    """Return the engine's load and counters, as the router and the metrics need them."""
     pool = table.pool
     waiting = [*table.iter_waiting(), *table.loading]
     host = pool.host or HostTier(0)
@@ -47,6 +51,7 @@ def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) ->
         waiting=len(waiting) + len(table.ready),
         held=len(held),
         reserved=sum(s.state is SequenceState.AWAITING_KV for s in sequences),
+        # Sequences with one uncomputed token are decoding; only prompts count as queued.
         queued_tokens=sum(s.num_uncomputed_tokens for s in [*waiting, *table.running] if s.num_uncomputed_tokens > 1),
         prefill_tokens_per_s=meter.step_time_model.prefill_tokens_per_s,
         prefill_is_measured=not meter.step_time_model.is_warm_up_estimate,

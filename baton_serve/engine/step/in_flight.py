@@ -1,4 +1,4 @@
-"""A step that the device is computing, and whether the next may be launched before it has ended."""
+"""Steps that were launched and are not finished, and the decision whether the next may be launched before they end."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,22 @@ from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.step.mirror_refs import MirrorRefs
 
 IMAGES_MISSING = RowFailure(
-    "blocks of its images are not here any more, and images are read by other instances: there was too little memory",
+    "KV blocks of the prompt's images were evicted, and this instance cannot compute them again without a vision"
+    " tower; retry, or give it more KV cache memory",
     "overloaded",
 )
 
 
 class RequestFailures:
+    """Ends requests that a step has failed, and removes what the step reported about them."""
+
     def __init__(self, table: RequestTable, scheduler: Scheduler, mirror_refs: MirrorRefs) -> None:
         self._table = table
         self._scheduler = scheduler
         self._mirror_refs = mirror_refs
 
     def fail(self, request: Request, why: RowFailure, result: StepResult) -> None:
-        """What the step says of it is void."""
+        """Fail a request: report the failure once, and remove the tokens and blocks that this step reported for it."""
         request_id = request.work.request_id
         if all(failed.request_id != request_id for failed in result.failed):
             result.failed.append(FailedRequest(request_id, why.message, why.code))
@@ -35,25 +38,34 @@ class RequestFailures:
         self.end(request)
 
     def fail_requests_missing_images(self, result: StepResult) -> None:
-        """Whoever the scheduler found to lack images. Tokens that the step brought for it stay: they are right."""
+        """Fail the requests whose images the scheduler found missing.
+
+        Tokens that the step returned for them stay: they were computed correctly.
+        """
         while self._scheduler.requests_missing_images:
             request = self._scheduler.requests_missing_images.pop()
             result.failed.append(FailedRequest(request.work.request_id, IMAGES_MISSING.message, IMAGES_MISSING.code))
             self.end(request)
 
     def end(self, request: Request) -> None:
+        """End a request in the table.
+
+        The mirror keeps the blocks of `prefill` requests, which a transport may be reading.
+        """
         if self._table.fail_request(request):
             self._mirror_refs.end(request.work.request_id)
 
 
 class StepPlanner:
+    """Schedules steps together with the copies of the host tier."""
+
     def __init__(self, scheduler: Scheduler, table: RequestTable, host: HostTierMemory) -> None:
         self._scheduler = scheduler
         self._table = table
         self._host = host
 
     def plan(self, now: float) -> ScheduledBatch:
-        """As soon as there is something to compute."""
+        """Schedule a step. If it would be empty while blocks are copied from the host tier, wait for a copy first."""
         self._join_loaded()
         plan = self._scheduler.schedule(now)
         self._host.move()
@@ -62,11 +74,15 @@ class StepPlanner:
             self._join_loaded()
             plan = self._scheduler.schedule(now)
             self._host.move()
+        # The order matters: `move` starts copies into blocks of this step, and `before` makes the step wait for them.
         self._host.before(plan.blocks(self._table.limits.block_tokens))
         return plan
 
     def plan_ahead(self, now: float) -> ScheduledBatch | None:
-        """As `Scheduler.schedule_ahead`."""
+        """Schedule a step after one in flight; see `Scheduler.schedule_ahead`.
+
+        Return None if this cannot be done yet.
+        """
         plan = self._scheduler.schedule_ahead(now)
         self._host.move()
         if plan is not None:
@@ -74,6 +90,7 @@ class StepPlanner:
         return plan
 
     def _join_loaded(self) -> None:
+        """Put sequences into the batch whose blocks have arrived from the host tier."""
         for sequence in list(self._table.loading):
             if self._host.are_copied(sequence.blocks):
                 self._table.finish_loading(sequence)
@@ -81,27 +98,33 @@ class StepPlanner:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """`started_at`: when, unless it followed another one at once."""
+    """A launched step.
+
+    `started_at` is its start in seconds of the monotonic clock; None: it followed another at once.
+    """
 
     plan: ScheduledBatch
     started: LaunchedForward
     started_at: float | None
     ended_event: DeviceEvent | None = None
-    """For the host tier."""
+    """Records the end of this step, for the host tier."""
     computed: DeviceEvent | None = None
-    """For whoever reads the blocks of `prefill` requests: without what was launched after it."""
+    """Records the computation of this step's KV blocks, for transports, without what was launched after it."""
     advanced: StepResult | None = None
     chosen: SampledTokens | None = None
 
 
 def has_prefill_requests(plan: ScheduledBatch) -> bool:
-    """Blocks of this step are for another instance."""
+    """Return whether the step computes blocks for another instance."""
     return any(chunk.sequence.request.mode == "prefill" for chunk in plan.chunks)
 
 
 def runs_longer_than_launch(plan: ScheduledBatch, limits: SchedulerConfig) -> bool:
-    """The next step, whatever it is, is launched before this one ends: from a graph, or kernel by kernel during a long
-    one. Otherwise this step's tokens, and blocks for another instance, would wait for the launch."""
+    """Return whether launching the next step takes less time than this step.
+
+    This holds if the next step is small enough to be a graph, or if this step is large. Otherwise this step's tokens,
+    and its blocks for another instance, would wait for the launch.
+    """
     return (
         limits.max_num_batched_tokens <= MAX_GRAPH_TOKENS
         or sum(chunk.length for chunk in plan.chunks) > MAX_GRAPH_TOKENS

@@ -1,7 +1,8 @@
-"""A prompt's last blocks, told of group by group of layers: they can leave while later layers are still computed.
+"""Reports the KV blocks of a prompt's last chunk one group of layers at a time, so that their transfer overlaps with
+the computation of later layers.
 
-On a device the host is ahead: a thread waits for each group's event. On hosts a layer is complete when it returns.
-Few blocks can be told of in larger groups, or whole: a message of little costs as much as it saves.
+On a device the host runs ahead, so a thread waits for an event of each group. On hosts a layer is complete when its
+function returns. Small amounts are reported in larger groups, or as whole blocks, since a message has a fixed cost.
 """
 
 import threading
@@ -16,26 +17,36 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups
 
 OnLayerGroup = Callable[[CompletedLayerGroups], object]
+"""Receives each report, in the engine's thread or the reporter's."""
 MIN_REPORT_BYTES = 4 << 20
-"""0.1 ms over pinned memory, as long as a message takes the hosts."""
+"""Smallest amount that is worth a message, in bytes.
+
+It takes 0.1 ms over pinned memory, which is about the time that both hosts spend on a message.
+"""
 
 
 def num_layer_groups(num_layers: int, asked: int) -> int:
-    """The most equal groups of layers, up to `asked`."""
+    """Return the largest divisor of `num_layers` up to `asked`, so that all groups have the same size."""
     return max(count for count in range(1, min(asked, num_layers) + 1) if num_layers % count == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroupPlan:
+    """How the layers are grouped."""
+
     parts: int
-    """A divisor of the layers."""
+    """Number of groups; a divisor of the number of layers."""
     min_report_bytes: int = 1
+    """Smallest amount of one report, in bytes."""
 
 
 def plan_layer_groups(
     asked: int | None, layout: KVLayout, device: torch.device, *, is_mirrored: bool
 ) -> LayerGroupPlan:
-    """`asked` None: as the device's copies allow. Blocks that pass through a mirror in host memory leave whole."""
+    """Choose the groups. `asked` None takes the device's default and avoids small reports.
+
+    With a mirror in host memory there is one group: blocks are copied there as a whole.
+    """
     if is_mirrored:
         return LayerGroupPlan(1)
     parts = num_layer_groups(layout.num_layers, asked or devices.defaults(device).tail_parts)
@@ -43,21 +54,24 @@ def plan_layer_groups(
 
 
 def num_groups_per_report(parts: int, num_bytes: int, min_report_bytes: int) -> int:
-    """So many of the parts of a request's `num_bytes` are worth a message."""
+    """Return how many groups to put into each report of a request that has `num_bytes`."""
     return parts if not num_bytes else min(parts, -(-min_report_bytes * parts // num_bytes))
 
 
 class LayerGroupReporter:
-    """`tell` is called in the engine's thread or in one of this object's own, with `plan.min_report_bytes` of a
-    request or more at once."""
+    """Reports layer groups to `on_group`. Owned by the engine, which must call `close`.
 
-    def __init__(self, layout: KVLayout, plan: LayerGroupPlan, device: torch.device, tell: OnLayerGroup) -> None:
+    `on_group` is called in the engine's thread on hosts, and in this object's thread on devices. Reports of a request
+    have at least `plan.min_report_bytes`.
+    """
+
+    def __init__(self, layout: KVLayout, plan: LayerGroupPlan, device: torch.device, on_group: OnLayerGroup) -> None:
         self._layers_each = layout.num_layers // plan.parts
         self._parts = plan.parts
         self._block_bytes = layout.block_bytes
         self._min_report_bytes = plan.min_report_bytes
         self._device = device
-        self._tell = tell
+        self._on_group = on_group
         self._waiting: SimpleQueue[tuple[devices.DeviceEvent, CompletedLayerGroups] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if not devices.is_host(device):
@@ -65,8 +79,11 @@ class LayerGroupReporter:
             self._thread.start()
 
     def follow(self, completed: Sequence[CompletedBlocks]) -> Callable[[int], None] | None:
-        """To be called in a step that completes these blocks, after the work of each layer was given to the device.
-        None: they are too few."""
+        """Return the function to call in the step that completes these blocks, after each layer was given to the
+        device.
+
+        Return None if the blocks are too few to be reported in groups.
+        """
         groups: dict[int, list[CompletedBlocks]] = {}
         for blocks in completed:
             at_once = num_groups_per_report(self._parts, len(blocks.blocks) * self._block_bytes, self._min_report_bytes)
@@ -78,6 +95,8 @@ class LayerGroupReporter:
             if rest:
                 return
             for at_once, blocks in groups.items():
+                # Requests of one step may have different sizes, and so different numbers of groups per report. The last
+                # report of a request holds the groups that are left.
                 behind = reached % at_once or at_once if reached == self._parts else at_once
                 if reached % at_once == 0 or reached == self._parts:
                     self._reached(CompletedLayerGroups(range(reached - behind, reached), blocks))
@@ -85,18 +104,22 @@ class LayerGroupReporter:
         return after_layer if groups else None
 
     def close(self) -> None:
+        """Report what is left and end the thread."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
 
     def _reached(self, part: CompletedLayerGroups) -> None:
+        """Report a group now, or when the device has reached this point."""
         if self._thread is None:
-            self._tell(part)
+            self._on_group(part)
         else:
             self._waiting.put((devices.record(self._device), part))
 
     def _wait(self) -> None:
+        """Wait for the event of each group and report it, until None arrives."""
         while (reached := self._waiting.get()) is not None:
             event, part = reached
+            # Events end in the order in which they were recorded, so one thread is enough.
             event.synchronize()
-            self._tell(part)
+            self._on_group(part)

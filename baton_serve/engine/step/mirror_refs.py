@@ -1,8 +1,8 @@
-"""Blocks of which several devices each hold a part travel through the host's mirror of the KV cache: there before they
-are read, back after.
+"""Counts the users of blocks in the mirror, for several devices that each hold a part of every block.
 
-On hosts and on a single device, where peers read the cache itself, all of this does nothing. A block that several held
-requests share is copied once and stays until the last of them ends.
+The mirror is host memory in which the ranks put the parts of a block together for transport. A block is copied there
+before it is read, and back to the devices after it was received. On hosts and with a single device, transports use the
+KV cache itself, and nothing here does anything.
 """
 
 from collections import Counter
@@ -14,7 +14,10 @@ from baton_serve.engine.parallel.tp_leader import BlockCopier
 
 
 class MirrorRefs:
-    """Who needs which block in the mirror. Called by the engine, in its thread."""
+    """Counts the requests that need each block in the mirror. Engine thread only.
+
+    A block is copied for its first user; its host memory is freed with the last.
+    """
 
     def __init__(self, cache: BlockCopier) -> None:
         self._cache = cache
@@ -22,33 +25,35 @@ class MirrorRefs:
         self._blocks_of: dict[RequestId, list[int]] = {}
 
     def publish(self, completed: Iterable[CompletedBlocks]) -> None:
-        """These blocks are computed and will be read from the mirror until `end` of their request."""
+        """Copy computed blocks to the mirror, where they can be read until `end` is called for their request."""
         if not self._cache.is_mirrored:
             return
         for of_request in completed:
             blocks = [block for _, block in of_request.blocks]
+            # shared blocks are there already
             self._cache.to_host([block for block in blocks if not self._users[block]])
             self._users.update(blocks)
             self._blocks_of.setdefault(of_request.request_id, []).extend(blocks)
 
     def copy_to_device(self, blocks: Iterable[int]) -> None:
-        """A transfer has filled these in the mirror."""
+        """Copy received blocks from the mirror to the devices, and free their host memory."""
         if self._cache.is_mirrored:
             blocks = list(blocks)
             self._cache.from_host(blocks)
             self._cache.forget_host(blocks)
 
     def end(self, request_id: RequestId) -> None:
-        """Nobody reads what was published for this request any more."""
+        """End the use of all blocks that were published for a request. No transport may read them any more."""
         blocks = self._blocks_of.pop(request_id, [])
         self._users.subtract(blocks)
         self.free_mirror(block for block in blocks if self._users[block] <= 0)
-        self._users += Counter()  # drops what nobody uses
+        self._users += Counter()  # drops entries with a count of 0
 
     def free_mirror(self, blocks: Iterable[int]) -> None:
-        """A transfer that was to fill these was given up."""
+        """Free the host memory of blocks that a transfer was to fill but did not."""
         self._cache.forget_host(blocks)
 
     def check_invariants(self) -> None:
+        """Assert that the counts match the published blocks. For tests."""
         counted = Counter(block for blocks in self._blocks_of.values() for block in blocks)
         assert +self._users == counted, "the mirror keeps blocks that nobody needs"

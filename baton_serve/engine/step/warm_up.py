@@ -1,5 +1,4 @@
-"""Runs made-up prompts through scheduler and runner before any request: allocates, compiles, and measures. Raises
-`ModelError` for a model that computes no numbers."""
+"""Runs artificial prompts through scheduler and runner before the first request, to allocate, compile and measure."""
 
 import time
 
@@ -14,14 +13,24 @@ from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.step.engine_stats import StepMeter
 
 NUM_ANSWER_TOKENS = 4
+"""Number of tokens that are decoded after each prompt."""
 SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 32, 128
-"""Prompts that are measured: the fewest that a meter takes, and as many as say more."""
+"""Lengths in tokens of measured prompts: the smallest that `StepTimeModel` counts, and a length that gives a better
+estimate.
+"""
 MAX_LONG_PROMPT_S = 0.4
-"""So long may a long prompt take, at the short one's speed: else the short one's speed is the measure."""
+"""Longest time that the long prompt may take, in seconds, as predicted from the short one.
+
+A slower engine starts sooner if its rate is taken from the short prompt.
+"""
 
 
 def measure_speed(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, *, may_be_short: bool) -> StepMeter:
-    """How fast an engine is that has been exercised. `may_be_short`: its speed hardly depends on a prompt's length."""
+    """Measure the speed of an engine that has run before (kernels are compiled).
+
+    With `may_be_short` a short prompt is enough if the device is slow. On accelerators a short prompt would give too
+    low a rate.
+    """
     if may_be_short:
         short = run_warm_up_batch(runner, num_blocks, limits, min(SHORT_PROMPT_TOKENS, limits.max_num_batched_tokens))
         if not should_measure_long_prompt(short.step_time_model.prefill_tokens_per_s):
@@ -30,24 +39,28 @@ def measure_speed(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig,
 
 
 def should_measure_long_prompt(tokens_per_s: float) -> bool:
-    """Whether a start should wait for the longer prompt."""
+    """Return whether the long prompt is fast enough to be measured at the start."""
     return tokens_per_s * MAX_LONG_PROMPT_S >= LONG_PROMPT_TOKENS
 
 
 def run_warm_up_batch(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, num_tokens: int) -> StepMeter:
-    """Computes prompts of `num_tokens` in all, and a few tokens after them, in blocks that nobody owns yet."""
+    """Run prompts of `num_tokens` tokens in all, with a few decode steps after them, in blocks that no request owns
+    yet.
+    """
+    # No prompt may be longer than a sequence or the cache; several prompts make up the number.
     longest = max(1, min(limits.max_model_len, (num_blocks - 1) * limits.block_tokens) - NUM_ANSWER_TOKENS)
     return _compute(runner, num_blocks, limits, [min(num_tokens, longest)] * max(1, num_tokens // longest))
 
 
 def compile_kernels(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig) -> None:
-    """Batches of every kind that kernels are compiled for: few and many prompts, of equal and different lengths."""
+    """Run batches of every kind that has its own kernels: few and many prompts, of equal and of different lengths."""
     few, many = 2, 17
     for lengths in ([2, 3], [2] * many, [2, 3] * (many // few + 1)):
         _compute(runner, num_blocks, limits, lengths)
 
 
 def _compute(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, lengths: list[int]) -> StepMeter:
+    """Run prompts of these lengths to their end and return the measured times. Raises `ModelError` for NaN logits."""
     table = RequestTable(BlockPool(num_blocks, caching=False), limits, frozenset())
     scheduler, meter = Scheduler(table), StepMeter()
     sampling = SamplingParams(seed=0, max_tokens=NUM_ANSWER_TOKENS, temperature=0.0)
@@ -68,5 +81,6 @@ def _compute(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, leng
             raise ModelError(failure.message)
         meter.record(plan, time.perf_counter() - started, len(plan.rows))
         scheduler.apply(plan, sampled, 0.0)
+    # The next plans come from another request table, whose slots would match rows that the runner has cached.
     runner.forget()
     return meter

@@ -1,4 +1,4 @@
-"""Dense decoders without transformers, whose import takes longer than everything else a start does.
+"""Loads dense decoders without transformers, whose import takes longer than the rest of the start.
 
-Only what is fully understood is loaded here: a folder whose config says anything else is left to transformers.
+Only folders that are fully understood are loaded here. All others are left to transformers.
 """

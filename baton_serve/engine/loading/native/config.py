@@ -1,7 +1,7 @@
-"""Which folders hold a dense decoder of a family that is known by heart. Pure but for `read_folder`; never loads torch.
+"""Decides which folders have a dense decoder of a known family. Only `read_folder` does I/O; torch is not imported.
 
-What a config leaves out would be a default of transformers, and what it says beside the fields below may change what is
-computed: both are left to transformers, as are values it would refuse.
+A field that a config leaves out would get transformers' default, and an unknown field may change what is computed. In
+both cases, and for values that transformers would reject, the folder is left to transformers.
 """
 
 import json
@@ -23,11 +23,12 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+"""Class name of each family in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StretchedRope:
-    """Frequencies for longer contexts than the model was first trained for, as Llama 3.1 has them."""
+    """Rotary frequencies for longer contexts than the model was first trained for, as in Llama 3.1."""
 
     factor: float
     low_freq_factor: float
@@ -37,7 +38,7 @@ class StretchedRope:
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """`dtype`: of the weights, where it is said."""
+    """A known dense decoder. `dtype` is that of the weights, if config.json states it."""
 
     name: str
     hidden_size: int
@@ -62,6 +63,8 @@ class DenseConfig:
 
 
 class _Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rotary settings in config.json. Older and newer versions of transformers use different fields."""
+
     rope_theta: float | None = None
     rope_type: str | None = None
     type: str | None = None
@@ -71,10 +74,13 @@ class _Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     original_max_position_embeddings: int | None = None
 
     def kind(self) -> str:
+        """Return the kind of rotary embedding."""
         return self.rope_type or self.type or "default"
 
 
 class _Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields of config.json that are known. A file with any other field or value fails to convert."""
+
     model_type: _Family
     architectures: list[str]
     hidden_size: _Size
@@ -99,7 +105,7 @@ class _Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     dtype: _Dtype | None = None
     torch_dtype: _Dtype | None = None
     eos_token_id: _Ids | msgspec.UnsetType = msgspec.UNSET
-    # Of no consequence to what is computed.
+    # The following fields do not change what is computed.
     bos_token_id: _Ids = None
     pad_token_id: int | None = None
     attention_dropout: float | None = None
@@ -112,11 +118,13 @@ class _Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class _Generation(msgspec.Struct, frozen=True):
+    """The part of generation_config.json that is used."""
+
     eos_token_id: _Ids = None
 
 
 def read_folder(folder: Path) -> DenseConfig | None:
-    """None: transformers shall read it, or say what is wrong with it."""
+    """Return the decoder in a folder, or None if transformers must load it or report what is wrong."""
     generation = folder / "generation_config.json"
     try:
         stated = json.loads((folder / "config.json").read_text())
@@ -127,7 +135,7 @@ def read_folder(folder: Path) -> DenseConfig | None:
 
 
 def dense_config(stated: object, *, also_ends: frozenset[int] = frozenset()) -> DenseConfig | None:
-    """Of what config.json says. None: not known here."""
+    """Return the decoder that config.json describes, or None if it is not known here."""
     try:
         known = msgspec.convert(stated, _Stated)
     except msgspec.ValidationError:
@@ -162,7 +170,7 @@ def dense_config(stated: object, *, also_ends: frozenset[int] = frozenset()) -> 
 
 
 def _is_plain(known: _Stated) -> bool:
-    """Nothing that a family does not have, and nothing left to its defaults."""
+    """Return whether a config has only what its family has, and states everything that matters."""
     family = known.model_type
     is_consistent = (
         known.architectures == [_CLASSES[family]]
@@ -174,19 +182,21 @@ def _is_plain(known: _Stated) -> bool:
     )
     has_biases = {"llama": True, "qwen3": known.mlp_bias is None}.get(family, False)
     are_biases_its_own = has_biases or (known.attention_bias is None and known.mlp_bias is None)
+    # Mistral and Qwen have windows that a missing field would switch on by default.
     windows = {"llama": (None, msgspec.UNSET), "mistral": (None,)}.get(family, (known.sliding_window,))
     has_head_dim = known.head_dim is not None or family != "qwen3"
     return is_consistent and are_biases_its_own and known.sliding_window in windows and has_head_dim
 
 
 def _theta(known: _Stated) -> float | None:
+    """Return the base of the rotary frequencies; None if it is missing or stated twice with different values."""
     rope = known.rope_parameters or known.rope_scaling
     thetas = {theta for theta in (known.rope_theta, rope.rope_theta if rope else None) if theta is not None}
     return thetas.pop() if len(thetas) == 1 else None
 
 
 def _stretch(known: _Stated) -> StretchedRope | str | None:
-    """A word for frequencies that are not known here."""
+    """Return the stretched frequencies, None for plain ones, or a string for frequencies that are not known here."""
     if known.rope_parameters is not None and known.rope_scaling is not None:
         return "two statements"
     rope = known.rope_parameters or known.rope_scaling
@@ -207,6 +217,7 @@ def _stretch(known: _Stated) -> StretchedRope | str | None:
 
 
 def _ids(stated: _Ids) -> frozenset[int]:
+    """Return token ids as a set."""
     if stated is None:
         return frozenset()
     return frozenset(stated) if isinstance(stated, list) else frozenset([stated])

@@ -1,4 +1,4 @@
-"""Loads dense decoders straight from their safetensors files: mapped on hosts, copied to devices by several threads."""
+"""Loads dense decoders directly from safetensors files: mapped on hosts, copied to devices by several threads."""
 
 from pathlib import Path
 
@@ -19,7 +19,10 @@ from baton_serve.engine.model_folder import max_model_len_of
 
 
 def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgress) -> LoadedModel | None:
-    """All of it. None: transformers shall load it, or say what is wrong with it. Raises `ConfigError`."""
+    """Load a dense decoder, or return None if transformers must load it or report what is wrong.
+
+    Raises `ConfigError`.
+    """
     folder = model_folder(config.model)
     dense = read_folder(folder) if fits(config) else None
     if dense is None:
@@ -48,20 +51,22 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
 
 
 def fits(config: EngineConfig) -> bool:
-    """Weights as they are stored."""
+    """Return whether the settings ask for unchanged weights, which is all that this loader supports."""
     return config.quantization is None and config.load_format == "auto" and not config.model.endswith(".gguf")
 
 
 def _load(
     folder: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, progress: LoadProgress
 ) -> nn.Module | None:
+    """Load the weights into a module, or return None if the files do not match it exactly."""
     try:
         stored = map_tensors(folder)
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
     with torch.device("meta"):
         module = DenseModel(dense)
-    wanted = dict(module.named_parameters())  # a head that is the embedding's table is not named again
+    wanted = dict(module.named_parameters())  # a tied head is not listed again
+    # Old checkpoints contain the frequencies, which are computed here.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
     if {name: tensor.shape for name, tensor in wanted.items()} != {n: tensor.shape for n, tensor in stored.items()}:
         return None
@@ -70,19 +75,21 @@ def _load(
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+    # New parameters have replaced the shared one, so share it again.
     module.tie()
     module.model.rotary_emb = Rotary(dense, target)
     return module.eval()
 
 
 def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Views of the files, where they hold what is wanted."""
+    """Return the weights; views of the files if they have the right dtype."""
     return {name: tensor.to(dtype) for name, tensor in stored.items()}
 
 
 def _on_device(
     stored: dict[str, Tensor], dtype: torch.dtype, target: torch.device, progress: LoadProgress
 ) -> dict[str, Tensor]:
+    """Copy the weights to the device."""
     made = {name: torch.empty(tensor.shape, dtype=dtype, device=target) for name, tensor in stored.items()}
     pieces = [TensorCopy(made[name], tensor) for name, tensor in stored.items()]
     fill(pieces, target, lambda fraction: progress("loading weights", fraction))

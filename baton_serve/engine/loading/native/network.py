@@ -1,6 +1,6 @@
-"""A dense decoder's weights under the names that checkpoints give them, and its rotary angles.
+"""A dense decoder's weights under the names of checkpoints, and its rotary frequencies.
 
-It has no forward of its own: the fused layers compute (engine/model/fused.py).
+It has no forward; the fused layers compute it (engine/model/fused.py).
 """
 
 import math
@@ -12,16 +12,22 @@ from baton_serve.engine.loading.native.config import DenseConfig, StretchedRope
 
 
 class _Linear(nn.Linear):
+    """A linear layer without initialization."""
+
     def reset_parameters(self) -> None:
-        """Its numbers come from files."""
+        """Do nothing: the weights come from files."""
 
 
 class _Embedding(nn.Embedding):
+    """An embedding without initialization."""
+
     def reset_parameters(self) -> None:
-        """As above."""
+        """Do nothing: the weights come from files."""
 
 
 class DenseNorm(nn.Module):
+    """The weight of an RMSNorm."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -29,6 +35,8 @@ class DenseNorm(nn.Module):
 
 
 class DenseAttention(nn.Module):
+    """The weights of an attention module."""
+
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
         hidden, head_dim = config.hidden_size, config.head_dim
@@ -43,6 +51,8 @@ class DenseAttention(nn.Module):
 
 
 class DenseMlp(nn.Module):
+    """The weights of a gated MLP."""
+
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
@@ -52,6 +62,8 @@ class DenseMlp(nn.Module):
 
 
 class DenseLayer(nn.Module):
+    """The weights of one layer."""
+
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
         self.input_layernorm = DenseNorm(config.hidden_size, config.norm_eps)
@@ -61,7 +73,7 @@ class DenseLayer(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Angles of positions; the frequencies are float32, on the device given."""
+    """Computes the angles of positions. The frequencies are float32, on the given device."""
 
     inv_freq: Tensor
 
@@ -70,13 +82,15 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", frequencies(config).to(device), persistent=False)
 
     def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [1, num_tokens, head_dim], both halves alike, of positions [1, num_tokens]."""
+        """Return cosines and sines [1, num_tokens, head_dim] of positions [1, num_tokens]; both halves are equal."""
         halves = positions[..., None].float() * self.inv_freq
         angles = torch.cat((halves, halves), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class DenseDecoder(nn.Module):
+    """The weights of a decoder without head."""
+
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
         self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size)
@@ -85,7 +99,7 @@ class DenseDecoder(nn.Module):
 
 
 class DenseModel(nn.Module):
-    """Weights are made on torch's default device and dtype; nothing has filled them."""
+    """The weights of a decoder. They are on torch's default device and not initialized."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -95,22 +109,26 @@ class DenseModel(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """The head is the embedding's table, where the config says so."""
+        """Make the head use the embedding's weight if the config says so."""
         if self.config.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
 def frequencies(config: DenseConfig) -> Tensor:
-    """Radians per position [head_dim / 2], float32 on the host, operation by operation as transformers computes them:
-    other roundings would be another model."""
+    """Return the rotary frequencies in radians per position, float32 [head_dim / 2], on the host.
+
+    The operations are those of transformers in the same order: other rounding would change the model's results.
+    """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float() / config.head_dim
     plain = 1.0 / (config.rope_theta**exponents)
     return plain if config.rope_stretch is None else _stretched(plain, config.rope_stretch)
 
 
 def _stretched(plain: Tensor, rule: StretchedRope) -> Tensor:
-    """Long waves are stretched, short ones kept, those between blended
-    (https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling)."""
+    """Scale the frequencies: long waves are stretched, short ones kept, and those in between blended.
+
+    See https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling.
+    """
     longest, shortest = rule.original_length / rule.low_freq_factor, rule.original_length / rule.high_freq_factor
     waves = 2 * math.pi / plain
     scaled = torch.where(waves > longest, plain / rule.factor, plain)

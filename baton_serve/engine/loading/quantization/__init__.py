@@ -1,1 +1,1 @@
-"""Weights in few bits: made while loading, or read from checkpoints that hold them. Kernels are in engine.kernels."""
+"""Loads quantized weights: rounded while loading, or as checkpoints store them. Kernels are in engine.kernels."""

@@ -1,8 +1,8 @@
-"""Loads a model whose linear layers are rounded as they come: the whole of it is never in memory unrounded.
+"""Loads a model and rounds its linear layers one by one, so that the unrounded model is never in memory as a whole.
 
-The skeleton is built without memory; each tensor of the checkpoint goes to the device by itself, the largest first.
-Checkpoints whose names are not the model's own (transformers converts those) are loaded by transformers into host
-memory, and rounded from there: then only the device is spared.
+A skeleton is built without memory; each tensor of the checkpoint is copied to the device and rounded there, the largest
+first. If the checkpoint's names are not the model's own, transformers loads it into host memory, and it is rounded from
+there: this saves memory only on the device.
 """
 
 import logging
@@ -31,11 +31,11 @@ from baton_serve.engine.model.vision.decoder import decoder_tensors
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, Callable[[], Tensor]]
-"""By the model's parameter names: reads one from the checkpoint, or makes it up."""
+"""Functions that read or generate a tensor, by the model's parameter names."""
 
 
 def round_loaded(module: nn.Module, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Rounds a model that lies whole in host memory, layer by layer, and moves the rest of it to `target`."""
+    """Round a model that is in host memory, layer by layer, and move the rest of it to `target`."""
     check_experts(module)
     for name in expert_names(module):
         quantize_experts(module, name, lambda full: module.get_parameter(full).detach().to(target), plan)
@@ -52,12 +52,13 @@ def round_loaded(module: nn.Module, plan: QuantizationPlan, target: torch.device
 def fill(
     module: nn.Module, tensors: Tensors, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """Gives a skeleton on torch's meta device its tensors. `fits` has said that these are all of them."""
+    """Fill a skeleton on torch's meta device. Call it if `fits` is True."""
     check_experts(module)
     mixtures = expert_names(module)
     stacked = {f"{name}.{leaf}" for name in mixtures for leaf in WEIGHTS}
     embedding = tied_embedding(module)
     linears = {f"{name}.weight": name for name in linear_names(module)}
+    # A tied weight is read once, as the head; the embedding then shares its rounded rows.
     if embedding is not None and plan.scheme_of("lm_head") is not None:
         tensors = {**tensors, "lm_head.weight": tensors.get("lm_head.weight", tensors[f"{embedding}.weight"])}
         tensors.pop(f"{embedding}.weight")
@@ -65,12 +66,13 @@ def fill(
         if name not in linears and name not in stacked:
             set_parameter(module, name, read().to(target, dtype))
     _fill_experts(module, mixtures, {name: tensors[name] for name in stacked}, plan, (target, dtype))
+    # The largest come first, while most memory of the device is still free.
     for name in sorted(linears, key=lambda n: -module.get_parameter(n).numel()):
-        if name in tensors:  # a head that is tied and skipped is not
+        if name in tensors:  # a tied head that is skipped has no tensor
             weight = tensors[name]().to(target, dtype)
             if not quantize_layer(module, linears[name], weight, plan):
                 set_parameter(module, name, weight)
-            del weight
+            del weight  # free it before the next one is read
     _share(module, embedding, dtype)
     if embedding is not None and not isinstance(module.get_submodule("lm_head"), QuantizedLinear):
         setattr(module.get_submodule("lm_head"), "weight", module.get_parameter(f"{embedding}.weight"))  # noqa: B010
@@ -85,6 +87,7 @@ def _fill_experts(
     plan: QuantizationPlan,
     kind: tuple[torch.device, torch.dtype],
 ) -> None:
+    """Round the experts of all mixtures. `kind` is where they go and their dtype."""
     for name in mixtures:
         if not quantize_experts(module, name, lambda full: tensors[full]().to(*kind), plan):
             for leaf in WEIGHTS:
@@ -92,7 +95,7 @@ def _fill_experts(
 
 
 def fits(module: nn.Module, tensors: Tensors) -> bool:
-    """Whether these are the skeleton's own parameters, all of them, and its buffers can be made again."""
+    """Return whether the tensors are exactly the skeleton's parameters, and its buffers can be computed again."""
     names = {name for name, _ in module.named_parameters()}
     embedding = tied_embedding(module)
     missing = names - set(tensors) - ({"lm_head.weight"} if embedding is not None else set())
@@ -100,9 +103,10 @@ def fits(module: nn.Module, tensors: Tensors) -> bool:
 
 
 def random_tensors(module: nn.Module, target: torch.device, dtype: torch.dtype, std: float) -> Tensors:
-    """Random numbers in the shapes of a skeleton, drawn when asked for."""
+    """Return functions that draw random weights in the shapes of a skeleton."""
 
     def draw(name: str, shape: torch.Size) -> Tensor:
+        # Random norms or biases would make activations grow from layer to layer.
         if name.endswith("bias"):
             return torch.zeros(shape, dtype=dtype, device=target)
         if len(shape) == 1:
@@ -116,7 +120,10 @@ def random_tensors(module: nn.Module, target: torch.device, dtype: torch.dtype, 
 
 
 def checkpoint_tensors(folder: Path, stack: ExitStack) -> Tensors:
-    """Of all files of a folder, which stay open as long as `stack`; of a model that reads images, its decoder's."""
+    """Return readers for all tensors in a folder; of a model with a vision tower, only its decoder's.
+
+    The files stay open as long as `stack`.
+    """
     tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
@@ -125,6 +132,9 @@ def checkpoint_tensors(folder: Path, stack: ExitStack) -> Tensors:
 
 
 def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    # A function of its own, so that each reader keeps its own name.
+    """Return readers for the tensors of one file."""
+
     def later(name: str) -> Callable[[], Tensor]:
         return lambda: file.get_tensor(name)
 
@@ -132,18 +142,22 @@ def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """In the place of the parameter of that name."""
+    """Replace the parameter with this name."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def _share(module: nn.Module, embedding: str | None, dtype: torch.dtype) -> None:
+    """Let the embedding read the head's rounded rows, if the head was rounded."""
     if embedding is not None and isinstance(module.get_submodule("lm_head"), QuantizedLinear):
         share_head(module, embedding, dtype)
 
 
 def _revive_buffers(module: nn.Module) -> bool:
-    """Rotary frequencies are computed, not stored; a skeleton has none."""
+    """Compute the buffers of a skeleton; return False if it has others than rotary frequencies.
+
+    Rotary frequencies are not stored in checkpoints.
+    """
     for name, part in list(module.named_modules()):
         if not any(buffer.is_meta for buffer in part.buffers(recurse=False)):
             continue
@@ -156,14 +170,15 @@ def _revive_buffers(module: nn.Module) -> bool:
 
 
 def _report(module: nn.Module) -> None:
+    """Log how much was quantized. Raises `UnsupportedModelError` if nothing but the head was."""
     layers = [part.weight for part in module.modules() if isinstance(part, QuantizedLinear)]
     left = list(linear_names(module))
     if sum(1 for _ in layers) - (type(getattr(module, "lm_head", None)) is QuantizedLinear) < 1:
-        raise UnsupportedModelError(f"{type(module).__name__} has no linear layers that --quantization could round")
+        raise UnsupportedModelError(f"{type(module).__name__} has no linear layers that --quantization supports")
     size = sum(layer.nbytes for layer in layers if hasattr(layer, "nbytes"))
     logger.info(
-        "%d linear layers are quantized (%.2f GiB)%s",
+        "quantized %d linear layers (%.2f GiB)%s",
         len(layers),
         size / math.pow(2, 30),
-        f"; as they were: {', '.join(left[:4])}{' …' if len(left) > 4 else ''}" if left else "",
+        f"; not quantized:{', '.join(left[:4])}{' …' if len(left) > 4 else ''}" if left else "",
     )

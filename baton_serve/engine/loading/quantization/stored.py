@@ -1,7 +1,7 @@
-"""Loads a model whose checkpoint holds quantized weights, layer by layer: each goes to the device as it is stored.
+"""Loads a model whose checkpoint has quantized weights, layer by layer, in the form in which they are stored.
 
-A model whose parameters are not the checkpoint's own (transformers converts those, such as experts that are stored
-one by one) gets numbers for them, in host memory; the rest of it stays quantized.
+Some models have parameters that transformers converts from the checkpoint, such as experts that are stored one by one.
+These become floats in host memory; the rest of the model stays quantized.
 """
 
 import logging
@@ -21,21 +21,23 @@ from baton_serve.engine.model.quantized.online import linear_names, share_head, 
 logger = logging.getLogger(__name__)
 
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale")
-"""Of a KV cache in few bits; ours makes its own."""
+"""Ends of the names of scales for a quantized KV cache. They are ignored, since this engine computes its own."""
 SHORT_GROUPS = (32, 64)
+"""Group sizes below `GROUP_STEP` that all kernels support."""
 GROUP_STEP = 128
+"""Larger groups must be multiples of this number of inputs."""
 
 
 @dataclass
 class StoredModel:
-    """A checkpoint's tensors: `plain` as they are, `layers` by name, with their parts."""
+    """A checkpoint's tensors: `plain` ones as they are, and quantized `layers` by name, with their parts."""
 
     form: CheckpointFormat
     plain: Tensors = field(default_factory=dict)
     layers: dict[str, Tensors] = field(default_factory=dict)
 
     def made(self, layer: str, target: torch.device) -> DecodedWeight:
-        """Raises `ModelError`."""
+        """Decode a layer on `target`. Raises `ModelError` if its parts do not fit the format."""
         try:
             return self.form.read({part: read().to(target) for part, read in self.layers[layer].items()})
         except (ValueError, KeyError, RuntimeError) as exc:
@@ -43,11 +45,12 @@ class StoredModel:
             raise ModelError(f"{layer} is not stored as {self.form.label} says: {cause}") from exc
 
     def names(self) -> Tensors:
-        """Of the model's parameters that this gives. To look at, not to read."""
+        """Return the names of the parameters that can be read from this. The functions must not be called."""
         return {**self.plain, **{layer + self.form.target: _unread for layer in self.layers}}
 
 
 def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
+    """Sort a checkpoint's tensors into quantized layers and others."""
     parts: dict[str, Tensors] = {}
     for name, read in tensors.items():
         if (end := _part_of(name, form)) is not None:
@@ -60,9 +63,10 @@ def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
 
 
 def fill_stored(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> bool:
-    """Gives a skeleton on torch's meta device its weights. False, and nothing done: its parameters are others."""
+    """Fill a skeleton on torch's meta device. Return False, with nothing done, if its parameters are different ones."""
     _add_biases(module, stored)
     embedding, names = tied_embedding(module), stored.names()
+    # Only the head is stored, quantized, and the embedding shares it.
     is_shared = embedding is not None and "lm_head" in stored.layers and f"{embedding}.weight" not in stored.plain
     if not fits(module, {**names, f"{embedding}.weight": _unread} if is_shared else names):
         return False
@@ -77,31 +81,36 @@ def fill_stored(module: nn.Module, stored: StoredModel, target: torch.device, dt
 
 
 def numbers(stored: StoredModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every weight as numbers, in host memory, for transformers to convert."""
+    """Return every weight as floats in host memory, for transformers to convert."""
     cpu = torch.device("cpu")
     dense = {layer + stored.form.target: stored.made(layer, cpu).dense(dtype) for layer in stored.layers}
     return {**{name: read() for name, read in stored.plain.items()}, **dense}
 
 
 def requantize(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> None:
-    """Puts quantized layers into a model made of `numbers`, wherever it has such a layer."""
+    """Put the quantized layers back into a model that was made from `numbers`, where it still has such layers."""
     linears = set(linear_names(module))
     kept = StoredModel(stored.form, layers={name: parts for name, parts in stored.layers.items() if name in linears})
     _place_all(module, kept, target, dtype)
     if others := len(stored.layers) - len(kept.layers):
-        logger.info("%d layers are kept in %s: the model has no linear layers for them (experts)", others, dtype)
+        logger.info(
+            "%d quantized layers were converted to %s: the model has no linear layers for them (experts)", others, dtype
+        )
 
 
 def _unread() -> Tensor:
+    """Stand in for a reading function where only names are compared."""
     raise AssertionError("only names are asked for")
 
 
 def _part_of(name: str, form: CheckpointFormat) -> str | None:
+    """Return the end of a tensor's name that makes it a part of a layer, or None."""
+    # the longest: one end may be the end of another
     return max((end for end in form.parts if name.endswith(end)), key=len, default=None)
 
 
 def _add_biases(module: nn.Module, stored: StoredModel) -> None:
-    """Some tools store a bias for layers that have none."""
+    """Give layers a bias that the checkpoint stores but the config does not mention, as some tools do."""
     for layer in stored.layers:
         name = f"{layer}.bias"
         if name not in stored.plain:
@@ -112,6 +121,7 @@ def _add_biases(module: nn.Module, stored: StoredModel) -> None:
 
 
 def _place_all(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> None:
+    """Decode all layers and put them into the model. Weights without a kernel become floats. Raises `ModelError`."""
     linears, mixtures, as_numbers = set(linear_names(module)), expert_names(module), 0
     shapes = {name: parameter.shape for name, parameter in module.named_parameters(remove_duplicate=False)}
     for layer in stored.layers:
@@ -126,14 +136,16 @@ def _place_all(module: nn.Module, stored: StoredModel, target: torch.device, dty
         else:
             set_parameter(module, name, made.dense(dtype))
             as_numbers += 1
-    logger.info("%d layers are %s%s", len(stored.layers), stored.form.label, _told(as_numbers, dtype))
+    logger.info("read %d quantized layers (%s)%s", len(stored.layers), stored.form.label, _told(as_numbers, dtype))
 
 
 def _told(as_numbers: int, dtype: torch.dtype) -> str:
-    return f"; {as_numbers} of them became {dtype} while loading" if as_numbers else ""
+    """Return a note for the log about layers that became floats."""
+    return f"; converted {as_numbers} of them to {dtype}, which no kernel supports as stored" if as_numbers else ""
 
 
 def _place(module: nn.Module, layer: str, weight: QuantizedWeight, order: Tensor | None) -> None:
+    """Replace a linear layer by a quantized one."""
     bias = getattr(module.get_submodule(layer), "bias", None)
     linear = QuantizedLinear(weight, None if bias is None else bias.detach().to(weight.device))
     module.set_submodule(layer, linear if order is None else ReorderedLinear(linear, order))
@@ -142,6 +154,7 @@ def _place(module: nn.Module, layer: str, weight: QuantizedWeight, order: Tensor
 def _check_shape(
     asked: torch.Size, weight: QuantizedWeight | StackedWeight | Tensor, layer: str, form: CheckpointFormat
 ) -> None:
+    """Check that a layer has the shape that the config asks for. Raises `ModelError`."""
     if isinstance(weight, StackedWeight):
         shape: tuple[int, ...] = (weight.count, weight.weight.inputs, weight.outputs)
     else:
@@ -153,7 +166,7 @@ def _check_shape(
 
 
 def _is_served(weight: QuantizedWeight) -> bool:
-    """Whether every device's kernels can read such groups."""
+    """Return whether the kernels of every device support such groups."""
     if weight.group >= weight.inputs:
         return True
     return weight.inputs % weight.group == 0 and (weight.group in SHORT_GROUPS or weight.group % GROUP_STEP == 0)

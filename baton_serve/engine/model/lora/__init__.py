@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA) in PEFT's format: read and checked, kept beside the model, added to its products.
+"""LoRA adapters in PEFT's format: reading, keeping them beside the model, and adding their products.
 
-Modules: `checkpoint` (a folder to matrices), `store` (which are loaded), `products` (what they add to a step).
+Modules: `checkpoint` (a folder to matrices), `store` (which adapters are loaded), `products` (what they add in a step),
+`loaded` (the interface of the engine).
 """

@@ -1,6 +1,6 @@
 """Reads an adapter's folder as PEFT writes it: adapter_config.json and adapter_model.safetensors.
 
-Every way in which a folder cannot be served ends in an `AdapterError` that names the folder and the cause.
+Every defect of a folder is raised as an `AdapterError` that names the folder and the cause.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from baton_serve.engine.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
+"""Names of PEFT's tensors: module, which of the two matrices, and optionally the adapter's name."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA", None),
     "bias": ("none", None),
@@ -30,12 +31,12 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "alora_invocation_tokens": (None, []),
     "trainable_token_indices": (None, [], {}),
 }
-"""What changes an adapter's arithmetic, and the values with which it is the plain product of two matrices."""
+"""Settings that change an adapter's arithmetic, with the values for which it is the plain product of two matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The product that is added: `up` holds the scale too."""
+    """The two matrices of one module. The adapter adds `up @ down @ x`; `up` contains the scale."""
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank]
@@ -43,17 +44,19 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`fingerprint` identifies config and weights, wherever they lie."""
+    """An adapter's weights. `fingerprint` is a hash of config and weights, independent of path and name."""
 
     name: str
     path: str
     fingerprint: str
     rank: int
     products: Mapping[str, LowRank]
-    """By the module whose output they change."""
+    """One product for each module to whose output it is added."""
     at_run_time: bool = False
+    """True if it was loaded after the start, over HTTP."""
 
     def to(self, device: torch.device) -> "Adapter":
+        """Return the adapter with its weights on `device`."""
         products = {
             module: LowRank(product.down.to(device), product.up.to(device)) for module, product in self.products.items()
         }
@@ -61,12 +64,15 @@ class Adapter:
 
 
 def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bool = False) -> Adapter:
-    """In host memory. Raises `AdapterError`."""
+    """Read an adapter into host memory.
+
+    Raises `AdapterError` if its folder is broken or needs unsupported arithmetic.
+    """
     config = _read_config(name, folder)
     weights = folder / WEIGHTS
     try:
         with safe_open(weights, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - a safetensors file is not iterable
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         with weights.open("rb") as file_bytes:
             while piece := file_bytes.read(1 << 20):
@@ -78,6 +84,7 @@ def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bo
     for module, (down, up) in pairs.items():
         if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
             raise AdapterError(f"adapter {name}: the matrices of {module} do not fit each other")
+        # Scale in float32 before rounding to the model's dtype.
         scaled = up.float() * _scale(config, module, down.shape[0])
         products[module] = LowRank(down.to(dtype), scaled.to(dtype))
     rank = max(product.down.shape[0] for product in products.values())
@@ -85,13 +92,16 @@ def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bo
 
 
 def _read_config(name: str, folder: Path) -> dict[str, Any]:
+    """Return adapter_config.json. Raises `AdapterError` if it is broken or sets something that is not supported."""
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as exc:
         raise AdapterError(f"adapter {name}: {path} cannot be read: {exc}") from exc
     if not isinstance(config, dict) or not isinstance(config.get("r"), int):
-        raise AdapterError(f"adapter {name}: {path} says no rank (r)")
+        raise AdapterError(
+            f"adapter {name}: {path} has no integer field " r" (the LoRA rank); save the adapter with PEFT"
+        )
     for key, neutral in _NEUTRAL.items():
         if config.get(key) not in neutral:
             raise AdapterError(f"adapter {name}: {key} = {config[key]!r} is not supported")
@@ -99,11 +109,12 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _paired(name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the two matrices (A, B) of each module. Raises `AdapterError` for tensors that are something else."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            raise AdapterError(f"adapter {name}: {key} is no matrix of a linear layer, which is all that is supported")
+            raise AdapterError(f"adapter {name}: {key} does not belong to a linear layer; only those are supported")
         found.setdefault(match[1], {})[match[2]] = tensor
     if not found:
         raise AdapterError(f"adapter {name} has no weights")
@@ -113,7 +124,10 @@ def _paired(name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) with `use_rslora` (https://arxiv.org/abs/2312.03732); patterns as PEFT's."""
+    """Return the scale: alpha / r, or alpha / sqrt(r) with `use_rslora` (https://arxiv.org/abs/2312.03732).
+
+    Patterns of module names are matched as PEFT does it.
+    """
     alpha = float(config.get("lora_alpha") or rank)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

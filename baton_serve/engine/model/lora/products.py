@@ -1,6 +1,6 @@
-"""What adapters add to a step's products. Several adapters, and rows without any, may stand in one step.
+"""Adds the products of adapters to a step. One step may have several adapters, and rows without any.
 
-One adapter after another: two thin products for its rows. The base product is computed once for all rows.
+The base product is computed once for all rows. Then each adapter adds two thin products for its own rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,15 @@ from baton_serve.engine.model.lora.store import AdapterRows, AdapterStore
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear
 
 NOT_ADAPTED = ("lm_head", "kv_b_proj")
-"""Logits are computed for some rows alone; latent attention multiplies by the parts of the other itself."""
+"""Linear layers that adapters cannot change.
+
+Logits are computed for some rows only, and latent attention uses the parts of `kv_b_proj` without calling the module.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """Columns `start` to `end` of a product's output are those of this module."""
+    """A module whose outputs are the columns `start` to `end` of a joined product."""
 
     module: str
     start: int
@@ -26,12 +29,12 @@ class OutputSlice:
 
 
 def add_products(output: Tensor, x: Tensor, parts: Sequence[OutputSlice], step: Sequence[AdapterRows]) -> None:
-    """output [num_tokens, outputs] is changed in place; x [num_tokens, inputs]."""
+    """Add the adapters' products for `x` [num_tokens, inputs] to `output` [num_tokens, outputs], in place."""
     for adapted in step:
         changed = [
             (part, adapted.adapter.products[part.module]) for part in parts if part.module in adapted.adapter.products
         ]
-        taken = x if adapted.rows is None or not changed else x[adapted.rows]
+        taken = x if adapted.rows is None or not changed else x[adapted.rows]  # [rows, inputs]
         for part, product in changed:
             added = functional.linear(functional.linear(taken, product.down), product.up)
             columns = output[:, part.start : part.end]
@@ -42,7 +45,7 @@ def add_products(output: Tensor, x: Tensor, parts: Sequence[OutputSlice], step: 
 
 
 def output_slices(prefix: str, modules: Sequence[tuple[str, nn.Module]]) -> tuple[OutputSlice, ...]:
-    """Of linear layers whose outputs lie side by side."""
+    """Return the columns of linear layers whose outputs are joined in this order."""
     parts: list[OutputSlice] = []
     start = 0
     for name, module in modules:
@@ -53,14 +56,14 @@ def output_slices(prefix: str, modules: Sequence[tuple[str, nn.Module]]) -> tupl
 
 
 class StepAdapters:
-    """Those of the step that is being computed, for modules that transformers calls."""
+    """The adapters of the step that is being computed, for modules that transformers calls."""
 
     def __init__(self) -> None:
         self.rows: Sequence[AdapterRows] = ()
 
 
 class AdaptedLinear(nn.Module):
-    """Stands in a model for a linear layer to which adapters may add."""
+    """Replaces a linear layer in a model, so that adapters can add to its output."""
 
     def __init__(self, base: nn.Module, part: OutputSlice, step: StepAdapters) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class AdaptedLinear(nn.Module):
 
 
 def adapt_modules(module: nn.Module, store: AdapterStore) -> StepAdapters:
-    """Every linear layer of a model that transformers calls."""
+    """Replace every linear layer of a model that transformers calls."""
     step = StepAdapters()
     for name, base in list(_linear_layers(module)):
         inputs, outputs = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
@@ -86,9 +89,11 @@ def adapt_modules(module: nn.Module, store: AdapterStore) -> StepAdapters:
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over the linear layers that adapters may change."""
     inner: set[str] = set()
     for name, part in module.named_modules():
         if isinstance(part, ReorderedLinear):
+            # Adapters act on the outer module, whose inputs are in the model's order.
             inner.add(f"{name}.linear")
         is_linear = type(part) is nn.Linear or isinstance(part, QuantizedLinear | ReorderedLinear)
         if is_linear and name not in inner and name.rsplit(".", 1)[-1] not in NOT_ADAPTED:

@@ -1,6 +1,7 @@
-"""The stacked weights of a mixture's experts in few bits, for grouped products (engine.model.mixture_of_experts).
+"""Quantized experts of a mixture, stacked for grouped products (engine.model.mixture_of_experts).
 
-Only mixtures that those know are taken: transformers' own module would find no weights.
+Only kinds of mixtures that the grouped products support are replaced, since transformers' own module would not find its
+weights any more.
 """
 
 import logging
@@ -19,12 +20,16 @@ from baton_serve.engine.model.quantized.online import QuantizationPlan
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("gate_up_proj", "down_proj")
+"""Parameters of transformers' module that hold the stacked weights."""
 TRANSPOSED = {"GptOssExperts"}
-"""Whose parameters are [num_experts, inputs, outputs]."""
+"""Classes whose parameters are [num_experts, inputs, outputs]."""
 
 
 class QuantizedExperts(nn.Module):
-    """In the place of transformers' module. It yields zeros, which is enough to see which shapes a model passes on."""
+    """Replaces transformers' module of experts and holds the quantized weights.
+
+    Its forward returns zeros, which is enough for the run that finds out a model's shapes.
+    """
 
     def __init__(self, old: nn.Module) -> None:
         super().__init__()
@@ -40,23 +45,25 @@ class QuantizedExperts(nn.Module):
 
 
 def expert_names(module: nn.Module) -> list[str]:
-    """Of the modules that hold stacked experts, of kinds that the grouped products know."""
+    """Return the modules with stacked experts of a kind that grouped products support."""
     return [name for name in _stacked_names(module) if _router_of(module, name) in ROUTERS]
 
 
 def check_experts(module: nn.Module) -> None:
-    """Raises `UnsupportedModelError` for experts of another kind: most of such a model would stay as it is."""
+    """Raise `UnsupportedModelError` for experts of another kind, since most of such a model would stay unquantized."""
     for name in _stacked_names(module):
         if (kind := _router_of(module, name)) not in ROUTERS:
             raise UnsupportedModelError(
-                f"{type(module).__name__} is a mixture of experts of a kind ({kind}) that is not served in few bits;"
-                " leave --quantization out"
+                f"{type(module).__name__} has experts of a kind ({kind}) that cannot be quantized;"
+                " start without --quantization"
             )
 
 
 def quantize_experts(module: nn.Module, name: str, read: Callable[[str], Tensor], plan: QuantizationPlan) -> bool:
-    """Puts quantized experts in the place of `name`. `read` gives a parameter by its full name, where it is to stay.
-    False: they were left alone, since their rows cannot be cut into groups or the plan skips them."""
+    """Replace the experts `name` by quantized ones. `read` returns a parameter by its full name, on its final device.
+
+    Return False if they were left as they are, because the plan skips them or their rows cannot be divided into groups.
+    """
     old = module.get_submodule(name)
     made = QuantizedExperts(old)
     for leaf in WEIGHTS:
@@ -66,16 +73,16 @@ def quantize_experts(module: nn.Module, name: str, read: Callable[[str], Tensor]
             stacked = stacked.transpose(1, 2).contiguous()
         weight = None if stacked is None or scheme is None else quantize(stacked.flatten(0, 1), scheme)
         if stacked is None or weight is None:
-            logger.info("%s keeps its experts as they are", name)
+            logger.info("the experts of %s are not quantized", name)
             return False
         made.weights[leaf] = StackedWeight(weight, stacked.shape[0])
-        del stacked
+        del stacked  # free the unquantized weights before the next are read
     module.set_submodule(name, made)
     return True
 
 
 def place_experts(module: nn.Module, layer: str, weight: StackedWeight) -> None:
-    """One stored weight, by its parameter's name."""
+    """Put one stored weight, given by its parameter's name, into a module of quantized experts."""
     name, _, leaf = layer.rpartition(".")
     old = module.get_submodule(name)
     made = old if isinstance(old, QuantizedExperts) else QuantizedExperts(old)
@@ -93,5 +100,6 @@ def _router_of(module: nn.Module, name: str) -> str:
 
 
 def _is_stacked(part: nn.Module) -> bool:
+    """Return whether a module holds the weights of all experts in one parameter [num_experts, …]."""
     parameter = cast(Any, getattr(part, WEIGHTS[0], None))
     return isinstance(parameter, nn.Parameter) and parameter.dim() == 3

@@ -1,6 +1,6 @@
-"""The weight formats that `--quantization` makes while it loads, and how a weight is rounded to each. No calibration.
+"""The weight formats of `--quantization`, and how a weight is rounded to each. No calibration data is used.
 
-Scales of groups are bfloat16, those of whole rows float32; codes are chosen for the scale as it is stored.
+Scales of groups are bfloat16, those of whole rows float32. Codes are chosen for the scale as it is stored.
 """
 
 from dataclasses import dataclass
@@ -12,27 +12,31 @@ from baton_serve.engine.config import Fp8Dtype, Quantization
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_bits, code_values, pack_codes
 
 GROUPS = (128, 64, 32)
+"""Numbers of inputs per scale that all kernels support, the largest first."""
 MX_GROUP = 32
+"""Group size that the MX specification prescribes."""
 MX_EXPONENT_OF_LARGEST = 2  # of E2M1: 6 = 1.5 * 2 ** 2
 MAX_CODE_VALUE = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "fp6": 7.5}
+"""Largest value of a code, by format; scales map the largest weight of a group to it."""
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-ROWS_AT_ONCE = 1 << 24  # weights in float32 while they are rounded: 64 MiB per copy
+ROWS_AT_ONCE = 1 << 24  # weights that are rounded at once, in float32: 64 MiB per copy
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`group` None: one scale per row."""
+    """A weight format. `group` is the number of inputs that share a scale; None: one scale per row."""
 
     codebook: Codebook
     group: int | None
 
     @property
     def label(self) -> str:
+        """Short name for logs and the model's fingerprint."""
         return f"{self.codebook}:{self.group or 'row'}"
 
 
 def scheme(name: Quantization, *, fp8_dtype: Fp8Dtype, group_size: int) -> Scheme:
-    """Of a format that rounds; those of checkpoints alone are not for this."""
+    """Return the scheme of a format. Raises `ValueError` for formats that only checkpoints have."""
     match name:
         case "fp8":
             return Scheme("fp8_e4m3" if fp8_dtype == "e4m3" else "fp8_e5m2", None)
@@ -51,14 +55,14 @@ def scheme(name: Quantization, *, fp8_dtype: Fp8Dtype, group_size: int) -> Schem
 
 
 def fitting_group(group: int | None, inputs: int) -> int | None:
-    """The largest size up to `group` that divides a row; None if there is none."""
+    """Return the largest group size up to `group` that divides a row of `inputs`, or None."""
     if group is None:
         return inputs
     return next((size for size in GROUPS if size <= group and inputs % size == 0), None)
 
 
 def quantize(weight: Tensor, how: Scheme) -> QuantizedWeight | None:
-    """[outputs, inputs] of any float, where it lies; None if its rows cannot be cut into groups."""
+    """Round a weight [outputs, inputs] on its device. Return None if its rows cannot be divided into groups."""
     group = fitting_group(how.group, weight.shape[1])
     if group is None:
         return None
@@ -70,6 +74,7 @@ def quantize(weight: Tensor, how: Scheme) -> QuantizedWeight | None:
 
 
 def _round(weight: Tensor, how: Scheme, group: int) -> QuantizedWeight:
+    """Round some rows of a weight, given in float32."""
     outputs, inputs = weight.shape
     grouped = weight.view(outputs, -1, group)
     zeros: Tensor | None = None
@@ -77,6 +82,7 @@ def _round(weight: Tensor, how: Scheme, group: int) -> QuantizedWeight:
         scales, zeros = _asymmetric(grouped)
     else:
         scales = _scales(grouped, how)
+    # A group of zeros has scale 0; its codes are 0 with any divisor.
     divisor = scales.float()
     scaled = grouped / torch.where(divisor == 0, 1.0, divisor)[:, :, None]
     if zeros is not None:
@@ -87,18 +93,22 @@ def _round(weight: Tensor, how: Scheme, group: int) -> QuantizedWeight:
 
 
 def _scales(grouped: Tensor, how: Scheme) -> Tensor:
+    """Return the scales [outputs, groups] of a weight [outputs, groups, group]."""
     largest = grouped.abs().amax(dim=2)
-    if how.codebook == "fp4":  # powers of two (OCP MX specification 1.0, section 6.3)
+    if how.codebook == "fp4":  # scales are powers of two (OCP MX specification 1.0, section 6.3)
         exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - MX_EXPONENT_OF_LARGEST
         return torch.exp2(exponent).to(torch.bfloat16)
     scales = largest / MAX_CODE_VALUE[how.codebook]
-    if how.codebook == "int4":  # the one code that has no opposite holds the largest weight
+    # codes -8 to 7: the one without opposite takes the largest weight, with a negative scale if needed
+    if how.codebook == "int4":
         extreme = torch.gather(grouped, 2, grouped.abs().argmax(dim=2, keepdim=True)).squeeze(2)
         scales = extreme / -8.0
     return scales if how.group is None else scales.to(torch.bfloat16)
 
 
 def _asymmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    # The range includes 0, so that weights of 0 stay exactly 0.
+    """Return scales and zeros [outputs, groups] for codes from 0 to 15."""
     low, high = grouped.amin(dim=2).clamp(max=0.0), grouped.amax(dim=2).clamp(min=0.0)
     scales = ((high - low) / 15.0).to(torch.bfloat16)
     divisor = scales.float()
@@ -107,6 +117,7 @@ def _asymmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(scaled: Tensor, codebook: Codebook) -> Tensor:
+    """Return the packed codes of scaled weights [outputs, inputs]."""
     match codebook:
         case "int8":
             return scaled.round().clamp(-127, 127).to(torch.int8)
@@ -123,7 +134,7 @@ def _codes(scaled: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _nearest(scaled: Tensor, codebook: Codebook) -> Tensor:
-    """The nearest of a sign-and-magnitude codebook; ties go to the even code, as rounding in hardware does."""
+    """Return the nearest code of a sign-and-magnitude codebook. Ties go to the even code, as in hardware."""
     values = code_values(codebook)
     half = len(values) // 2
     positive = torch.tensor(values[:half], device=scaled.device)

@@ -1,4 +1,4 @@
-"""What stands in a model for its linear layers and its embedding once their weights are quantized."""
+"""Modules that replace linear layers and embeddings whose weights are quantized."""
 
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -11,7 +11,10 @@ from baton_serve.engine.kernels.quantized import concatenate
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer. Until `install` it yields zeros, which is enough to see which shapes a model passes on."""
+    """A linear layer with a quantized weight.
+
+    Until `install` it returns zeros, which is enough for the run that finds out a model's shapes.
+    """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -28,7 +31,7 @@ class QuantizedLinear(nn.Module):
 
 
 class ReorderedLinear(nn.Module):
-    """A quantized layer whose weight holds its columns in another order: column `i` is of input `order[i]`."""
+    """A quantized layer whose columns are stored in another order: column `i` multiplies input `order[i]`."""
 
     def __init__(self, linear: QuantizedLinear, order: Tensor) -> None:
         super().__init__()
@@ -41,11 +44,11 @@ class ReorderedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """Looks rows up in the weight of `head`, with which it shares its memory."""
+    """Looks up rows in the quantized weight of `head`, with which it shares memory."""
 
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._heads = [head]  # in a list: the head is not this module's child
+        self._heads = [head]  # in a list, or torch would register the head as a child of this module too
         self._dtype = dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -56,18 +59,19 @@ class QuantizedEmbedding(nn.Module):
 
 
 def quantized_layers(module: nn.Module) -> Iterator[QuantizedLinear]:
+    """Iterate over the quantized layers of a model."""
     return (part for part in module.modules() if isinstance(part, QuantizedLinear))
 
 
 def install(module: nn.Module, kernels: LayerKernels) -> None:
-    """From now on quantized layers compute. Call once, after `merge`: weights may change their order in memory."""
+    """Give quantized layers their kernels. Call once, after `merge`: weights may change their order in memory."""
     for layer in quantized_layers(module):
         if layer.kernels is None and isinstance(layer.weight, QuantizedWeight):
             layer.weight, layer.kernels = kernels.pack(layer.weight), kernels
 
 
 def can_merge(parts: Sequence[nn.Module]) -> bool:
-    """All quantized alike, or none at all."""
+    """Return whether layers can be merged: all are quantized in the same way, or none is."""
     weights = [part.weight for part in parts if isinstance(part, QuantizedLinear)]
     if not weights:
         return True
@@ -80,7 +84,7 @@ def can_merge(parts: Sequence[nn.Module]) -> bool:
 
 
 def merge(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
-    """One layer with the outputs of all, which are left without weights. Only where `can_merge`."""
+    """Return one layer with the outputs of all, whose weights are removed. Call it only if `can_merge`."""
     weights = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
     whole = concatenate(weights)
     assert whole is not None and len(weights) == len(parts)

@@ -1,7 +1,7 @@
-"""Rounds a model's linear layers to few bits, one at a time, while or after its weights are loaded.
+"""Rounds the linear layers of a model to few bits, one at a time, while its weights are loaded or afterwards.
 
-The head is kept in eight bits whatever the format: it is a large part of a small model, and rounding it further costs
-most. An embedding that shares its weight shares the rounded one.
+The head always gets eight bits: it is a large part of a small model, and fewer bits cost most quality there. An
+embedding that shares the head's weight shares the rounded weight.
 """
 
 import re
@@ -19,31 +19,37 @@ HEAD_SCHEME = Scheme("int8", None)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """`skip`: names of modules, or the last parts of names, that keep their dtype."""
+    """How a model is rounded. `skip` are modules that keep their dtype, by full name or its last part."""
 
     scheme: Scheme
     skip: tuple[str, ...] = ()
 
     def scheme_of(self, name: str) -> Scheme | None:
+        """Return the scheme of a module, or None if it is skipped."""
         if any(name == skip or name.endswith(f".{skip}") or f".{skip}." in f".{name}." for skip in self.skip):
             return None
         return HEAD_SCHEME if re.fullmatch(r"(.*\.)?lm_head", name) else self.scheme
 
     @property
     def label(self) -> str:
-        """For the fingerprint."""
+        """Description of the plan for the fingerprint: other rounding makes other KV."""
         return f"{self.scheme.label},head {HEAD_SCHEME.label},skip {sorted(self.skip)}"
 
 
 def linear_names(module: nn.Module) -> Iterable[str]:
-    """Of the layers that can be quantized. Latent attention multiplies by the parts of `kv_b_proj` itself."""
+    """Return the linear layers that can be quantized.
+
+    Latent attention uses the parts of `kv_b_proj` without calling the module, so it keeps its dtype.
+    """
     linears = (name for name, part in module.named_modules() if type(part) is nn.Linear)
     return [name for name in linears if not name.endswith("kv_b_proj")]
 
 
 def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: QuantizationPlan) -> bool:
-    """Puts a quantized layer in the place of the linear layer `name`, whose weight is given, on whichever device it
-    is to stay. False: it was left alone."""
+    """Replace the linear layer `name` by a quantized one. `weight` is on its final device.
+
+    Return False if the layer was left as it is.
+    """
     scheme = plan.scheme_of(name)
     old = module.get_submodule(name)
     made = None if scheme is None else quantize(weight, scheme)
@@ -55,7 +61,7 @@ def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: Quantizat
 
 
 def tied_embedding(module: nn.Module) -> str | None:
-    """The name of the embedding whose weight is the head's."""
+    """Return the name of the embedding that shares its weight with the head, or None."""
     config = getattr(module, "config", None)
     text = config.get_text_config() if config is not None else None
     head = getattr(module, "lm_head", None)
@@ -66,7 +72,7 @@ def tied_embedding(module: nn.Module) -> str | None:
 
 
 def share_head(module: nn.Module, embedding: str, dtype: torch.dtype) -> None:
-    """The embedding reads the head's quantized rows from now on."""
+    """Replace the embedding by one that reads the head's quantized rows."""
     head = module.get_submodule("lm_head")
     assert isinstance(head, QuantizedLinear)
     module.set_submodule(embedding, QuantizedEmbedding(head, dtype))

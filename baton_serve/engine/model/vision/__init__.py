@@ -1,5 +1,8 @@
-"""Images on their way into a decoder: files to pixels (`reader`), pixels to embeddings (`tower`), embeddings to the
-rows of a step (`prompt`). Where prompts are not read, only the decoder is loaded (`decoder`)."""
+"""Images in prompts: files to pixels (`image_reader`), pixels to embeddings (`tower`), embeddings to rows of a step
+(`prompt`).
+
+Instances that compute no prompts load only the decoder (`decoder`). `placeholders` has the types that the engine uses.
+"""
 
 import logging
 
@@ -16,12 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_images(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> PromptImages | None:
-    """None: the model reads no images, or several ranks compute it. Raises `engine.errors`."""
+    """Load the vision tower. Return None if the model has none, or if several ranks compute it.
+
+    Raises `ModelError` or `ConfigError`.
+    """
     if reads_images(model_folder(config.model)) and config.tensor_parallel_size > 1:
-        logger.warning("images are read by instances of one rank: this one has several, and reads text alone")
+        logger.warning("images need an instance with tensor_parallel_size 1: this one accepts text only")
         return None
     from baton_serve.engine.model.vision.prompt import (
-        VisionPromptImages as Images,  # Pillow and transformers, that only these need
+        VisionPromptImages as Images,  # imports Pillow and transformers, which only models with a tower need
     )
     from baton_serve.engine.model.vision.tower import load_tower
 

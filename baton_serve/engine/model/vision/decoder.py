@@ -1,4 +1,4 @@
-"""The decoder of a model that reads images, by itself: all that writes answers, and all that most instances load."""
+"""The decoder of a model with a vision tower, as a model of its own. Instances without images load only this."""
 
 import json
 import re
@@ -12,31 +12,40 @@ from baton_serve.engine.model_folder import HfConfig
 T = TypeVar("T")
 
 _CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in TEXT_TYPES}
+"""Class of the decoder, by the type of the text model."""
 
 _DECODER = re.compile(r"^(model\.)?language_model\.(model\.)?(?=layers\.|embed_tokens\.|norm\.)")
+"""Names of the decoder's tensors in all layouts that transformers has written."""
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 _OTHERS = re.compile(r"^(model\.|language_model\.)?(vision_tower\.|multi_modal_projector\.|image_newline$)")
+"""Names of tensors that do not belong to the decoder."""
 
 
 def profile_of(folder: Path) -> VisionProfile | None:
+    """Return how a model reads images; None if it has no vision tower or its config cannot be read."""
     try:
         return vision_profile(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError):
-        return None  # whoever loads the decoder says what is wrong
+        return None  # loading the decoder reports what is wrong
 
 
 def reads_images(folder: Path) -> bool:
+    """Return whether the model in a folder has a vision tower that is supported."""
     return profile_of(folder) is not None
 
 
 def decoder_config(hf_config: HfConfig) -> HfConfig:
-    """Of the decoder alone, where the model reads images. Raises `UnsupportedModelError` for a kind not known here."""
+    """Return the config of the decoder alone; of a model without tower, its config.
+
+    Raises `UnsupportedModelError` for an unsupported combination of tower and decoder.
+    """
     if hf_config.model_type not in MODEL_TYPES:
         return hf_config
     if vision_profile(hf_config.to_dict()) is None:
         tower, text = hf_config.vision_config.model_type, hf_config.text_config.model_type
         raise UnsupportedModelError(
-            f"{hf_config.model_type} with a tower of type {tower} before {text} cannot be served; {SERVED}"
+            f"{hf_config.model_type} with a vision tower of type {tower} and a decoder of type {text} cannot be served;"
+            f" {SERVED}"
         )
     text = hf_config.text_config
     text.architectures = [_CLASSES[text.model_type]]
@@ -47,12 +56,14 @@ def decoder_config(hf_config: HfConfig) -> HfConfig:
 
 
 def decoder_tensors(stored: dict[str, T]) -> dict[str, T]:
-    """What a checkpoint's files hold of the decoder, under the names that it has by itself. Of a model without a tower:
-    all, as it is."""
+    """Return the decoder's tensors under the names of a plain decoder; of a model without tower, all tensors as they
+    are.
+    """
     if not any(_OTHERS.match(name) for name in stored):
         return stored
     return {_own_name(name): tensor for name, tensor in stored.items() if not _OTHERS.match(name)}
 
 
 def _own_name(name: str) -> str:
+    """Return a tensor's name in a plain decoder."""
     return _HEAD.sub("", _DECODER.sub("model.", name))

@@ -1,4 +1,4 @@
-"""What the engine is given of images, and what it needs of who reads them. Imports neither Pillow nor transformers."""
+"""Types of images for the engine, and the interface of the vision package. Imports neither Pillow nor transformers."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -14,8 +14,11 @@ from baton_serve.engine.model.batch_inputs import ImageRows
 
 
 class DecodedImage(NamedTuple):
-    """Of `width` and `height` as it was sent. `pixels` are what the tower sees of it: [channels, height, width], with
-    the number of tiles before that where it is cut into several; float32, in host memory."""
+    """A preprocessed image. `width` and `height` are those of the file.
+
+    `pixels` are the tower's input: float32 in host memory, [channels, height, width], or [tiles, channels, height,
+    width] if the model cuts images into tiles.
+    """
 
     pixels: Tensor
     width: int
@@ -23,18 +26,21 @@ class DecodedImage(NamedTuple):
 
 
 Pixels = Mapping[bytes, DecodedImage]
-"""Of images, by digest."""
+"""Images of a prompt, by digest."""
 NO_PIXELS: Pixels = MappingProxyType({})
+"""The pixels of prompts without images."""
 
 
 class ImageReader(Protocol):
+    """Turns image files into the tower's input."""
+
     def read(self, images: Iterable[bytes]) -> Pixels:
-        """Of files. Raises `RequestError` for one that is no image."""
+        """Decode and preprocess files. Raises `RequestError` for a file that cannot be decoded as an image."""
         ...
 
 
 class PromptImages(Protocol):
-    """`engine.model.vision.prompt.PromptImages`."""
+    """The part of `engine.model.vision.prompt.VisionPromptImages` that the engine uses."""
 
     @property
     def reader(self) -> ImageReader: ...
@@ -44,15 +50,15 @@ class PromptImages(Protocol):
 
 
 def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> None:
-    """Raises `RequestError`."""
+    """Check that the images of a request were sent with it. Raises `RequestError`."""
     if not work.media:
         return
     if images is None:
-        raise RequestError("invalid", "prompts with images are not read here: this instance has no vision tower")
+        raise RequestError("invalid", "this instance has no vision tower: it cannot compute prompts with images")
     images.check(work, pixels)
 
 
 def give_images(request: Request, images: PromptImages | None, pixels: Pixels) -> None:
-    """Those that `check_images` has found right."""
+    """Attach images to a request, after `check_images`."""
     if images is not None and request.work.media:
         images.give(request, pixels)

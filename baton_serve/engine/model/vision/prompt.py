@@ -1,4 +1,4 @@
-"""The images of the prompts that an engine reads: encoded when a step first needs them, and put in place of tokens."""
+"""Images of the prompts that an engine computes. They are encoded when a step first needs them."""
 
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -17,14 +17,20 @@ from baton_serve.engine.model.vision.placeholders import Pixels
 from baton_serve.engine.model.vision.tower import VisionTower
 
 MAX_KEPT_BYTES = 64 << 20
-"""Of embeddings on the device that no request needs now: 13 images of LLaVA 1.5 7B."""
+"""Size of embeddings on the device that are kept without a request that needs them, in bytes: 13 images of LLaVA 1.5
+7B.
+"""
 
 _Name = tuple[BlockHash, bytes]
-"""Root of the prompt's names, and digest: what tells tenants apart does so here too, or one could learn from the time
-that an image takes whether another has sent it."""
+"""Key of kept embeddings: the root of the prompt's block hashes, and the image's digest.
+
+The root separates tenants; otherwise one could find out by timing whether another has sent an image.
+"""
 
 
 class VisionPromptImages:
+    """Encodes images for steps. Engine thread only; owns the embeddings on the device."""
+
     def __init__(self, tower: VisionTower, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self._tower = tower
         self._kept = FeatureCache(max_kept_bytes)
@@ -32,28 +38,32 @@ class VisionPromptImages:
 
     @property
     def reader(self) -> HFImageReader:
+        """Decodes image files; usable from any thread."""
         return self._tower.reader
 
     def check(self, work: Work, pixels: Pixels) -> None:
-        """Raises `RequestError`."""
+        """Check that all images were sent and that their placeholder tokens are in the prompt.
+
+        Raises `RequestError`.
+        """
         profile, at = self._tower.profile, 0
         for span in work.media:
             picture = pixels.get(span.digest)
             if picture is None:
-                raise RequestError("invalid", "an image of the prompt did not come with it")
+                raise RequestError("invalid", "an image of the prompt was not sent with the request")
             count = profile.tokens_of(width=picture.width, height=picture.height)
             tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]
             if span.start < at or tokens != [profile.image_token_id] * count:
-                raise RequestError("invalid", "the places of its images are not in the prompt")
+                raise RequestError("invalid", "the placeholder tokens of an image are not at its place in the prompt")
             at = span.end
 
     def give(self, request: Request, pixels: Pixels) -> None:
-        """They are kept as long as the request is: if it is preempted, it is read again."""
+        """Attach images to a request. They are kept until it ends: a preempted prompt is computed again."""
         request.has_images = True
         self._images[request] = _Images(pixels)
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
-        """Starts what must be encoded for a step."""
+        """Return the embeddings that a step needs, and start encoding the missing ones."""
         found: list[ImageRows] = []
         first = 0
         for chunk in plan.chunks:
@@ -64,23 +74,28 @@ class VisionPromptImages:
         return found
 
     def _rows(self, chunk: ScheduledChunk, images: "_Images", first: int) -> list[ImageRows]:
+        """Return the embeddings of the images within one chunk. `first` is the chunk's first row of the step."""
         start, end = chunk.start, chunk.start + chunk.length
         media = chunk.sequence.request.work.media
         found: list[ImageRows] = []
         for span in within(media, start, end):
+            # A chunk may begin or end inside an image.
             begin, stop = max(span.start, start), min(span.end, end)
             features = self._features(images, chunk.sequence.request.work.root, span.digest)
             found.append(ImageRows(first + begin - start, features[begin - span.start : stop - span.start]))
         if end >= end_of(media):
-            images.features.clear()  # steps that read them come before whatever takes their memory
+            # launched steps read the memory before anything that is launched later can reuse it
+            images.features.clear()
         return found
 
     def _features(self, images: "_Images", root: BlockHash, digest: bytes) -> Tensor:
+        """Return the embeddings [tokens, hidden] of an image."""
         known = images.features.get(digest)
         if known is None:
             known = self._kept.find((root, digest))
             if known is None:
                 known = self._tower.encode(images.pixels[digest])
+            # Keeping it again makes it the most recently used one.
             self._kept.keep((root, digest), known)
             images.features[digest] = known
         return known
@@ -88,14 +103,14 @@ class VisionPromptImages:
 
 @dataclass(slots=True)
 class _Images:
-    """Of one prompt. `features` are those that it needs until its last image is read."""
+    """The images of one prompt. `features` are on the device until its last image has been computed."""
 
     pixels: Pixels
     features: dict[bytes, Tensor] = field(default_factory=dict)
 
 
 class FeatureCache:
-    """The last ones: where a cached prefix ends within an image, the rest of it needs no tower."""
+    """The most recently used embeddings. If a cached prefix ends inside an image, the rest of it needs no encoding."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -103,10 +118,11 @@ class FeatureCache:
         self._features: dict[_Name, Tensor] = {}
 
     def find(self, name: _Name) -> Tensor | None:
+        """Return kept embeddings, or None."""
         return self._features.get(name)
 
     def keep(self, name: _Name, features: Tensor) -> None:
-        """It is the youngest from now on; the oldest give way."""
+        """Keep embeddings as the most recently used ones; the oldest are dropped beyond the limit."""
         old = self._features.pop(name, None)
         self._num_bytes += features.nbytes - (old.nbytes if old is not None else 0)
         self._features[name] = features

@@ -1,4 +1,4 @@
-"""A model's vision tower and projector, as transformers has them: pixels in, embeddings of the decoder's size out."""
+"""The vision tower and projector of a model, by transformers: pixels to embeddings of the decoder's size."""
 
 import copy
 from collections.abc import Iterator
@@ -20,10 +20,12 @@ from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model_folder import LOAD_ERRORS, HfConfig, first_line, read_config, weights_error
 
 _TRIED = ((64, 48), (48, 640), (1000, 900))
-"""Widths and heights."""
+"""Widths and heights of images that are encoded at the start: small, tall, and large enough for several tiles."""
 
 
 class VisionTower:
+    """A loaded vision tower with its processor."""
+
     def __init__(self, module: nn.Module, profile: VisionProfile, reader: HFImageReader, device: torch.device) -> None:
         self.profile = profile
         self.reader = reader
@@ -33,7 +35,7 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
-        """[number of its tokens, hidden] of one image. Starts the work and does not wait for it."""
+        """Encode one image; return [number of its tokens, hidden] without waiting for the device."""
         config = cast(Any, self._module).config
         sizes = {"image_sizes": [[picture.height, picture.width]]} if self.profile.grid else {}
         output = cast(Any, self._module).get_image_features(
@@ -42,12 +44,13 @@ class VisionTower:
             vision_feature_select_strategy=config.vision_feature_select_strategy,
             **sizes,
         )
-        features = getattr(output, "pooler_output", output)  # older transformers return the embeddings themselves
+        # older versions of transformers return the embeddings themselves
+        features = getattr(output, "pooler_output", output)
         return cast(Tensor, features[0])
 
 
 def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> VisionTower | None:
-    """None: the model has none. Raises `ModelError`."""
+    """Load the tower of a model; None if it has none. Raises `ModelError`."""
     folder = model_folder(config.model)
     profile = profile_of(folder)
     if profile is None:
@@ -60,10 +63,12 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
 
 
 def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
-    """In host memory, and with it the decoder's embeddings, which are let go."""
+    """Load tower and projector into host memory."""
     import transformers
 
     kind = transformers.LlavaNextModel if hf_config.model_type == "llava_next" else transformers.LlavaModel
+    # transformers builds tower and decoder together. Without layers the decoder is only its embeddings, which are freed
+    # at the end.
     alone = copy.deepcopy(hf_config)
     alone.text_config.num_hidden_layers = 0
     alone.text_config.layer_types = []
@@ -85,6 +90,7 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
     lacking = (*report["missing_keys"], *map(str, report["mismatched_keys"]))
+    # The decoder's weights are missing on purpose.
     if missing := [name for name in lacking if not name.startswith("language_model.")]:
         raise ModelError(f"{folder} lacks {len(missing)} weights of its vision tower, such as {sorted(missing)[0]}")
     cast(Any, module).language_model = None
@@ -93,7 +99,7 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers would list all weights of the decoder, which is loaded by itself."""
+    """Suppress transformers' list of all decoder weights that this load leaves out."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -105,7 +111,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _try(tower: VisionTower, folder: Path) -> None:
-    """Some images, so that a processor that does not fit the tower is known before the first request."""
+    """Encode some images, so that a processor that does not fit the tower is found before the first request.
+
+    Raises `ModelError`.
+    """
     for width, height in _TRIED:
         try:
             found = len(tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150)))))
@@ -115,5 +124,5 @@ def _try(tower: VisionTower, folder: Path) -> None:
             raise ModelError(f"the image processor in {folder} does not fit its vision tower: {reason}") from exc
         if found != wanted:
             raise ModelError(
-                f"the vision tower in {folder} makes {found} embeddings of an image, and its config says {wanted}"
+                f"the vision tower in {folder} returns {found} embeddings for an image, but its config says {wanted}"
             )

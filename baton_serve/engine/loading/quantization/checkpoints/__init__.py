@@ -1,4 +1,7 @@
-"""Checkpoints that hold quantized weights: which format config.json states, and how its tensors become weights."""
+"""Formats of quantized checkpoints: which one config.json states, and how its tensors are decoded.
+
+One file for each.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,14 +25,16 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "gptq": gptq,
     "mxfp4": mxfp4,
 }
+"""Formats by the `quant_method` of config.json. A new format is one file in this folder and one entry here."""
 
 
 def checkpoint_format(quantization_config: Mapping[str, Any]) -> CheckpointFormat:
-    """Of config.json's `quantization_config`. Raises `UnsupportedModelError`."""
+    """Return the format that `quantization_config` in config.json states. Raises `UnsupportedModelError`."""
     method = quantization_config.get("quant_method")
     make = FORMATS.get(str(method))
     if make is None:
         raise UnsupportedModelError(
-            f"the checkpoint is quantized by {method!r}, which is not served; served: {', '.join(sorted(FORMATS))}"
+            f"the checkpoint is quantized by {method!r}, which is not supported; supported:"
+            f" {', '.join(sorted(FORMATS))}"
         )
     return make(quantization_config)

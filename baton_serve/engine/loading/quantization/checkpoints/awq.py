@@ -1,7 +1,7 @@
 """AWQ (arXiv 2306.00978) in AutoAWQ's GEMM layout.
 
-`qweight` int32 [inputs, outputs / 8] and `qzeros` int32 [groups, outputs / 8]: nibble `i` of a word is output
-`ORDER[i]` of its eight; `scales` [groups, outputs].
+`qweight` is int32 [inputs, outputs / 8] and `qzeros` int32 [groups, outputs / 8]; nibble `i` of a word belongs to
+output `ORDER[i]` of its eight. `scales` are [groups, outputs].
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,13 @@ from baton_serve.engine.loading.quantization.checkpoints.layout import (
 )
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Outputs of a word, from its lowest nibble; kernels of AutoAWQ unpack two at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awq:
+    """The AWQ format. `group` None: one scale per row."""
+
     group: int | None
     has_zeros: bool
 
@@ -44,7 +47,7 @@ class Awq:
 
 
 def awq(config: Mapping[str, Any]) -> Awq:
-    """Raises `UnsupportedModelError`."""
+    """Return the format that a config states. Raises `UnsupportedModelError`."""
     one_of(config, "bits", (4,), "awq", default=4)
     one_of({"version": str(config.get("version", "gemm")).lower()}, "version", ("gemm",), "awq")
     group = group_of({"group_size": config.get("group_size", 128)}, "awq")
@@ -52,7 +55,7 @@ def awq(config: Mapping[str, Any]) -> Awq:
 
 
 def _outputs_in_order(words: Tensor) -> Tensor:
-    """int32 [rows, outputs / 8] -> uint8 [outputs, rows]."""
+    """Unpack int32 [rows, outputs / 8] to uint8 [outputs, rows]."""
     nibbles = unpack_words(words, 4).view(len(words), -1, 8)
     place = [ORDER.index(output) for output in range(8)]
     return nibbles[:, :, place].reshape(len(words), -1).T.contiguous()

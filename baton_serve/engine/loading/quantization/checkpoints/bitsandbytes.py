@@ -1,8 +1,9 @@
-"""bitsandbytes' four-bit weights (NF4 and its own FP4), as its tools and transformers save them.
+"""Four-bit weights of bitsandbytes (NF4 and its own FP4), as its tools and transformers save them.
 
-`weight` uint8: two codes a byte, the earlier in the high bits, over the rows one after the other; `weight.absmax`: the
-scale of each block of codes. With double quantization those are bytes: places in `weight.nested_quant_map`, times
-`weight.nested_absmax` of a block of them, plus an offset. `weight.quant_state.bitsandbytes__nf4` is a JSON text.
+`weight` is uint8 with two codes per byte, the first in the high bits, over all rows one after another. `weight.absmax`
+are the scales of blocks of codes. With double quantization they are bytes: each is an index into
+`weight.nested_quant_map`, multiplied by the `weight.nested_absmax` of its block, plus an offset.
+`weight.quant_state.bitsandbytes__nf4` is a JSON text.
 """
 
 import json
@@ -21,10 +22,13 @@ STATES: dict[str, Codebook] = {
     ".weight.quant_state.bitsandbytes__nf4": "nf4",
     ".weight.quant_state.bitsandbytes__fp4": "bnb_fp4",
 }
+"""Codebooks by the name of the tensor with the state, which also marks a quantized layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes:
+    """The bitsandbytes format; `kind` is nf4 or fp4."""
+
     kind: str
 
     method: ClassVar[str] = "bitsandbytes"
@@ -46,6 +50,7 @@ class BitsAndBytes:
         packed = parts[".weight"].view(torch.uint8).flatten()
         codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: outputs * inputs].view(outputs, inputs)
         scales = _scales(parts, state)
+        # Blocks that go over the end of a row cannot be groups of a row: such weights become floats.
         if inputs % block == 0:
             weight = QuantizedWeight(codebook, inputs, block, pack_codes(codes, 4), scales.view(outputs, -1))
             return DecodedWeight(weight)
@@ -54,14 +59,16 @@ class BitsAndBytes:
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
-    """Raises `UnsupportedModelError`."""
+    """Return the format that a config states. Raises `UnsupportedModelError`."""
     if not config.get("load_in_4bit"):
-        raise UnsupportedModelError("the checkpoint is quantized by bitsandbytes in 8 bits; served: 4 bits (nf4, fp4)")
+        raise UnsupportedModelError(
+            "the checkpoint is quantized by bitsandbytes in 8 bits; supported: 4 bits (nf4, fp4)"
+        )
     return BitsAndBytes(one_of(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "bitsandbytes", default="fp4"))
 
 
 def _scales(parts: StoredTensors, state: Mapping[str, Any]) -> Tensor:
-    """float32, one per block."""
+    """Return the scales, float32, one per block."""
     absmax = parts[".weight.absmax"]
     if ".weight.nested_absmax" not in parts:
         return absmax.float()

@@ -1,8 +1,8 @@
-"""The compressed-tensors library's formats: `pack-quantized`, `int-quantized`, `float-quantized`, `naive-quantized`.
+"""Formats of the compressed-tensors library: `pack-quantized`, `int-quantized`, `float-quantized`, `naive-quantized`.
 
-Packed: `weight_packed` int32 [outputs, inputs / codes per word] of codes from 0, `weight_scale` [outputs, groups],
-`weight_zero_point` int32 packed along outputs, `weight_shape`, `weight_g_idx`. Otherwise `weight` is int8 or float8.
-Activations keep the model's dtype, whatever `input_activations` says.
+Packed weights: `weight_packed` int32 [outputs, inputs / codes per word] of codes from 0, `weight_scale` [outputs,
+groups], `weight_zero_point` int32 packed along outputs, `weight_shape`, `weight_g_idx`. Other weights are int8 or
+float8 in `weight`. Activations keep the model's dtype; `input_activations` is ignored.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,18 @@ from baton_serve.engine.loading.quantization.checkpoints.layout import (
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"
 FORMATS = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
+"""Formats that are supported."""
 STRATEGIES = ("tensor", "channel", "group", "block")
+"""Sets of weights that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
+    """One way of storing all layers.
+
+    At most one of `group` and `block` is set; with none, a row or tensor has one scale.
+    """
+
     form: str
     bits: int
     is_symmetric: bool
@@ -61,10 +68,11 @@ class CompressedTensors:
         return self._integers(weight, scales, zeros)
 
     def _shared(self) -> tuple[int, int] | None:
-        """Outputs and inputs of one scale; None: a row, or all."""
+        """Return the outputs and inputs that share a scale; None: a row, or all."""
         return self.block if self.group is None else (1, self.group)
 
     def _packed(self, parts: StoredTensors, scales: Tensor) -> DecodedWeight:
+        """Decode a layer whose codes are packed into words."""
         outputs, inputs = (int(size) for size in parts[".weight_shape"])
         codes = unpack_words(parts[".weight_packed"], self.bits)[:outputs, :inputs].contiguous()
         scales = spread(scales, outputs, inputs, None)[0] if scales.numel() == 1 else scales.contiguous()
@@ -77,10 +85,12 @@ class CompressedTensors:
         return DecodedWeight(from_unsigned(codes, scales, zeros, bits=self.bits, group=self.group), order)
 
     def _integers(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> DecodedWeight:
+        """Decode a layer of int8. Raises `ValueError` for another dtype."""
         if weight.dtype != torch.int8:
             raise ValueError(f"a weight of {weight.dtype}, not int8")
         outputs, inputs = weight.shape
         per_row, group = spread(scales, outputs, inputs, self._shared())
+        # Most symmetric checkpoints store zeros of 0, which need no shift.
         shifts: Tensor | None = None
         if zeros is not None and bool(zeros.any()):
             shifts = spread(zeros, outputs, inputs, self._shared())[0].to(per_row.dtype)
@@ -88,7 +98,7 @@ class CompressedTensors:
 
 
 def compressed(config: Mapping[str, Any]) -> CompressedTensors:
-    """Raises `UnsupportedModelError`."""
+    """Return the format that a config states. Raises `UnsupportedModelError`."""
     groups = list((config.get("config_groups") or {}).values())
     if not groups:
         raise UnsupportedModelError(f"the checkpoint is quantized by {METHOD} without config_groups")
@@ -96,19 +106,20 @@ def compressed(config: Mapping[str, Any]) -> CompressedTensors:
         stated = config.get(key) or {}
         if stated and stated.get("format") != "dense":
             raise UnsupportedModelError(
-                f"the checkpoint is quantized by {METHOD} with a {key}, which is not served; served: dense weights in"
-                f" {', '.join(FORMATS)}"
+                f"the checkpoint is quantized by {METHOD} with a {key}, which is not supported; supported: dense"
+                f" weights in {', '.join(FORMATS)}"
             )
     schemes = [_scheme(group, config) for group in groups]
     if len(set(schemes)) > 1:
         raise UnsupportedModelError(
             f"the checkpoint is quantized by {METHOD} in several ways ({', '.join(sorted(s.label for s in schemes))});"
-            " served: one way for all layers, and layers left out"
+            " supported: one way for all layers, and layers left out"
         )
     return schemes[0]
 
 
 def _scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> CompressedTensors:
+    """Return the format of one group of layers. Raises `UnsupportedModelError`."""
     form = one_of({"format": group.get("format") or config.get("format")}, "format", FORMATS, METHOD)
     weights = group.get("weights") or {}
     kind = one_of(weights, "type", ("float",) if form == "float-quantized" else ("int", "float"), METHOD)

@@ -1,8 +1,8 @@
-"""Weights in eight-bit floats under `quant_method` "fp8": `weight` float8 [outputs, inputs] and a scale.
+"""Float8 weights under `quant_method` "fp8": `weight` float8 [outputs, inputs] and a scale.
 
-`weight_scale_inv` [outputs / 128, inputs / 128] multiplies blocks, as DeepSeek-V3 (arXiv 2412.19437, section 3.3)
-stores it; a single number, here or as `weight_scale`, multiplies all. Scales of activations are left unread:
-activations keep the model's dtype.
+`weight_scale_inv` [outputs / 128, inputs / 128] multiplies blocks, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). A
+single number, in this tensor or in `weight_scale`, multiplies all. Scales of activations are ignored: activations keep
+the model's dtype.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,10 @@ FLOAT8: dict[torch.dtype, Codebook] = {torch.float8_e4m3fn: "fp8_e4m3", torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
+    """The fp8 format with its block size."""
+
     block: tuple[int, int] | None
-    """Outputs and inputs that share a scale; None: all of a layer."""
+    """Outputs and inputs that share a scale; None: one scale for a layer."""
 
     method: ClassVar[str] = "fp8"
     parts: ClassVar[tuple[str, ...]] = (
@@ -43,7 +45,7 @@ class Fp8:
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:
-    """Raises `UnsupportedModelError`."""
+    """Return the format that a config states. Raises `UnsupportedModelError`."""
     one_of(config, "fmt", ("e4m3", "float8_e4m3fn", "e5m2"), "fp8", default="e4m3")
     one_of(config, "activation_scheme", ("dynamic", "static"), "fp8", default="dynamic")
     block = config.get("weight_block_size")
@@ -53,7 +55,7 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
 
 
 def block_of(stated: Any, method: str) -> tuple[int, int]:
-    """Raises `UnsupportedModelError`."""
+    """Return the size of blocks. Raises `UnsupportedModelError` if it is not two positive integers."""
     if not isinstance(stated, (list, tuple)) or len(stated) != 2 or not all(type(n) is int and n > 0 for n in stated):
         raise UnsupportedModelError(
             f"the checkpoint is quantized by {method} in blocks of {stated!r}; they must be two positive numbers"
@@ -62,7 +64,10 @@ def block_of(stated: Any, method: str) -> tuple[int, int]:
 
 
 def float8(codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> QuantizedWeight:
-    """codes float8 [outputs, inputs]; scales one number, [outputs, 1], or of blocks. Raises `ValueError`."""
+    """Return a weight from float8 [outputs, inputs] and scales: one number, [outputs, 1], or one per block.
+
+    Raises `ValueError` if they do not fit each other.
+    """
     if codes.dtype not in FLOAT8 or codes.dim() != 2:
         raise ValueError(f"a weight of {codes.dtype} and shape {list(codes.shape)}, not a matrix of float8")
     per_row, group = spread(scales, codes.shape[0], codes.shape[1], block)
@@ -70,11 +75,12 @@ def float8(codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Quan
 
 
 def spread(scales: Tensor, outputs: int, inputs: int, block: tuple[int, int] | None) -> tuple[Tensor, int]:
-    """Scales per output [outputs, groups], and the inputs of a group. Raises `ValueError`."""
+    """Return the scales as [outputs, groups], and the number of inputs in a group. Raises `ValueError`."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(outputs, 1).contiguous(), inputs
     rows, columns = (1, inputs) if block is None else (block[0], min(block[1], inputs))
     expected = (-(-outputs // rows), -(-inputs // columns))
     if scales.numel() != expected[0] * expected[1]:
         raise ValueError(f"scales of shape {list(scales.shape)}, not {list(expected)}")
+    # Kernels have scales per row, so each row of a block gets the block's scale.
     return scales.reshape(expected).repeat_interleave(rows, dim=0)[:outputs].contiguous(), columns

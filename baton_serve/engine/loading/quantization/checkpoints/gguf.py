@@ -1,9 +1,9 @@
-"""GGUF's blocks of codes (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) as weights of the engine's.
+"""GGUF's blocks of codes (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) as weights of this engine.
 
 A block of 32 inputs, or an eighth of a block of 256, is a group with a scale and, in some types, a lowest value. Codes
-of four, five and eight bits are kept as they are: five bits as E2M3 codes, which hold all eighths from -2 to 2. Q4_0,
-Q5_0 and Q8_0 stand for the same numbers afterwards; scales and zeros that a file makes of two factors are rounded to
-float16, which changes a number less than bfloat16 would. Every other type is rounded to eight bits in groups of 32.
+of four, five and eight bits are kept: five bits as E2M3 codes, which contain all eighths from -2 to 2. Q4_0, Q5_0 and
+Q8_0 keep exactly their values. In the other types a scale is the product of two factors and is rounded to float16,
+whose error is smaller than bfloat16's. All types not listed here are rounded to eight bits in groups of 32.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,23 @@ from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code
 from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors
 
 GROUP = 32
+"""Number of inputs that share a scale."""
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types whose tensors hold numbers."""
+"""Types whose tensors are floats."""
 ROUNDED = "/int8"
-"""Ends the part of a layer that is to be rounded to eight bits, whatever its type."""
+"""Suffix of a part that is to be rounded to eight bits, whatever its type."""
 MAX_CHUNK_ELEMENTS = 1 << 24
-"""Numbers in float32 at once."""
+"""Number of weights that are converted to float32 at once."""
 SMALLEST_NORMAL, LARGEST_ZERO = 2.0**-14, 32768.0
-"""Of float16; what is beyond is rounded to eight bits instead."""
+"""Smallest scale that float16 stores with full precision, and largest zero that is used.
+
+Weights beyond these limits are rounded to eight bits instead.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """A layer has one part, `.TYPE` or `.TYPE/int8`: uint8 [outputs, bytes of a row]."""
+    """The GGUF format. A layer has one part, `.TYPE` or `.TYPE/int8`: uint8 [outputs, bytes of a row]."""
 
     method: ClassVar[str] = "gguf"
     label: ClassVar[str] = "gguf"
@@ -45,12 +49,12 @@ class Gguf:
 
 
 def kept_as(kind: str) -> str:
-    """Layers of a kind can be joined."""
+    """Return a name that is equal for types whose layers can be joined."""
     return {"Q4_K": "Q4_1", "Q5_K": "Q5_1"}.get(kind, kind) if kind in _BLOCK_BYTES else ROUNDED
 
 
 def numbers(rows: Tensor, kind: str) -> Iterator[Tensor]:
-    """What rows of blocks, uint8 [outputs, bytes], stand for: float32, some whole rows of all inputs at a time."""
+    """Return iterators over the values of rows of blocks, uint8 [outputs, bytes]: float32, some rows at a time."""
     import gguf  # an optional dependency
 
     used = gguf.GGMLQuantizationType[kind]
@@ -62,12 +66,14 @@ def numbers(rows: Tensor, kind: str) -> Iterator[Tensor]:
 
 
 def _rounded(rows: Tensor, kind: str) -> QuantizedWeight:
+    """Round the values of a layer to eight bits."""
     whole = concatenate([_round(piece) for piece in numbers(rows, kind)])
     assert whole is not None
     return whole
 
 
 def _round(weight: Tensor) -> QuantizedWeight:
+    """Round some rows, given in float32, to eight bits with a float16 scale for each group."""
     outputs, inputs = weight.shape
     grouped = weight.view(outputs, -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / 127.0).to(torch.float16)
@@ -78,13 +84,15 @@ def _round(weight: Tensor) -> QuantizedWeight:
 
 
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176}
+"""Bytes of a block, by the types whose codes are kept."""
 
 
 def _kept(rows: Tensor, kind: str) -> QuantizedWeight | None:
-    """None: another type, or scales that float16 does not hold."""
+    """Return a weight with the file's codes; None for other types, or if float16 cannot hold the scales."""
     if kind not in _BLOCK_BYTES:
         return None
     blocks = rows.reshape(len(rows), -1, _BLOCK_BYTES[kind])
+    # The layouts of blocks are the structs in ggml-common.h of llama.cpp.
     match kind:
         case "Q4_0":
             codes, scales = _nibbles(blocks[..., 2:]), _floats(blocks[..., :2])
@@ -111,8 +119,11 @@ def _kept(rows: Tensor, kind: str) -> QuantizedWeight | None:
 
 
 def _affine(codes: Tensor, step: Tensor, low: Tensor, bits: int = 4) -> QuantizedWeight | None:
-    """codes [outputs, blocks, inputs], step and low float32 [outputs, blocks, groups]: `step * code + low`. Where a
-    step is zero all of a group are its lowest."""
+    """Return a weight of values `step * code + low`, or None if float16 cannot hold its scales.
+
+    `codes` are [outputs, blocks, inputs]; `step` and `low` are float32 [outputs, blocks, groups]. If a step is zero,
+    all values of the group are its lowest.
+    """
     step, low, inputs = step.flatten(1), low.flatten(1), _inputs(codes)
     is_flat = step == 0
     codes = codes.flatten(1).view(len(codes), -1, GROUP)
@@ -121,6 +132,7 @@ def _affine(codes: Tensor, step: Tensor, low: Tensor, bits: int = 4) -> Quantize
         codes = torch.where(is_flat[:, :, None], torch.zeros_like(codes), _eighths(codes))
     else:
         codes = torch.where(is_flat[:, :, None], torch.zeros_like(codes), codes)
+    # A flat group has the scale `low` and the zero -1 with codes of 0: (0 - -1) * low.
     scales = torch.where(is_flat, low, step)
     zeros = torch.where(is_flat, -1.0, -low / torch.where(is_flat, 1.0, step))
     if bool(((scales != 0) & (scales.abs() < SMALLEST_NORMAL)).any()) or bool((zeros.abs() > LARGEST_ZERO).any()):
@@ -131,7 +143,10 @@ def _affine(codes: Tensor, step: Tensor, low: Tensor, bits: int = 4) -> Quantize
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of blocks of 256: each group's step and lowest value, of six bits times one factor of the block each."""
+    """Return the step and the lowest value of each group, [outputs, blocks, 8], of blocks of 256 inputs.
+
+    Each is a number of six bits, times a factor of its block. The six bits are spread over twelve bytes as in ggml.
+    """
     packed = blocks[..., 4:16].view(*blocks.shape[:2], 3, 4)
     first, second, rest = packed.unbind(2)
     steps = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=2)
@@ -141,27 +156,35 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eighths(codes: Tensor) -> Tensor:
-    """Codes of five bits as E2M3 codes of (code - 16) / 8: magnitudes up to 2 are counted in eighths."""
+    """Convert codes of five bits to the E2M3 codes of (code - 16) / 8.
+
+    Magnitudes up to 2 are multiples of an eighth.
+    """
     return torch.where(codes >= 16, codes - 16, 16 - codes | 32)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[outputs, blocks, (parts,) bytes] -> [outputs, blocks, inputs]: low nibbles of a part, then its high ones."""
+    """Unpack [outputs, blocks, (parts,) bytes] to [outputs, blocks, inputs]: the low nibbles of a part, then its high
+    ones.
+    """
     return torch.cat([packed & 15, packed >> 4], dim=-1).flatten(2)
 
 
 def _fours(packed: Tensor) -> Tensor:
+    """Divide the bytes of a block into its four parts."""
     return packed.reshape(*packed.shape[:2], 4, 32)
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """[outputs, blocks, bytes] -> eight times as many, the lowest bit first."""
+    """Unpack [outputs, blocks, bytes] to bits, the lowest bit first."""
     return (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten(2)
 
 
 def _floats(pairs: Tensor) -> Tensor:
+    """Read bytes as float16."""
     return pairs.contiguous().view(torch.float16)
 
 
 def _inputs(codes: Tensor) -> int:
+    """Return the number of inputs of unpacked codes."""
     return codes.shape[1] * codes.shape[2]

@@ -1,8 +1,9 @@
 """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it.
 
-`qweight` int32 [inputs / codes per word, outputs], `qzeros` int32 [groups, outputs / codes per word], `scales`
-[groups, outputs], `g_idx` [inputs]: each input's group. `checkpoint_format` "gptq" stores zeros less one.
-With `desc_act` inputs of one group are apart: the weight's columns are sorted by group, and inputs follow.
+`qweight` is int32 [inputs / codes per word, outputs], `qzeros` int32 [groups, outputs / codes per word], `scales`
+[groups, outputs], `g_idx` [inputs] the group of each input. With `checkpoint_format` "gptq", zeros are stored less one.
+With `desc_act`, the inputs of a group are not neighbours: the weight's columns are sorted by group, and the inputs are
+reordered in the same way.
 """
 
 from collections.abc import Mapping
@@ -23,11 +24,13 @@ from baton_serve.engine.loading.quantization.checkpoints.layout import (
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
+    """The GPTQ format. `group` None: one scale per row."""
+
     bits: int
     group: int | None
     is_symmetric: bool
     zeros_offset: int
-    """What a stored zero lacks."""
+    """Number to add to a stored zero."""
 
     method: ClassVar[str] = "gptq"
     parts: ClassVar[tuple[str, ...]] = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -41,26 +44,29 @@ class Gptq:
     def read(self, parts: StoredTensors) -> DecodedWeight:
         codes = unpack_words(parts[".qweight"].T.contiguous(), self.bits)  # [outputs, inputs]
         stored = unpack_words(parts[".qzeros"], self.bits).T
+        # The sum wraps around within the bits of a code, as in AutoGPTQ.
         zeros = (stored.int() + self.zeros_offset) & ((1 << self.bits) - 1)
         scales = parts[".scales"].T.contiguous()
         order = order_of(parts.get(".g_idx"), codes.shape[1], self.group)
         if order is not None:
             codes = codes[:, order]
+        # With all zeros in the middle, the symmetric kernel can be used, which is faster.
         is_centred = self.is_symmetric and bool((zeros == 1 << self.bits - 1).all())
         kept = None if is_centred else zeros[: len(scales)].contiguous()
         return DecodedWeight(from_unsigned(codes, scales, kept, bits=self.bits, group=self.group), order)
 
 
 def gptq(config: Mapping[str, Any]) -> Gptq:
-    """Raises `UnsupportedModelError`."""
+    """Return the format that a config states. Raises `UnsupportedModelError`."""
     bits = one_of(config, "bits", (4, 8), "gptq")
     layout = one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq", default="gptq")
     if config.get("is_marlin_format"):
-        raise UnsupportedModelError("the checkpoint is quantized by gptq in Marlin's layout; served: gptq, gptq_v2")
+        raise UnsupportedModelError("the checkpoint is quantized by gptq in Marlin's layout; supported: gptq, gptq_v2")
+    # Entries that begin with "-:" leave layers out; others give them settings of their own.
     if others := [name for name in config.get("dynamic") or {} if not name.startswith("-:")]:
         raise UnsupportedModelError(
-            f"the checkpoint is quantized by gptq with settings of their own for some layers ({others[0]}); served: one"
-            " setting for all, and layers left out"
+            f"the checkpoint is quantized by gptq with settings of their own for some layers ({others[0]}); supported:"
+            " one setting for all, and layers left out"
         )
     offset = 1 if layout == "gptq" else 0
     return Gptq(bits, group_of(config, "gptq"), is_symmetric=bool(config.get("sym", True)), zeros_offset=offset)

@@ -1,7 +1,8 @@
-"""gpt-oss's experts in MXFP4 (OCP Microscaling specification 1.0), which stay as they are.
+"""Experts of gpt-oss in MXFP4 (OCP Microscaling specification 1.0). Their codes are kept.
 
-`…_blocks` uint8 [experts, outputs, inputs / 32, 16]: two E2M1 codes a byte, the earlier in the low bits; `…_scales`
-uint8 [experts, outputs, inputs / 32]: exponents of two, 127 more. The model multiplies by [experts, inputs, outputs].
+`…_blocks` is uint8 [experts, outputs, inputs / 32, 16] with two E2M1 codes per byte, the first in the low bits.
+`…_scales` is uint8 [experts, outputs, inputs / 32], exponents of two plus 127. The model itself has [experts, inputs,
+outputs].
 """
 
 from collections.abc import Mapping
@@ -14,11 +15,15 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight,
 from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors
 
 BIAS = 127
+"""Added to the exponents where they are stored."""
 GROUP = 32
+"""Number of inputs that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
+    """The MXFP4 format, which has no parameters."""
+
     method: ClassVar[str] = "mxfp4"
     parts: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
     marks: ClassVar[tuple[str, ...]] = ("_blocks",)
@@ -41,4 +46,5 @@ class Mxfp4:
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:
+    """Return the format; its config has nothing to choose."""
     return Mxfp4()
