@@ -50,7 +50,7 @@ class EngineConfig:
     it.
     """
     kv_cache_bytes: int | None = None
-    """Size of the KV cache in bytes for each device; it overrides `gpu_memory_utilization`."""
+    """Size of the KV cache in bytes, for each device (on CPUs for all ranks); it overrides `gpu_memory_utilization`."""
     host_kv_bytes: int = 0
     """Size of the host tier in bytes: host memory that keeps KV blocks which the device evicts. 0: evicted blocks are
     lost.
@@ -58,7 +58,7 @@ class EngineConfig:
     block_size: int | None = None
     """Tokens per KV block; None: 16 on CPUs, 64 on accelerators."""
     num_gpu_blocks_override: int | None = None
-    """Number of KV blocks, instead of as many as fit into memory. For tests."""
+    """Number of KV blocks, instead of as many as fit into memory."""
     seed: int = 0
     enable_prefix_caching: bool = True
     load_format: LoadFormat = "auto"

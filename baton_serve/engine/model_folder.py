@@ -105,11 +105,11 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
     reason = f"{name}: transformers {transformers.__version__} has no model of type {model_type!r}"
     if "auto_map" in stated:
         raise UnsupportedModelError(
-            f"{reason}; {folder} contains Python code for it, which runs only with --trust-remote-code, and is served"
+            f"{reason}; {folder} contains Python code for it, which runs only with --trust-remote-code, and works"
             " only if it attends through transformers' attention interface. A copy of the model in transformers' own"
             " format needs neither (docs/reference/models.md)"
         )
-    raise UnsupportedModelError(f"{reason}; docs/reference/models.md lists what is served")
+    raise UnsupportedModelError(f"{reason}; docs/reference/models.md lists the supported models")
 
 
 def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:

@@ -48,7 +48,7 @@ def test_answers_are_those_of_the_dequantized_weights(tmp_path: Path, write: Wri
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [(stated(version="gemv"), "version 'gemv'; served: 'gemm'"), (stated(bits=8), "bits 8; served: 4")],
+    [(stated(version="gemv"), "version 'gemv'; supported: 'gemm'"), (stated(bits=8), "bits 8; supported: 4")],
 )
 def test_other_layouts_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     write_checkpoint(tmp_path / "model", writer(), stated())

@@ -100,8 +100,8 @@ def test_answers_are_those_of_the_dequantized_weights(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (stated("nvfp4-pack-quantized", 4, "group"), "format 'nvfp4-pack-quantized'; served: 'pack-quantized'"),
-        (stated("pack-quantized", 2, "channel"), "num_bits 2; served: 4, 8"),
+        (stated("nvfp4-pack-quantized", 4, "group"), "format 'nvfp4-pack-quantized'; supported: 'pack-quantized'"),
+        (stated("pack-quantized", 2, "channel"), "num_bits 2; supported: 4, 8"),
         ({**CASES["W8A8"][1], "sparsity_config": {"format": "sparse-24-bitmask"}}, "with a sparsity_config"),
         ({"quant_method": "compressed-tensors"}, "without config_groups"),
     ],

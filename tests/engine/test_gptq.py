@@ -97,11 +97,11 @@ def test_models_that_answer_with_vectors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (stated(bits=3), r"gptq with bits 3; served: 4, 8"),
+        (stated(bits=3), r"gptq with bits 3; supported: 4, 8"),
         (stated(checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
         (stated(group=0), "group_size 0"),
         (stated(dynamic={"+:down": {"bits": 8}}), "settings of their own"),
-        ({"quant_method": "aqlm"}, "quantized by 'aqlm', which is not served; served: .*gptq"),
+        ({"quant_method": "aqlm"}, "quantized by 'aqlm', which is not supported; supported: .*gptq"),
         ({}, "quantized by None"),
     ],
 )

@@ -117,6 +117,7 @@ class TorchCollectives:
         distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
         timeout = timedelta(seconds=TIMEOUT_S)
         store = importlib.import_module("torch.distributed").FileStore(str(store_path), shard.size)
+        # Joining must not wait forever for a rank that failed to load.
         store.set_timeout(timeout)
         self._shard = shard
         self._distributed = distributed
@@ -148,6 +149,7 @@ class TorchCollectives:
         return None if self._direct is None else self._direct.sum_norm(values, residual, weight, eps)
 
     def all_reduce(self, values: Tensor) -> Tensor:
+        # Small sums of decode steps: one kernel has a lower latency than the library.
         if self._one_shot is not None and self._one_shot.fits(values):
             return self._one_shot.all_reduce(values)
         # Synchronous operations are ordered by the current stream. Asynchronous ones would use a stream of their own,
@@ -159,6 +161,7 @@ class TorchCollectives:
 
     def gather_columns(self, values: Tensor) -> Tensor:
         rows, columns = values.shape
+        # The library gathers along rows; the columns are put side by side below.
         gathered = values.new_empty((self._shard.size * rows, columns))
         options = self._distributed.AllgatherOptions()
         options.asyncOp = False
@@ -184,6 +187,7 @@ class TorchCollectives:
 
     def _are_first(self, device: torch.device) -> bool:
         """Return whether no rank's process has mapped memory for another group before. All ranks call it together."""
+        # A sum over the ranks: all of them must come to the same decision.
         earlier = self.all_reduce(torch.tensor([next(_groups_that_map)], device=device)).item()
         if earlier:
             logger.warning(

@@ -93,6 +93,7 @@ class FusedAllReduceNorm:
         self._shard = shard
         words = weight.numel() * weight.element_size() // 4  # the kernels move data in words of four bytes
         row_bytes = self._kernels.inbox_bytes(shard.size, 1, words)
+        # Models with a large hidden size get fewer rows, to bound the memory.
         rows = min(MAX_ROWS, INBOX_BYTES // row_bytes)
         words_of_largest = self._kernels.WORDS_PER_ARGMAX
         sums = rows * row_bytes
@@ -102,6 +103,7 @@ class FusedAllReduceNorm:
         handle = memory.rendezvous(self._buffer, group_name)
         inboxes = [handle.get_buffer(rank, (1,), torch.int64) for rank in range(shard.size)]
         addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=weight.device)
+        # One counter per row: rows wait for other ranks independently of each other.
         counters = torch.zeros(rows, dtype=torch.int32, device=weight.device)
         self._inboxes = self._kernels.Inboxes(shard.rank, addresses, counters, words, rows)
         counters = torch.zeros(MAX_ARGMAX_ROWS, dtype=torch.int32, device=weight.device)

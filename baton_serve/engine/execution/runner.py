@@ -148,7 +148,7 @@ class ModelRunner:
         return SampledTokens(host_copy, sampled, started.vocab_size)
 
     def wait(self, chosen: SampledTokens) -> ModelRunnerOutput:
-        """Wait for the device and return the step's output. Nothing else in the runner waits for it."""
+        """Wait for the device and return the step's output. Only logprobs make the runner wait earlier."""
         if chosen.host_copy is not None:
             chosen.sampled.token_ids = token_ids = chosen.host_copy.wait()
             # Samplers return vocab_size for a row with NaN, which is not a valid token id.

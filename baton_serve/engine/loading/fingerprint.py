@@ -26,6 +26,7 @@ def weights_fingerprint(folder: Path, variant: str, gguf: Path | None = None) ->
     the weights if they are in one.
     """
     digest = _config_digest(folder, variant)
+    # Sorted, because the order of a directory is not defined.
     for path in sorted(folder.glob("*.safetensors")) if gguf is None else [gguf]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
@@ -52,5 +53,6 @@ def dummy_fingerprint(folder: Path, variant: str, *, seed: int, device: str) -> 
 def _config_digest(folder: Path, variant: str) -> "hashlib._Hash":
     """Return a hash of the config, to be continued with the weights."""
     config = json.loads((folder / "config.json").read_text())
+    # Saving a folder again with another version of transformers must not change the fingerprint.
     kept = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}
     return hashlib.sha256(json.dumps([kept, variant], sort_keys=True).encode())

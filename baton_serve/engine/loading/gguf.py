@@ -91,23 +91,27 @@ def _sorted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel
     reader = gguf.GGUFReader(file)
     architecture = theirs.read_field(reader, "general.architecture")[0]
     processor = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)
+    # Other processors compute with the values, which codes do not allow.
     if processor.__name__ not in ROW_PROCESSORS:
         return None
     # The processors undo what llama.cpp's converter did to the weights, for example its order of rotated rows.
     process = processor(config=theirs.load_gguf_checkpoint(str(file))["config"]).process
     names = theirs.get_gguf_hf_weights_map(skeleton, processor(config={}))
     tensors = {names[tensor.name]: tensor for tensor in reader.tensors if tensor.name in names}
+    # Stacked experts.
     if any(len(tensor.shape) > MAX_DIMENSIONS for tensor in tensors.values()):
         return None
     linears = {f"{name}.weight" for name in linear_names(skeleton)} if keep_codes else set()
     # The file has a copy of the shared weight only if its maker wrote one.
     if (embedding := tied_embedding(skeleton)) is not None:
         tensors.pop("lm_head.weight", None)
+    # Tensors of floats are read as floats, even of linear layers.
     kept = {n for n, tensor in tensors.items() if n in linears and tensor.tensor_type.name not in FLOATS}
     stored = StoredModel(Gguf())
     for name, tensor in tensors.items():
         layer, kind = name.removesuffix(".weight"), str(tensor.tensor_type.name)
         if name in kept:
+            # Q, K and V are often stored with different bits, but one product needs one format.
             ending = "" if _is_alike(name, tensors, kept) else ROUNDED
             stored.layers[layer] = {f".{kind}{ending}": partial(_blocks, tensor, process)}
         elif keep_codes and layer == embedding and kind not in FLOATS:
@@ -156,6 +160,7 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(
             "tensor_parallel_size: GGUF files need one device; set it to 1, or convert the model to safetensors"
         )
+    # Optional, because most installs serve safetensors only.
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError(
             "GGUF files need the Python package gguf, which is not installed: pip install 'baton-serve[gguf]'"

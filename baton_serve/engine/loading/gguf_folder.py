@@ -41,6 +41,7 @@ def unpack(file: Path, folder: Path) -> Path:
     stated |= {"dtype": DTYPE}
     (folder / "config.json").write_text(json.dumps(stated, indent=2, default=str) + "\n")
     link = folder / file.name
+    # The folder may exist, with a link to a file that has moved.
     link.unlink(missing_ok=True)
     link.symlink_to(file.resolve())
     return link
@@ -61,6 +62,7 @@ def _begin(path: Path, token: str) -> None:
     """Let a tokenizer put the token before each text, unless it does so already."""
     tokenizer = Tokenizer.from_file(str(path))
     number = tokenizer.token_to_id(token)
+    # The tokenizer adds it already.
     if number is None or tokenizer.encode("a").ids[0] == number:
         return
     tokenizer.post_processor = TemplateProcessing(

@@ -65,6 +65,7 @@ def load_model(
     progress("loading weights", 0.0)
     form = _stored_format(config, hf_config, is_gguf=gguf is not None)
     plan = None if form is not None or config.quantization == "gguf" else _quantization_plan(config)
+    # Ranks load plain or random weights only: `check_shardable` and the settings have rejected the rest.
     if not shard.is_whole and config.load_format == "dummy":
         module = make_dummy_shard(hf_config, config, dtype, target, shard)
     elif not shard.is_whole:
@@ -80,6 +81,7 @@ def load_model(
     else:
         module = _load_whole(folder, hf_config, config, dtype, target, progress)
     module.eval().requires_grad_(False)
+    # Modules look up the attention function by this name; models of OWN_ATTENTION were built as `eager`.
     cast(Any, module).config._attn_implementation = attention.NAME
     adapt_attention(module)
     # Everything that changes the KV beside the weights goes into the fingerprint.
@@ -205,6 +207,7 @@ def _load_quantized(
     with ExitStack() as files:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
+            # transformers' own default.
             std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
             tensors = loading.random_tensors(skeleton, target, dtype, std)
         else:
@@ -338,6 +341,7 @@ def _load_weights(
         )
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
+    # transformers only warns, and fills missing weights with random numbers.
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
     if mismatched := sorted(map(str, report["mismatched_keys"])):
@@ -380,6 +384,7 @@ def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> list[L
 
     Raises `UnsupportedModelError` for layers without attention, with their own attention, or of mixed shapes.
     """
+    # The KV cache has one entry for each layer, in order.
     if sorted(probe.shapes) != list(range(num_layers)) or any(len(s) != 1 for s in probe.shapes.values()):
         raise UnsupportedModelError(
             f"{name} cannot be served: {len(probe.shapes)} of its {num_layers} layers use transformers'"
@@ -400,5 +405,6 @@ def _eos_token_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
     ids: set[int] = set()
     for source in (getattr(module, "generation_config", None), text_config):
         value = getattr(source, "eos_token_id", None)
+        # Both configs state a number or a list; Llama 3 lists further tokens in only one of them.
         ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return frozenset(ids)

@@ -75,6 +75,7 @@ def _cut_head(module: nn.Module, shard: Shard) -> None:
     weight: Tensor = model.lm_head.weight.data
     if not shards_head(weight.shape[0], shard):
         return
+    # `tie_weights` has applied the config; two parameters of the same memory are one weight.
     is_tied = weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     rows = weight[shard.part(weight.shape[0])]
     # The meta device allocates nothing for the weight that is replaced at once.
@@ -96,6 +97,7 @@ def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: S
             continue  # it is a view of the embeddings
         cut = tensor_slice(name, shard, shards_head=cuts)
         if cut.is_zero:
+            # Outputs are summed over ranks, so a bias that every rank added would count several times.
             parameter.data.zero_()
         elif name in stored:
             pieces.append(TensorCopy(parameter.data, _part(stored[name], cut.dim, shard)))

@@ -87,6 +87,7 @@ def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCo
     for name, tensor in wanted.items():
         first_at.setdefault(tensor.data_ptr(), name)
     tied = {name for name, tensor in wanted.items() if first_at[tensor.data_ptr()] != name}
+    # Old checkpoints contain rotary frequencies, which are computed here.
     unknown = {name for name in set(stored) - set(wanted) if not name.endswith("rotary_emb.inv_freq")}
     if set(wanted) - tied - set(stored) or unknown:
         return None
@@ -105,6 +106,7 @@ def fill(pieces: list[TensorCopy], device: torch.device, progress: Callable[[flo
     if not total:
         return
     done, buffers = 0, _Buffers(device)
+    # The device must be made current in each thread.
     with ThreadPoolExecutor(min(MAX_THREADS, _num_processors()), initializer=devices.enter, initargs=(device,)) as pool:
         running = {pool.submit(buffers.copy, piece): piece.source.nbytes for piece in small}
         try:
@@ -129,6 +131,7 @@ class _Buffers:
         """Copy one piece. Raises errors of the system."""
         target, source = piece.target, piece.source
         if devices.is_host(self._device):
+            # numpy copies without Python's lock; torch converts dtypes.
             if target.dtype == source.dtype:
                 np.copyto(_array(target), _array(source))
             else:
@@ -139,6 +142,7 @@ class _Buffers:
         # The source is a mapped file: this is where the bytes are read from disk.
         np.copyto(_array(staged), _array(source))
         target.copy_(staged, non_blocking=True)
+        # The copy may still be reading the buffer when this function returns.
         buffer.busy = devices.record(self._device)
 
     def _next(self, size: int) -> "_Buffer":
@@ -150,6 +154,7 @@ class _Buffers:
         buffer = ring[0]
         if buffer.busy is not None:
             buffer.busy.synchronize()
+        # Allocated at first use: pinning memory is slow, and small models need few buffers.
         if buffer.memory.numel() < size:
             buffer.memory = devices.staging(self._device, (max(size, PIECE_BYTES),), torch.uint8)
         return buffer
@@ -173,6 +178,7 @@ def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
         target, source = target.view(-1), source.reshape(-1)
     row_bytes = max(1, source[:1].nbytes)
     count = max(1, PIECE_BYTES // row_bytes)
+    # Small pieces divide the work evenly between threads.
     for start in range(0, len(source), count):
         yield TensorCopy(target[start : start + count], source[start : start + count])
 

@@ -74,6 +74,7 @@ class AsyncLLMEngine:
         def add() -> None:
             self._engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request, priority=priority)
 
+        # The engine thread has ended, so nothing would ever answer: raise the reason.
         if not self._send_command(lambda: self._begin(request_id, add, notify)):
             self._check()
         try:
@@ -85,6 +86,7 @@ class AsyncLLMEngine:
                 if found.finished:
                     return
         finally:
+            # Also after the last output, where it does nothing: the generator may have been closed early.
             self._send_command(lambda: self._end(request_id, notify))
 
     async def abort(self, request_id: str) -> None:
@@ -131,6 +133,7 @@ class AsyncLLMEngine:
         finally:
             self._is_over = True
             for notify in self._listeners.values():
+                # No request may wait forever for an engine that has ended.
                 notify(EngineError("the engine was shut down" if self._error is None else f"it failed: {self._error}"))
             self._listeners.clear()
             with self._closing:
@@ -153,6 +156,7 @@ class AsyncLLMEngine:
         for request_id, error in stepped.failed.items():
             self._listeners.pop(request_id)(error)
         for request_id in stepped.changed:
+            # Ended requests are sent once, below, with their complete output.
             if request_id not in stepped.ended:
                 self._listeners[request_id](self._engine.look(request_id))
         for request_id in stepped.ended:

@@ -20,6 +20,7 @@ class RequestBeams:
         rules = BeamRules(
             width=params.width,
             max_tokens=max_tokens,
+            # With `ignore_eos`, only the request's own stop tokens end a beam.
             ends=stop_ids if params.ignore_eos else stop_ids | eos,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
@@ -46,6 +47,7 @@ class RequestBeams:
         The search has then advanced: `questions` returns the new beams, or nothing at the end.
         """
         self._outputs[question] = answer
+        # The search compares all continuations, so it waits for the slowest beam.
         if len(self._outputs) < len(self._search.running):
             return False
         self._search.advance([self._outputs[number] for number in range(len(self._outputs))])

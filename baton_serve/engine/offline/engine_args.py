@@ -67,10 +67,12 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
             name, value = "host_kv_bytes", int(value * (1 << 30))
         if name in known:
             values[name] = value
+        # Raise instead of ignoring a misspelled argument.
         elif name not in NEUTRAL:
             raise ConfigError(f"LLM: unknown argument {given!r}; known arguments are {', '.join(sorted(known))}")
         elif value not in NEUTRAL[name]:
             raise ConfigError(f"LLM: {given}={value!r} is not supported by this engine")
+    # `EngineConfig.check` follows when the engine is made; the tokenizer is loaded before.
     return EngineConfig(model=model, **values)
 
 

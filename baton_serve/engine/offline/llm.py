@@ -55,6 +55,7 @@ class LLM:
         if found.kind == "generate":
             self._engine: LLMEngine | PoolingEngine = LLMEngine(found)
         else:
+            # Checked before the weights are loaded, which may take minutes.
             if found.config.enable_lora:
                 raise ConfigError("enable_lora: LoRA adapters are supported for models that generate text only")
             self._engine = PoolingEngine(found.config, found.kind)
@@ -114,6 +115,7 @@ class LLM:
 
         Raises the same errors as `generate`, and `ConfigError` without a chat template or a message has images.
         """
+        # One conversation is a list of dicts, several are a list of lists.
         chats: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         check_chats(chats)
         if chat_template is None and self._tokenizer.chat_template is None:
@@ -240,8 +242,10 @@ class LLM:
         engine = self.llm_engine
         if priority is not None and len(priority) != len(given):
             raise ConfigError(f"priority has {len(priority)} entries for {len(given)} prompts")
+        # Load all adapters before the first request is added: if one fails, nothing has to be undone.
         adapters = self._lora(lora_request, len(given))
         engine.load_adapters(adapters)
+        # Ids are numbered over all calls, because the engine rejects an id that is still in use.
         ids = [str(self._num_requests + number) for number in range(len(given))]
         self._num_requests += len(ids)
         try:
@@ -266,6 +270,7 @@ class LLM:
         found: dict[str, RequestOutput] = {}
         while len(found) < len(running):
             stepped = engine.advance()
+            # vLLM's `generate` has no partial result: the first failure ends the call.
             for error in stepped.failed.values():
                 raise error
             for request_id in running.intersection(stepped.ended):
@@ -278,6 +283,7 @@ class LLM:
         sequences: list[BeamSearchSequence] = []
         for found in output.outputs:
             assert found.logprobs is not None and found.cumulative_logprob is not None
+            # vLLM leaves out the end token unless asked for it.
             hides_end = found.finish_reason == "stop" and not include_end
             tokens = output.prompt_token_ids + (found.token_ids[:-1] if hides_end else found.token_ids)
             sequence = BeamSearchSequence(
@@ -294,6 +300,7 @@ class LLM:
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
+            # Sharing one object is safe, because requests never change their parameters.
             return [self.get_default_sampling_params()] * count
         if isinstance(given, SamplingParams):
             return [given] * count
@@ -331,6 +338,7 @@ class LLM:
         found = dict(zip(texts, self._read(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
         pairs = list(zip(first, second, strict=True))
         scores = [float(functional.cosine_similarity(found[a], found[b], dim=0)) for a, b in pairs]
+        # vLLM reports the tokens of both texts for a pair.
         joined = [pooling.PoolingInput(inputs[a].token_ids + inputs[b].token_ids) for a, b in pairs]
         return _outputs(joined, [ScoringOutput(score) for score in scores])
 
@@ -352,6 +360,7 @@ def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[l
     """Return two lists of equal length; a single first text is repeated. Raises `ConfigError` for other lengths."""
     first = [text_1] if isinstance(text_1, str) else list(text_1)
     second = [text_2] if isinstance(text_2, str) else list(text_2)
+    # One query against many documents is the usual form of reranking.
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):

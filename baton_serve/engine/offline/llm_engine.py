@@ -74,11 +74,13 @@ class LLMEngine:
 
         `add_special_tokens` False is for texts of a chat template, which contains the special tokens already.
         """
+        # Load first: a request that names a broken adapter must not be added.
         fingerprint = self.load_adapters([lora_request])[0]
         ids = prompt.token_ids
         if ids is None:
             ids = self.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"]
         keep = params.truncate_prompt_tokens
+        # vLLM keeps the end of a long prompt, which has the question.
         kept = ids if keep is None else ids[-keep:]
         self._writer.add(
             RequestId(request_id), PreparedPrompt(prompt.text, kept, params, priority, lora_request, fingerprint)
@@ -99,12 +101,14 @@ class LLMEngine:
         Raises `EngineError` for a request that failed. Outputs of the others are kept and returned by the next call.
         """
         stepped = self.advance()
+        # Build the outputs before ended requests are forgotten below.
         self._outputs += [self.look(request_id) for request_id in stepped.changed]
         self.abort_request(stepped.ended)
         self._failures += stepped.failed.values()
         # One error per call: vLLM's interface has no other way to report several failed requests.
         if self._failures:
             raise self._failures.pop(0)
+        # Outputs of earlier steps may be left from a call that raised an error.
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -63,6 +63,7 @@ class RequestedAdapters:
         for other in self._fingerprints:
             if asked != other and (asked.lora_int_id == other.lora_int_id or asked.lora_name == other.lora_name):
                 raise ConfigError(f"lora_request: {asked} has the lora_int_id or lora_name of another adapter, {other}")
+        # The other requests of this call were moved to the end above, so they are not unloaded here.
         if len(self._loaded) >= self._most:
             self._adapters.unload(self._loaded.pop(0).lora_name)
         self._adapters.load(asked.lora_name, asked.lora_path)

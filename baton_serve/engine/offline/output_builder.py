@@ -52,7 +52,9 @@ class StopSearch:
         # A stop string can begin in the old text, at most its length less one before the new text.
         searched = max(0, len(self._text) - max(map(len, self._stops)) + 1)
         self._text += grown[len(known) :]
+        # The tokens of the last piece are decoded again with the next ones: a tokenizer may join them with a space.
         self._prefix, self._read = self._read, len(self._ids)
+        # The first one in the text counts, not the first in the list.
         found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, searched)) >= 0]
         if not found:
             return None
@@ -118,6 +120,7 @@ class OutputBuilder:
             if any(answer.finish_reason is None for answer in chosen):
                 return []
             if not params.use_beam_search:
+                # vLLM's best_of: the sum of logprobs decides, without regard to length.
                 chosen = sorted(chosen, key=lambda answer: answer.cumulative, reverse=True)[: params.n]
         return [self._completion(index, answer, params) for index, answer in enumerate(chosen)]
 
@@ -130,6 +133,7 @@ class OutputBuilder:
 
     def _completion(self, index: int, answer: GeneratedSequence, params: SamplingParams) -> CompletionOutput:
         """Build the output of one sequence."""
+        # `stop_reason` is None if the model's own end of sequence ended the text, as in vLLM.
         stop_token = answer.stop_token_id
         reason: int | str | None = stop_token if stop_token in (params.stop_token_ids or ()) else None
         logprobs: Logprobs | None = None
@@ -149,6 +153,7 @@ class OutputBuilder:
         """Return the text of a sequence. While it runs, leave out the end that may still change."""
         if answer.stop is not None:
             return answer.stop.text
+        # A stop token is not part of the text unless the request asks for it.
         hides_last = answer.stop_token_id is not None and not params.include_stop_str_in_output
         text: str = self._tokenizer.decode(
             answer.token_ids[:-1] if hides_last else answer.token_ids,

@@ -86,11 +86,13 @@ class SamplingParams:
                 raise ConfigError(f"SamplingParams: {name} is not supported by this engine")
         if self.n < 1:
             raise ConfigError(f"SamplingParams: n is {self.n}; it must be at least 1")
+        # `best_of` None means `n`, so only an explicit value can be too small.
         if self.width < self.n:
             raise ConfigError(f"SamplingParams: best_of is {self.best_of}; it must be at least n ({self.n})")
         self._check_beams()
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise ConfigError("SamplingParams: truncate_prompt_tokens must be at least 1")
+        # An empty string would be found at once, and every answer would be empty.
         if any(not text for text in self.stops):
             raise ConfigError("SamplingParams: stop has an empty string")
 
@@ -121,10 +123,12 @@ class SamplingParams:
         """
         return sampling.SamplingParams(
             seed=seed if self.seed is None else self.seed,
+            # The engine rejects requests that do not fit the context. vLLM shortens the answer instead.
             max_tokens=room if self.max_tokens is None else min(self.max_tokens, room),
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            # Both 0 and -1 stand for all tokens in vLLM's interface; the engine knows -1 only.
             top_k=self.top_k or -1,
             min_p=self.min_p,
             presence_penalty=self.presence_penalty,
@@ -200,5 +204,6 @@ class Defaults:
         params = SamplingParams()
         for name, value in self.values.items():
             if name in known:
+                # JSON files may state top_k as 50.0. Fields that vLLM does not know are ignored.
                 setattr(params, name, int(value) if name == "top_k" else float(value))
         return params

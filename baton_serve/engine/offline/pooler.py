@@ -60,6 +60,7 @@ class OfflinePooler:
         asked = pooling.PoolingParams(
             task=task, dimensions=params.dimensions, normalize=params.normalize, activation=params.activation
         )
+        # Only models that were trained for it give useful vectors when they are shortened.
         if params.dimensions is not None and not engine.profile.is_matryoshka:
             raise ConfigError('dimensions needs a Matryoshka model: its config.json has no "is_matryoshka": true')
         engine.pool(request_id, list(inputs), asked)
@@ -70,6 +71,7 @@ class OfflinePooler:
                 for failed in result.failed:
                     raise EngineError(failed.message)
                 for output in result.pooled:
+                    # A copy, because `frombuffer` returns read-only memory, which torch warns about.
                     found[output.index] = torch.from_numpy(np.frombuffer(output.data, dtype="<f4").copy()).reshape(
                         output.shape
                     )

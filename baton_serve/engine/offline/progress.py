@@ -18,8 +18,10 @@ class PromptProgressBar:
         """Advance the bar by one prompt with `num_read` prompt tokens and `num_written` generated tokens."""
         self._num_read += num_read
         self._num_written += num_written
+        # The clock may not have advanced since the start if everything was cached.
         seconds = max(time.monotonic() - self._started, 1e-9)
         speeds = f"input: {self._num_read / seconds:.2f} toks/s, output: {self._num_written / seconds:.2f} toks/s"
+        # Not refreshed here: `update` draws the bar, and at most every 0.1 s.
         self._bar.set_postfix_str(speeds, refresh=False)
         self._bar.update(1)
 

@@ -56,6 +56,7 @@ _TEXT_ALONE = "the offline API takes text only; use a server (`baton serve`) for
 
 def _one(prompt: object) -> ParsedPrompt:
     match prompt:
+        # An empty dict is accepted, which vLLM's callers often pass.
         case {"multi_modal_data": data} if data:
             raise ConfigError(_TEXT_ALONE)
         case str():

@@ -86,6 +86,7 @@ class RequestRunner:
 
     def add(self, request_id: RequestId, prompted: PreparedPrompt) -> None:
         """Add a request. Raises `RequestError` if it can never be served; then nothing is left of it."""
+        # The engine would raise only after the first request with this id was replaced here.
         if request_id in self._requests:
             raise RequestError("invalid", f"request id {request_id!r} is already in use")
         engine, params = self._engine, prompted.params
@@ -101,6 +102,7 @@ class RequestRunner:
         self._requests[request_id] = request
         try:
             self._ask(request_id, request)
+        # Some beams may have been added already.
         except BaseException:
             self.forget(request_id)
             raise
@@ -124,6 +126,7 @@ class RequestRunner:
         for output in result.tokens:
             if output.request_id in self._questions:
                 self._take(output, stepped)
+        # Computed at the end: a request may have got several outputs in this step.
         stepped.ended = [request_id for request_id in stepped.changed if self._requests[request_id].has_ended]
         return stepped
 
@@ -177,6 +180,7 @@ class RequestRunner:
         work = Work(
             request_id=asked_id,
             token_ids=token_ids,
+            # Tokens of a beam count as prompt: the engine would otherwise count them against max_tokens.
             num_prompt_tokens=len(token_ids),
             sampling=asked,
             root=root_hash(
@@ -185,6 +189,7 @@ class RequestRunner:
                 block_tokens=layout.block_tokens,
                 lora=prompted.lora,
             ),
+            # Each beam is a request of its own with one sequence.
             sequences=[0] if request.beams is not None else list(range(prompted.params.width)),
             priority=prompted.priority,
             lora=prompted.lora,
@@ -224,6 +229,7 @@ class RequestRunner:
                 answer.logprobs.append(output.logprobs[number])
             if _ends_text(output, answer, token_id, request.prompted.params.min_tokens):
                 answer.finish_reason = "stop"
+                # The engine does not know stop strings, so it would continue.
                 self._engine.cancel(output.request_id, output.sequence)
                 return
         answer.finish_reason, answer.stop_token_id = output.finish_reason, output.stop_token_id

@@ -52,6 +52,7 @@ class Channel(Generic[T]):
         try:
             self._socket.settimeout(timeout_s)
             (length,) = LENGTH.unpack(self._read(LENGTH.size))
+            # Do not allocate what a broken stream announces.
             if length > MAX_FRAME_BYTES:
                 raise ChannelError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
             return self._decoder.decode(self._read(length))
@@ -62,6 +63,7 @@ class Channel(Generic[T]):
         except (OSError, msgspec.DecodeError) as exc:
             raise ChannelError(f"cannot decode a message of a rank: {exc}") from exc
         finally:
+            # Sending needs its own limit again, since both directions share the socket's timeout.
             self._socket.settimeout(self._send_timeout_s)
 
     def send_descriptor(self, descriptor: int) -> None:
@@ -83,6 +85,7 @@ class Channel(Generic[T]):
 
     def _read(self, size: int) -> bytearray:
         """Return exactly `size` bytes. Raises `ChannelError` at the end of the stream."""
+        # Read into one buffer: `recv` returns less than asked for if the frame is large.
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:

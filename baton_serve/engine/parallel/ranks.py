@@ -88,6 +88,7 @@ class Ranks:
             self._ranks.append(_start(number))
             # The shard begins to load at once, in parallel with rank 0.
             self._send([self._ranks[-1]], LoadRank(config, number, torch.get_num_threads()))
+        # Closing the write end wakes the watcher, which otherwise sleeps until a rank exits.
         self._wake, self._woken = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
@@ -144,6 +145,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the other ranks: they exit when their channel is closed, and are killed if they do not."""
+        # May be called again after an error during the start.
         if self._is_closing.is_set() or self._folder is None:
             return
         self._is_closing.set()
@@ -168,12 +170,14 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, ranks: list[_Rank], command: Command) -> None:
+        # Encode once for all ranks.
         frame = ranks[0].channel.encode(command) if ranks else b""
         for rank in ranks:
             rank.channel.send(frame)
 
     def _collect(self, timeout_s: float) -> list[int]:
         """Receive one answer from each other rank, all within `timeout_s`. Raises `EngineError`."""
+        # One deadline for all ranks, which work at the same time.
         deadline = time.monotonic() + timeout_s
         values: list[int] = []
         for rank in self._ranks:
@@ -201,6 +205,7 @@ class Ranks:
         if ended and not self._is_closing.is_set():
             message = f"rank {ended[0].number} of {self.shard.size} has exited; its error is in the log above"
             logger.error("%s", message)
+            # Report first: `abort` makes the engine's thread fail, and the cause must be known by then.
             self._on_lost(message)
             # The engine's thread may wait in a collective for the lost rank: make it return.
             self.group.abort()
@@ -209,6 +214,7 @@ class Ranks:
 def _start(number: int) -> _Rank:
     """Start the process of a rank with one end of a socket pair."""
     ours, its = socket.socketpair()
+    # Close this process's copy of the child's end; otherwise the child's exit would not close the connection.
     with its:
         command = module_command("baton_serve.engine.parallel.tp_worker", str(its.fileno()), str(os.getpid()))
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])

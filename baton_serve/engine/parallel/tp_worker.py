@@ -70,6 +70,7 @@ class TPWorker:
         first = channel.receive(None)
         if not isinstance(first, LoadRank):
             raise ChannelError(f"the first command is {type(first).__name__}")
+        # Use as many CPU threads as rank 0.
         torch.set_num_threads(first.threads)
         config = first.config
         self._config = config
@@ -193,12 +194,14 @@ def main(arguments: Sequence[str]) -> int:
     descriptor, parent = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process afterwards
     logging.basicConfig(level=logging.WARNING)
+    # Start this before anything is loaded: rank 0 may exit during loading.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     channel: Channel[Command] = Channel(socket.socket(fileno=descriptor), Command, send_timeout_s=SEND_TIMEOUT_S)
     follower: TPWorker | None = None
     try:
         follower = TPWorker(channel)
         follower.serve()
+    # Rank 0 has closed the channel: the normal end.
     except ChannelError:
         return 0
     except EngineError as error:

@@ -258,7 +258,9 @@ def _activation(hf_config: HfConfig) -> Activation:
     if stated is not None:
         name = str(stated).rsplit(".", 1)[-1]
         if name not in ACTIVATIONS:
-            raise UnsupportedModelError(f"config.json names the activation {stated}; served: {', '.join(ACTIVATIONS)}")
+            raise UnsupportedModelError(
+                f"config.json names the activation {stated}; supported: {', '.join(ACTIVATIONS)}"
+            )
         return ACTIVATIONS[name]
     problem = getattr(hf_config, "problem_type", None)
     if problem == "regression":
@@ -273,7 +275,7 @@ def _dense(folder: Path, target: torch.device) -> nn.Module:
     rules = read_json(folder / "config.json")
     name = str(rules.get("activation_function", "Identity")).rsplit(".", 1)[-1]
     if name not in ACTIVATIONS:
-        raise UnsupportedModelError(f"{folder} names the activation {name}; served: {', '.join(ACTIVATIONS)}")
+        raise UnsupportedModelError(f"{folder} names the activation {name}; supported: {', '.join(ACTIVATIONS)}")
     layer = nn.Linear(int(rules["in_features"]), int(rules["out_features"]), bias=bool(rules.get("bias", True)))
     try:
         weights = load_file(folder / "model.safetensors")

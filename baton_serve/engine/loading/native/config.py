@@ -197,6 +197,7 @@ def _theta(known: _Stated) -> float | None:
 
 def _stretch(known: _Stated) -> StretchedRope | str | None:
     """Return the stretched frequencies, None for plain ones, or a string for frequencies that are not known here."""
+    # Newer and older field together: it is not defined which one counts.
     if known.rope_parameters is not None and known.rope_scaling is not None:
         return "two statements"
     rope = known.rope_parameters or known.rope_scaling

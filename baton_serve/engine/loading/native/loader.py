@@ -63,11 +63,13 @@ def _load(
         stored = map_tensors(folder)
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
+    # Build the module without memory: its weights are replaced below.
     with torch.device("meta"):
         module = DenseModel(dense)
     wanted = dict(module.named_parameters())  # a tied head is not listed again
     # Old checkpoints contain the frequencies, which are computed here.
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("rotary_emb.inv_freq")}
+    # A missing, additional or differently shaped tensor means that the family is not what it seems.
     if {name: tensor.shape for name, tensor in wanted.items()} != {n: tensor.shape for n, tensor in stored.items()}:
         return None
     with torch.inference_mode():

@@ -161,6 +161,7 @@ def _revive_buffers(module: nn.Module) -> bool:
     for name, part in list(module.named_modules()):
         if not any(buffer.is_meta for buffer in part.buffers(recurse=False)):
             continue
+        # Only rotary embeddings of transformers can be rebuilt from their config.
         config = getattr(part, "config", None)
         if config is None or not type(part).__name__.endswith("RotaryEmbedding"):
             return False
@@ -172,6 +173,7 @@ def _revive_buffers(module: nn.Module) -> bool:
 def _report(module: nn.Module) -> None:
     """Log how much was quantized. Raises `UnsupportedModelError` if nothing but the head was."""
     layers = [part.weight for part in module.modules() if isinstance(part, QuantizedLinear)]
+    # Layers that are still plain linear layers.
     left = list(linear_names(module))
     if sum(1 for _ in layers) - (type(getattr(module, "lm_head", None)) is QuantizedLinear) < 1:
         raise UnsupportedModelError(f"{type(module).__name__} has no linear layers that --quantization supports")

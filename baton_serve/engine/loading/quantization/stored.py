@@ -41,6 +41,7 @@ class StoredModel:
         try:
             return self.form.read({part: read().to(target) for part, read in self.layers[layer].items()})
         except (ValueError, KeyError, RuntimeError) as exc:
+            # A KeyError's text would be only the name of the missing part.
             cause = f"it has no {exc.args[0]}" if isinstance(exc, KeyError) else str(exc).partition("\n")[0]
             raise ModelError(f"{layer} is not stored as {self.form.label} says: {cause}") from exc
 

@@ -44,6 +44,7 @@ class BitsAndBytes:
 
     def read(self, parts: StoredTensors) -> DecodedWeight:
         end, codebook = next((end, codebook) for end, codebook in STATES.items() if end in parts)
+        # The JSON text is stored as a tensor of bytes.
         state = json.loads(bytes(parts[end].cpu().tolist()))
         outputs, inputs = (int(size) for size in state["shape"])
         block = int(state["blocksize"])

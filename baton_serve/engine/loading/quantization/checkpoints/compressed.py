@@ -79,6 +79,7 @@ class CompressedTensors:
         zeros: Tensor | None = None
         if not self.is_symmetric:
             zeros = unpack_words(parts[".weight_zero_point"].T.contiguous(), self.bits).T[:outputs].contiguous()
+        # Activation reordering of GPTQ: the inputs of a group are not neighbours.
         order = order_of(parts.get(".weight_g_idx"), inputs, self.group)
         if order is not None:
             codes = codes[:, order]

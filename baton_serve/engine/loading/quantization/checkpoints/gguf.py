@@ -102,6 +102,7 @@ def _kept(rows: Tensor, kind: str) -> QuantizedWeight | None:
             return QuantizedWeight("int8", _inputs(codes), GROUP, codes.flatten(1), scales.squeeze(2))
         case "Q5_0":
             codes = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
+            # E2M3 codes count in eighths, so the scale is eight times larger.
             scales = (_floats(blocks[..., :2]).float() * 8).to(torch.float16).squeeze(2)
             return QuantizedWeight("fp6", _inputs(codes), GROUP, pack_codes(_eighths(codes).flatten(1), 6), scales)
         case "Q4_1":
@@ -151,6 +152,7 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, rest = packed.unbind(2)
     steps = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=2)
     lows = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=2)
+    # ggml subtracts the lowest value.
     factor, low_factor = _floats(blocks[..., :2]).float(), _floats(blocks[..., 2:4]).float()
     return factor * steps.float(), -low_factor * lows.float()
 

@@ -43,10 +43,10 @@ class Gptq:
 
     def read(self, parts: StoredTensors) -> DecodedWeight:
         codes = unpack_words(parts[".qweight"].T.contiguous(), self.bits)  # [outputs, inputs]
-        stored = unpack_words(parts[".qzeros"], self.bits).T
+        stored = unpack_words(parts[".qzeros"], self.bits).T  # [outputs, groups]
         # The sum wraps around within the bits of a code, as in AutoGPTQ.
         zeros = (stored.int() + self.zeros_offset) & ((1 << self.bits) - 1)
-        scales = parts[".scales"].T.contiguous()
+        scales = parts[".scales"].T.contiguous()  # [outputs, groups]
         order = order_of(parts.get(".g_idx"), codes.shape[1], self.group)
         if order is not None:
             codes = codes[:, order]

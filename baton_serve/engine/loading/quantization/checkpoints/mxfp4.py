@@ -39,6 +39,7 @@ class Mxfp4:
             raise ValueError(f"blocks of shape {list(blocks.shape)} with scales of shape {list(scales.shape)}")
         experts, outputs, groups, _ = blocks.shape
         codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(experts * outputs, groups * GROUP)
+        # Powers of two are exact in bfloat16.
         powers = torch.exp2(scales.float() - BIAS).to(torch.bfloat16).view(experts * outputs, groups)
         return DecodedWeight(
             StackedWeight(QuantizedWeight("fp4", groups * GROUP, GROUP, pack_codes(codes, 4), powers), experts)
