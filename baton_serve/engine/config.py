@@ -43,18 +43,13 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Number of devices over which the layers are split (tensor parallelism); each holds a part of every KV block."""
     disable_custom_all_reduce: bool = False
-    """Sum over ranks with the collective library alone, instead of a kernel that reads other devices' memory directly.
-    """
+    """Sum over ranks with the collective library alone, without kernels that access other devices' memory."""
     gpu_memory_utilization: float = 0.9
-    """Fraction of the device's memory, from 0 to 1, that this process may use in all; the KV cache gets what is left of
-    it.
-    """
+    """Fraction of the device's memory, from 0 to 1, that this process may use in all, the KV cache included."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache in bytes, for each device (on CPUs for all ranks); it overrides `gpu_memory_utilization`."""
     host_kv_bytes: int = 0
-    """Size of the host tier in bytes: host memory that keeps KV blocks which the device evicts. 0: evicted blocks are
-    lost.
-    """
+    """Size of the host tier in bytes: host memory for KV blocks that the device evicts; 0: evicted blocks are lost."""
     block_size: int | None = None
     """Tokens per KV block; None: 16 on CPUs, 64 on accelerators."""
     num_gpu_blocks_override: int | None = None
@@ -75,8 +70,7 @@ class EngineConfig:
     max_logprobs: int = 20
     """Largest number of logprobs per token that a request may ask for."""
     runner: RunnerType = "auto"
-    """`pooling` loads the model for embeddings and scores, `generate` for text; `auto` decides from the model's folder.
-    """
+    """`pooling` loads the model for embeddings and scores, `generate` for text; `auto`: by the model's folder."""
     task: Task = "auto"
     quantization: Quantization | None = None
     """Format to which the weights of linear layers are rounded while they load.
@@ -103,7 +97,7 @@ class EngineConfig:
     max_loras: int = 1
     """Largest number of different adapters in one step."""
     max_lora_rank: int = 16
-    """Largest rank of an adapter; each adapter occupies memory for this rank."""
+    """Largest rank of an adapter; loading a larger one fails."""
     reads_images: bool = False
     """Load the model's vision tower if it has one, so that prompts may contain images.
 

@@ -89,7 +89,7 @@ class Engine:
         """Load the model and build everything that depends on it."""
         self._device = device.select_device(config.device)
         model = load(config, self._device, report, self._ranks.shard)
-        # Collectives need the device that `load` made current. The group is complete when all ranks have loaded.
+        # Forming the group waits for all ranks, which load at the same time.
         self._ranks.join_group(self._device)
         self._max_logprobs, self._caching = config.max_logprobs, config.enable_prefix_caching
         self._is_async = config.runs_ahead(is_host=device.is_host(self._device))
@@ -335,8 +335,8 @@ class Engine:
         try:
             started = self._runner.start(following, ahead=True, after_layer=self._tail_of(following))
             launched = InFlightStep(following, started, None)
-        except torch.OutOfMemoryError:  # it is scheduled again, when no other step uses memory
-            return None  # it is scheduled again, alone
+        except torch.OutOfMemoryError:
+            return None  # it is scheduled again when no other step uses memory
         launched.advanced = self._scheduler.advance(following)
         return launched
 
