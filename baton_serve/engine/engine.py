@@ -149,11 +149,11 @@ class Engine:
         self._imports = KVImports(self._table)
         self._pins: dict[RequestId, list[BlockHash]] = {}
         self._mirror_refs = MirrorRefs(self._blocks)
-        self._tail_plan = plan_layer_groups(
+        self._layer_group_plan = plan_layer_groups(
             config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored
         )
-        self.tail_parts = self._tail_plan.parts
-        self._tail: LayerGroupReporter | None = None
+        self.tail_parts = self._layer_group_plan.parts
+        self._layer_groups: LayerGroupReporter | None = None
         self._failures = RequestFailures(self._table, self._scheduler, self._mirror_refs)
         self._ahead: InFlightStep | None = None
         self._last_finish = 0.0
@@ -167,7 +167,7 @@ class Engine:
         complete. With `tail_parts` 1 it is never called.
         """
         if self.tail_parts > 1:
-            self._tail = LayerGroupReporter(self.layout, self._tail_plan, self._device, on_group)
+            self._layer_groups = LayerGroupReporter(self.layout, self._layer_group_plan, self._device, on_group)
 
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
         """Queue a request. `pixels` are those of the prompt's images, as `image_reader` returns them.
@@ -311,7 +311,7 @@ class Engine:
         now = time.monotonic()
         plan = self._planner.plan(now)
         try:
-            launched = InFlightStep(plan, self._runner.start(plan, after_layer=self._tail_of(plan)), now)
+            launched = InFlightStep(plan, self._runner.start(plan, after_layer=self._layer_group_callback(plan)), now)
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
@@ -333,16 +333,20 @@ class Engine:
         if following is None:
             return None
         try:
-            started = self._runner.start(following, ahead=True, after_layer=self._tail_of(following))
+            started = self._runner.start(following, ahead=True, after_layer=self._layer_group_callback(following))
             launched = InFlightStep(following, started, None)
         except torch.OutOfMemoryError:
             return None  # it is scheduled again when no other step uses memory
         launched.advanced = self._scheduler.advance(following)
         return launched
 
-    def _tail_of(self, plan: ScheduledBatch) -> AfterLayer | None:
+    def _layer_group_callback(self, plan: ScheduledBatch) -> AfterLayer | None:
         """Return the function that reports layer groups during this step, or None if there is nothing to report."""
-        return self._tail.follow(self._scheduler.last_chunk_blocks(plan)) if self._tail is not None else None
+        return (
+            self._layer_groups.follow(self._scheduler.last_chunk_blocks(plan))
+            if self._layer_groups is not None
+            else None
+        )
 
     def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
         """Sample the tokens of a launched step on the device.
@@ -409,8 +413,8 @@ class Engine:
 
     def close(self) -> None:
         """End threads and other ranks, and free the memory."""
-        if self._tail is not None:
-            self._tail.close()
+        if self._layer_groups is not None:
+            self._layer_groups.close()
         self._masking.close()
         self._executor.close()
         self._ranks.close()

@@ -149,8 +149,8 @@ class PromptGraphs:
     def _compute(self, kind: GraphShape, size: int) -> None:
         """The work of a graph. Every tensor here keeps its memory between replays, or is scratch."""
         inputs, num_seqs = self._inputs[:, :size], kind.num_seqs
-        told = inputs[TOKENS]
-        tokens = torch.where(told < 0, self._last_tokens.index_select(0, inputs[LAST_OF]), told)
+        host_tokens = inputs[TOKENS]
+        tokens = torch.where(host_tokens < 0, self._last_tokens.index_select(0, inputs[LAST_OF]), host_tokens)
         meta = AttentionMetadata(
             query_starts=self._inputs[STARTS].view(torch.int32)[: num_seqs + 1],
             context_lens=self._inputs[CONTEXTS].view(torch.int32)[:num_seqs],

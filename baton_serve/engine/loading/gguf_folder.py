@@ -27,7 +27,7 @@ def unpack(file: Path, folder: Path) -> Path:
     try:
         config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
         tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-        adds_begin = _adds_begin(file)
+        adds_bos = _adds_bos(file)
     except GGUF_ERRORS as exc:
         raise ModelError(f"{file} cannot be unpacked: {first_line(exc)}") from exc
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -35,8 +35,8 @@ def unpack(file: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     # transformers does not carry this rule over from the metadata.
-    if adds_begin and tokenizer.bos_token is not None:
-        _begin(folder / "tokenizer.json", tokenizer.bos_token)
+    if adds_bos and tokenizer.bos_token is not None:
+        _add_bos(folder / "tokenizer.json", tokenizer.bos_token)
     stated = {**config.to_dict(), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
     stated |= {"dtype": DTYPE}
     (folder / "config.json").write_text(json.dumps(stated, indent=2, default=str) + "\n")
@@ -47,7 +47,7 @@ def unpack(file: Path, folder: Path) -> Path:
     return link
 
 
-def _adds_begin(file: Path) -> bool:
+def _adds_bos(file: Path) -> bool:
     """Return whether texts begin with the BOS token: as the file says, or as llama.cpp does it for SentencePiece."""
     import gguf
 
@@ -58,7 +58,7 @@ def _adds_begin(file: Path) -> bool:
     return kind is not None and kind.contents() == "llama"
 
 
-def _begin(path: Path, token: str) -> None:
+def _add_bos(path: Path, token: str) -> None:
     """Let a tokenizer put the token before each text, unless it does so already."""
     tokenizer = Tokenizer.from_file(str(path))
     number = tokenizer.token_to_id(token)

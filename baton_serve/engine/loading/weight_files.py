@@ -30,7 +30,7 @@ PIECE_BYTES = 16 << 20
 """Size of one copy in bytes; threads share large tensors."""
 MAX_THREADS = 8
 """Largest number of threads that copy."""
-BUFFERS = 2
+BUFFERS_PER_THREAD = 2
 """Pinned buffers of each thread: one is filled while the device copies from the other."""
 DTYPES = {
     "F64": torch.float64,
@@ -148,7 +148,7 @@ class _Buffers:
     def _next(self, size: int) -> "_Buffer":
         """Return this thread's buffer that has been unused for longest, when the device has finished with it."""
         if not hasattr(self._own, "ring"):
-            self._own.ring = [_Buffer(torch.empty(0, dtype=torch.uint8)) for _ in range(BUFFERS)]
+            self._own.ring = [_Buffer(torch.empty(0, dtype=torch.uint8)) for _ in range(BUFFERS_PER_THREAD)]
         ring: list[_Buffer] = self._own.ring
         ring.reverse()
         buffer = ring[0]

@@ -34,19 +34,19 @@ class RequestBeams:
         """Number of most likely tokens that the engine must return after each beam."""
         return max(2 * self._params.width, self._params.logprobs or 0)
 
-    def questions(self) -> list[list[int]]:
+    def running_beams(self) -> list[list[int]]:
         """Return the tokens after the prompt of each running beam, to be continued by one token.
 
         Empty: the search is over.
         """
         return [beam.token_ids for beam in self._search.running]
 
-    def add_output(self, question: int, answer: TokenLogprobs) -> bool:
-        """Record the engine's output after beam `question`. Return True if it was the last of this step.
+    def add_output(self, beam_index: int, answer: TokenLogprobs) -> bool:
+        """Record the engine's output after beam `beam_index`. Return True if it was the last of this step.
 
-        The search has then advanced: `questions` returns the new beams, or nothing at the end.
+        The search has then advanced: `running_beams` returns the new beams, or nothing at the end.
         """
-        self._outputs[question] = answer
+        self._outputs[beam_index] = answer
         # The search compares all continuations, so it waits for the slowest beam.
         if len(self._outputs) < len(self._search.running):
             return False

@@ -51,7 +51,7 @@ class LLM:
         self._tokenizer = found.tokenizer
         self._defaults = found.defaults
         self._num_requests = 0
-        self._reader: OfflinePooler | None = None
+        self._pooler: OfflinePooler | None = None
         if found.kind == "generate":
             self._engine: LLMEngine | PoolingEngine = LLMEngine(found)
         else:
@@ -59,7 +59,7 @@ class LLM:
             if found.config.enable_lora:
                 raise ConfigError("enable_lora: LoRA adapters are supported for models that generate text only")
             self._engine = PoolingEngine(found.config, found.kind)
-            self._reader = OfflinePooler(self._engine, self._tokenizer)
+            self._pooler = OfflinePooler(self._engine, self._tokenizer)
 
     def generate(
         self,
@@ -76,9 +76,9 @@ class LLM:
         `sampling_params` and `lora_request` are one for all prompts, or a list with one for each. Lower values of
         `priority` run first. Raises `RequestError`, `ConfigError` or `AdapterError`; then no prompt is answered.
         """
-        given = _given(prompts, prompt_token_ids)
+        given = _parse_either(prompts, prompt_token_ids)
         chosen = self._params(sampling_params, len(given))
-        return self._write(given, chosen, use_tqdm, lora_request, priority, add_special_tokens=True)
+        return self._generate(given, chosen, use_tqdm, lora_request, priority, add_special_tokens=True)
 
     def beam_search(
         self,
@@ -93,10 +93,10 @@ class LLM:
         `max_logprobs` of the model must be at least twice the width. Raises the same errors as `generate`.
         """
         given = parse_prompts(prompts)
-        written = self._write(
+        outputs = self._generate(
             given, [params.sampling()] * len(given), use_tqdm, lora_request, None, add_special_tokens=True
         )
-        return [self._beams(output, include_end=params.include_stop_str_in_output) for output in written]
+        return [self._beams(output, include_end=params.include_stop_str_in_output) for output in outputs]
 
     def chat(  # noqa: PLR0913 - vLLM's signature
         self,
@@ -135,7 +135,7 @@ class LLM:
         chosen = self._params(sampling_params, len(texts))
         # The template has written the special tokens already; the tokenizer would add a second BOS token.
         given = [ParsedPrompt(text, None) for text in texts]
-        return self._write(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
+        return self._generate(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
 
     def encode(
         self,
@@ -152,9 +152,9 @@ class LLM:
         used. Raises `ConfigError` or `RequestError`.
         """
         params = pooling_params or PoolingParams()
-        inputs = self._inputs(_given(prompts, prompt_token_ids), params.truncate_prompt_tokens)
-        task = pooling_task or self._vectors().engine.profile.tasks[0]
-        found = self._read(inputs, task, params, use_tqdm)
+        inputs = self._inputs(_parse_either(prompts, prompt_token_ids), params.truncate_prompt_tokens)
+        task = pooling_task or self._require_pooler().engine.profile.tasks[0]
+        found = self._pool(inputs, task, params, use_tqdm)
         return _outputs(inputs, [PoolingOutput(vector) for vector in found])
 
     def embed(
@@ -163,7 +163,7 @@ class LLM:
         """Return one embedding for each prompt. Raises `ConfigError` if the model computes none."""
         params = pooling_params or PoolingParams()
         inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
-        found = self._read(inputs, "embed", params, use_tqdm)
+        found = self._pool(inputs, "embed", params, use_tqdm)
         return _outputs(inputs, [EmbeddingOutput(vector.tolist()) for vector in found])
 
     def classify(
@@ -172,7 +172,7 @@ class LLM:
         """Return the probability of each class for each prompt. Raises `ConfigError` if the model has no classifier."""
         params = pooling_params or PoolingParams()
         inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
-        found = self._read(inputs, "classify", params, use_tqdm)
+        found = self._pool(inputs, "classify", params, use_tqdm)
         return _outputs(inputs, [ClassificationOutput(vector.tolist()) for vector in found])
 
     def score(
@@ -189,13 +189,13 @@ class LLM:
         numbers of texts do not fit, or if the model computes neither.
         """
         first, second = _paired(text_1, text_2)
-        reader = self._vectors()
-        if "embed" in reader.engine.profile.tasks:
+        pooler = self._require_pooler()
+        if "embed" in pooler.engine.profile.tasks:
             return self._cosines(first, second, truncate_prompt_tokens, use_tqdm)
-        if len(reader.engine.profile.labels) != 1:
-            raise ConfigError(f"score needs 1 class, not {len(reader.engine.profile.labels)}: use classify")
-        inputs = reader.pairs(first, second, truncate_prompt_tokens)
-        found = self._read(inputs, "classify", PoolingParams(), use_tqdm)
+        if len(pooler.engine.profile.labels) != 1:
+            raise ConfigError(f"score needs 1 class, not {len(pooler.engine.profile.labels)}: use classify")
+        inputs = pooler.pairs(first, second, truncate_prompt_tokens)
+        found = self._pool(inputs, "classify", PoolingParams(), use_tqdm)
         return _outputs(inputs, [ScoringOutput(float(vector)) for vector in found])
 
     @property
@@ -225,7 +225,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _write(
+    def _generate(
         self,
         given: Sequence[ParsedPrompt],
         params: Sequence[SamplingParams],
@@ -259,13 +259,13 @@ class LLM:
                     add_special_tokens=add_special_tokens,
                 )
             with PromptProgressBar(len(ids), shown=use_tqdm) as progress:
-                written = self._written(engine, set(ids), progress)
+                outputs = self._run(engine, set(ids), progress)
         finally:
             # Ids that have ended already are ignored. After an error this ends all other requests of the call.
             engine.abort_request(ids)
-        return [written[request_id] for request_id in ids]
+        return [outputs[request_id] for request_id in ids]
 
-    def _written(self, engine: LLMEngine, running: set[str], progress: PromptProgressBar) -> dict[str, RequestOutput]:
+    def _run(self, engine: LLMEngine, running: set[str], progress: PromptProgressBar) -> dict[str, RequestOutput]:
         """Step the engine until all requests of `running` have ended. Raises the error of the first that fails."""
         found: dict[str, RequestOutput] = {}
         while len(found) < len(running):
@@ -314,19 +314,19 @@ class LLM:
             raise ConfigError(f"there are {len(adapters)} lora_requests for {count} prompts")
         return adapters
 
-    def _vectors(self) -> OfflinePooler:
-        if self._reader is None:
+    def _require_pooler(self) -> OfflinePooler:
+        if self._pooler is None:
             raise ConfigError("this model generates text: use generate or chat, or load it with task='embed'")
-        return self._reader
+        return self._pooler
 
     def _inputs(self, given: Sequence[ParsedPrompt], truncate: int | None) -> list[pooling.PoolingInput]:
-        return self._vectors().inputs(given, truncate)
+        return self._require_pooler().inputs(given, truncate)
 
-    def _read(
+    def _pool(
         self, inputs: Sequence[pooling.PoolingInput], task: pooling.PoolingTask, params: PoolingParams, shown: bool
     ) -> list[Tensor]:
         with PromptProgressBar(len(inputs), shown=shown) as progress:
-            return self._vectors().read(inputs, task, params, progress)
+            return self._require_pooler().pool(inputs, task, params, progress)
 
     def _cosines(
         self, first: Sequence[str], second: Sequence[str], truncate: int | None, shown: bool
@@ -335,7 +335,7 @@ class LLM:
         """Score each pair by the cosine of its embeddings."""
         texts = list(dict.fromkeys([*first, *second]))
         inputs = dict(zip(texts, self._inputs([ParsedPrompt(text, None) for text in texts], truncate), strict=True))
-        found = dict(zip(texts, self._read(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
+        found = dict(zip(texts, self._pool(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
         pairs = list(zip(first, second, strict=True))
         scores = [float(functional.cosine_similarity(found[a], found[b], dim=0)) for a, b in pairs]
         # vLLM reports the tokens of both texts for a pair.
@@ -350,7 +350,7 @@ def _outputs(inputs: Sequence[pooling.PoolingInput], found: Sequence[Any]) -> li
     ]
 
 
-def _given(prompts: Prompts | None, prompt_token_ids: list[int] | list[list[int]] | None) -> list[ParsedPrompt]:
+def _parse_either(prompts: Prompts | None, prompt_token_ids: list[int] | list[list[int]] | None) -> list[ParsedPrompt]:
     if (prompts is None) == (prompt_token_ids is None):
         raise ConfigError("give either prompts or prompt_token_ids")
     return parse_prompts(prompts if prompts is not None else cast(Prompts, prompt_token_ids))

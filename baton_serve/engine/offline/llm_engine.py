@@ -30,7 +30,7 @@ class LLMEngine:
         self._defaults = model.defaults
         self._enable_lora = config.enable_lora
         self._engine = Engine(config)
-        self._writer = RequestRunner(self._engine, self.tokenizer, seed=config.seed)
+        self._runner = RequestRunner(self._engine, self.tokenizer, seed=config.seed)
         # Adapters of `lora_modules` stay loaded, so they take slots that requests cannot use.
         most = config.max_adapters - len(config.lora_modules)
         self._adapters = RequestedAdapters(self._engine.adapters, most=most)
@@ -82,7 +82,7 @@ class LLMEngine:
         keep = params.truncate_prompt_tokens
         # vLLM keeps the end of a long prompt, which has the question.
         kept = ids if keep is None else ids[-keep:]
-        self._writer.add(
+        self._runner.add(
             RequestId(request_id), PreparedPrompt(prompt.text, kept, params, priority, lora_request, fingerprint)
         )
 
@@ -114,11 +114,11 @@ class LLMEngine:
 
     def advance(self) -> StepChanges:
         """Run one step without building outputs, for callers that use `look` and `take`."""
-        return self._writer.step() if self._writer.has_requests else StepChanges()
+        return self._runner.step() if self._runner.has_requests else StepChanges()
 
     def look(self, request_id: str) -> RequestOutput:
         """Return the answer of a request so far. The request must be known."""
-        return self._writer.output(RequestId(request_id))
+        return self._runner.output(RequestId(request_id))
 
     def take(self, request_id: str) -> RequestOutput:
         """Return the answer of a request and forget the request."""
@@ -129,11 +129,11 @@ class LLMEngine:
     def abort_request(self, request_id: str | Sequence[str]) -> None:
         """End requests in any state. Ids that are unknown or have ended are ignored."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
-            self._writer.forget(RequestId(one))
+            self._runner.forget(RequestId(one))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has something to do or to report."""
-        return self._writer.has_requests or bool(self._outputs or self._failures)
+        return self._runner.has_requests or bool(self._outputs or self._failures)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, of transformers."""

@@ -109,7 +109,7 @@ class OutputBuilder:
         )
         return GeneratedSequence(search=search)
 
-    def shown(self, answers: Sequence[GeneratedSequence], params: SamplingParams) -> list[CompletionOutput]:
+    def completions(self, answers: Sequence[GeneratedSequence], params: SamplingParams) -> list[CompletionOutput]:
         """Return the outputs of the `n` best sequences.
 
         If more than `n` were generated, the most likely come first, and the list is empty until all have ended: before,
@@ -124,7 +124,7 @@ class OutputBuilder:
                 chosen = sorted(chosen, key=lambda answer: answer.cumulative, reverse=True)[: params.n]
         return [self._completion(index, answer, params) for index, answer in enumerate(chosen)]
 
-    def named(self, token: TokenLogprobs) -> dict[int, Logprob]:
+    def logprobs_by_token(self, token: TokenLogprobs) -> dict[int, Logprob]:
         """Return the logprobs of the chosen token and of the most likely ones, by token id."""
         return {
             entry.token_id: Logprob(entry.logprob, entry.rank, self._tokenizer.decode([entry.token_id]))
@@ -138,7 +138,7 @@ class OutputBuilder:
         reason: int | str | None = stop_token if stop_token in (params.stop_token_ids or ()) else None
         logprobs: Logprobs | None = None
         if params.logprobs is not None:
-            logprobs = [self.named(token) for token in answer.logprobs]
+            logprobs = [self.logprobs_by_token(token) for token in answer.logprobs]
         return CompletionOutput(
             index=index,
             text=self._text(answer, params),

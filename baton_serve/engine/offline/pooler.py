@@ -41,7 +41,7 @@ class OfflinePooler:
         """Tokenize pairs of texts as the model's tokenizer joins them. Truncation cuts the longer text first."""
         return self._tokenized(first, second, truncate)
 
-    def read(
+    def pool(
         self,
         inputs: Sequence[pooling.PoolingInput],
         task: pooling.PoolingTask,

@@ -50,14 +50,14 @@ class StepChanges:
 class _Request:
     """One request of the caller.
 
-    `asked` are the ids of its running requests on the engine: one, or one for each beam.
+    `engine_ids` are the ids of its running requests on the engine: one, or one for each beam.
     """
 
     prompted: PreparedPrompt
     sampling: sampling.SamplingParams
     answers: list[GeneratedSequence]
     beams: RequestBeams | None = None
-    asked: list[RequestId] = field(default_factory=list)
+    engine_ids: list[RequestId] = field(default_factory=list)
     num_steps: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -73,11 +73,11 @@ class RequestRunner:
 
     def __init__(self, engine: Engine, tokenizer: Any, *, seed: int) -> None:
         self._engine = engine
-        self._words = OutputBuilder(tokenizer)
+        self._output_builder = OutputBuilder(tokenizer)
         self._seed = seed
         self._num_requests = 0
         self._requests: dict[RequestId, _Request] = {}
-        self._questions: dict[RequestId, tuple[RequestId, int]] = {}
+        self._origins: dict[RequestId, tuple[RequestId, int]] = {}
         """By id on the engine: the caller's request that it belongs to, and the index of the beam that it continues."""
 
     @property
@@ -94,14 +94,14 @@ class RequestRunner:
         # A prompt without room for an answer must still reach the engine, whose check names the limit that it exceeds.
         resolved = params.resolved(seed=self._seed + self._num_requests, room=max(1, engine.max_model_len - num_tokens))
         self._num_requests += 1
-        request = _Request(prompted, resolved, [self._words.begin(params) for _ in range(params.width)])
+        request = _Request(prompted, resolved, [self._output_builder.begin(params) for _ in range(params.width)])
         if params.use_beam_search:
             request.beams = RequestBeams(
                 params, num_prompt_tokens=num_tokens, max_tokens=resolved.max_tokens, eos=engine.eos_token_ids
             )
         self._requests[request_id] = request
         try:
-            self._ask(request_id, request)
+            self._submit(request_id, request)
         # Some beams may have been added already.
         except BaseException:
             self.forget(request_id)
@@ -111,20 +111,20 @@ class RequestRunner:
         """Run one step of the engine for all requests, and return what has changed."""
         stepped = StepChanges()
         result = self._engine.step()
-        for asked_id, message, code in result.failed:
+        for engine_id, message, code in result.failed:
             # A request may have been forgotten by the caller while the step was running.
-            if asked_id in self._questions:
+            if engine_id in self._origins:
                 is_invalid = code == "invalid"
-                error = RequestError(code, message) if is_invalid else EngineError(f"request {asked_id}: {message}")
-                self._fail(self._questions[asked_id][0], error, stepped)
+                error = RequestError(code, message) if is_invalid else EngineError(f"request {engine_id}: {message}")
+                self._fail(self._origins[engine_id][0], error, stepped)
         for first in result.first:
-            request_id, _ = self._questions.get(first.request_id, (None, 0))
+            request_id, _ = self._origins.get(first.request_id, (None, 0))
             # Later steps of a beam search find the prompt in the cache. Only the first says what was cached before the
             # request.
             if request_id is not None and (request := self._requests[request_id]).num_steps == 1:
                 request.num_cached_tokens, request.prompt_logprobs = first.cached_tokens, first.prompt_logprobs
         for output in result.tokens:
-            if output.request_id in self._questions:
+            if output.request_id in self._origins:
                 self._take(output, stepped)
         # Computed at the end: a request may have got several outputs in this step.
         stepped.ended = [request_id for request_id in stepped.changed if self._requests[request_id].has_ended]
@@ -134,13 +134,13 @@ class RequestRunner:
         """Return the output of a request so far."""
         request = self._requests[request_id]
         prompted, logprobs = request.prompted, request.prompt_logprobs
-        named = self._words.named
+        named = self._output_builder.logprobs_by_token
         return RequestOutput(
             request_id=request_id,
             prompt=prompted.text,
             prompt_token_ids=prompted.token_ids,
             prompt_logprobs=None if logprobs is None else [None if t is None else named(t) for t in logprobs],
-            outputs=self._words.shown(request.answers, prompted.params),
+            outputs=self._output_builder.completions(request.answers, prompted.params),
             num_cached_tokens=request.num_cached_tokens,
             finished=request.has_ended,
             lora_request=prompted.lora_request,
@@ -150,39 +150,39 @@ class RequestRunner:
         """End a request in any state. An unknown id is ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._end_questions(request)
+            self._cancel_on_engine(request)
 
-    def _ask(self, request_id: RequestId, request: _Request) -> None:
+    def _submit(self, request_id: RequestId, request: _Request) -> None:
         """Send the engine a request, or one for each running beam. Raises `RequestError`."""
         request.num_steps += 1
         if request.beams is None:
-            self._add(request_id, request, request_id, 0, [], request.sampling)
+            self._add_to_engine(request_id, request, request_id, 0, [], request.sampling)
             return
         is_first = request.num_steps == 1
-        asked = _sampling_of_beams(request.sampling, request.beams.num_alternatives, is_first=is_first)
-        for number, token_ids in enumerate(request.beams.questions()):
+        params_on_engine = _sampling_of_beams(request.sampling, request.beams.num_alternatives, is_first=is_first)
+        for number, token_ids in enumerate(request.beams.running_beams()):
             # The first step keeps the caller's id, so that logs and errors of the prompt show it.
-            asked_id = request_id if is_first else RequestId(f"{request_id}/{request.num_steps}.{number}")
-            self._add(request_id, request, asked_id, number, token_ids, asked)
+            engine_id = request_id if is_first else RequestId(f"{request_id}/{request.num_steps}.{number}")
+            self._add_to_engine(request_id, request, engine_id, number, token_ids, params_on_engine)
 
-    def _add(
+    def _add_to_engine(
         self,
         request_id: RequestId,
         request: _Request,
-        asked_id: RequestId,
+        engine_id: RequestId,
         number: int,
-        written: list[int],
-        asked: sampling.SamplingParams,
+        generated: list[int],
+        params_on_engine: sampling.SamplingParams,
     ) -> None:
         """Send the engine one request: the prompt, followed by the tokens `written` of a beam."""
         layout, prompted = self._engine.layout, request.prompted
-        token_ids = prompted.token_ids + written
+        token_ids = prompted.token_ids + generated
         work = Work(
-            request_id=asked_id,
+            request_id=engine_id,
             token_ids=token_ids,
             # Tokens of a beam count as prompt: the engine would otherwise count them against max_tokens.
             num_prompt_tokens=len(token_ids),
-            sampling=asked,
+            sampling=params_on_engine,
             root=root_hash(
                 fingerprint=layout.fingerprint,
                 kv_dtype=layout.dtype,
@@ -195,21 +195,21 @@ class RequestRunner:
             lora=prompted.lora,
         )
         self._engine.add(work)
-        request.asked.append(asked_id)
-        self._questions[asked_id] = (request_id, number)
+        request.engine_ids.append(engine_id)
+        self._origins[engine_id] = (request_id, number)
 
     def _take(self, output: SequenceOutput, stepped: StepChanges) -> None:
         """Record an output of the engine. When a step of a beam search is complete, start the next."""
-        request_id, number = self._questions[output.request_id]
+        request_id, number = self._origins[output.request_id]
         request = self._requests[request_id]
         if request.beams is None:
             self._extend(output, request)
         elif output.logprobs and request.beams.add_output(number, output.logprobs[0]):
-            self._end_questions(request)
+            self._cancel_on_engine(request)
             # No running beam is left when the search is over.
-            if request.beams.questions():
+            if request.beams.running_beams():
                 try:
-                    self._ask(request_id, request)
+                    self._submit(request_id, request)
                 except RequestError as exc:
                     self._fail(request_id, exc, stepped)
                 return
@@ -240,12 +240,12 @@ class RequestRunner:
         stepped.changed.pop(request_id, None)
         stepped.failed[request_id] = error
 
-    def _end_questions(self, request: _Request) -> None:
+    def _cancel_on_engine(self, request: _Request) -> None:
         """Cancel the engine's requests for one request of the caller."""
-        for asked_id in request.asked:
-            self._engine.cancel(asked_id)
-            self._questions.pop(asked_id, None)
-        request.asked = []
+        for engine_id in request.engine_ids:
+            self._engine.cancel(engine_id)
+            self._origins.pop(engine_id, None)
+        request.engine_ids = []
 
 
 def _sampling_of_beams(

@@ -197,10 +197,10 @@ def main(arguments: Sequence[str]) -> int:
     # Start this before anything is loaded: rank 0 may exit during loading.
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     channel: Channel[Command] = Channel(socket.socket(fileno=descriptor), Command, send_timeout_s=SEND_TIMEOUT_S)
-    follower: TPWorker | None = None
+    worker: TPWorker | None = None
     try:
-        follower = TPWorker(channel)
-        follower.serve()
+        worker = TPWorker(channel)
+        worker.serve()
     # Rank 0 has closed the channel: the normal end.
     except ChannelError:
         return 0

@@ -64,7 +64,7 @@ class PoolingEngine:
         self._num_tokens = self._num_passes = 0
         report("warming up", 0.0)
         # A pass that does not fit into memory should fail at the start, not at the first request.
-        self._exercise()
+        self._warm_up()
         report("ready", 1.0)
 
     def pool(
@@ -231,7 +231,7 @@ class PoolingEngine:
             self.cancel(request_id)
             result.failed.append(FailedRequest(request_id, message))
 
-    def _exercise(self) -> None:
+    def _warm_up(self) -> None:
         """Run passes of the largest size, to compile, to measure, and to find missing memory. On hosts the passes are
         short.
 

@@ -34,7 +34,7 @@ class QueuedInput(Struct, frozen=True, eq=False, gc=False):
         return len(self.input.token_ids)
 
 
-class _Turn(NamedTuple):
+class _OrderKey(NamedTuple):
     """The place of an input in the order of passes: smaller ones come first."""
 
     priority: int
@@ -46,7 +46,7 @@ class PoolingInputQueue:
 
     def __init__(self) -> None:
         self._by_length: list[QueuedInput] = []
-        self._turns: list[_Turn] = []
+        self._order: list[_OrderKey] = []
         self._items: dict[int, QueuedInput] = {}
         self._num_added = 0
         self.num_tokens = 0
@@ -61,15 +61,15 @@ class PoolingInputQueue:
             item = QueuedInput(request_id, index, given, params, priority, self._num_added)
             self._items[item.number] = item
             insort(self._by_length, item, key=_length_key)
-            heappush(self._turns, _Turn(priority, item.number))
+            heappush(self._order, _OrderKey(priority, item.number))
             self.num_tokens += item.length
 
     def discard(self, request_id: RequestId) -> None:
         """Remove the queued inputs of a request."""
         for item in [item for item in self._items.values() if item.request_id == request_id]:
             self._remove(item)
-        self._turns = [turn for turn in self._turns if turn.number in self._items]
-        heapify(self._turns)
+        self._order = [key for key in self._order if key.number in self._items]
+        heapify(self._order)
 
     def take(self, *, max_tokens: int, max_inputs: int) -> list[QueuedInput]:
         """Remove and return the inputs of the next pass, the shortest first.
@@ -78,11 +78,11 @@ class PoolingInputQueue:
         nothing is queued.
         """
         # Inputs that shared an earlier pass left their entry in the heap.
-        while self._turns and self._turns[0].number not in self._items:
-            heappop(self._turns)
-        if not self._turns:
+        while self._order and self._order[0].number not in self._items:
+            heappop(self._order)
+        if not self._order:
             return []
-        head = self._items[self._turns[0].number]
+        head = self._items[self._order[0].number]
         low = self._position(head)
         high = low + 1
         # Extend the range around the first input by the neighbour whose length is nearer, as long as one fits.
@@ -105,7 +105,7 @@ class PoolingInputQueue:
         assert sorted(self._items) == sorted(item.number for item in self._by_length)
         assert self._by_length == sorted(self._by_length, key=_length_key)
         assert self.num_tokens == sum(item.length for item in self._by_length)
-        assert set(self._items) <= {turn.number for turn in self._turns}
+        assert set(self._items) <= {key.number for key in self._order}
 
     def _fits(self, low: int, high: int, max_tokens: int) -> bool:
         """Return whether the inputs in a range of positions can share a pass."""

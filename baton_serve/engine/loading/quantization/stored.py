@@ -137,10 +137,12 @@ def _place_all(module: nn.Module, stored: StoredModel, target: torch.device, dty
         else:
             set_parameter(module, name, made.dense(dtype))
             as_numbers += 1
-    logger.info("read %d quantized layers (%s)%s", len(stored.layers), stored.form.label, _told(as_numbers, dtype))
+    logger.info(
+        "read %d quantized layers (%s)%s", len(stored.layers), stored.form.label, _conversion_note(as_numbers, dtype)
+    )
 
 
-def _told(as_numbers: int, dtype: torch.dtype) -> str:
+def _conversion_note(as_numbers: int, dtype: torch.dtype) -> str:
     """Return a note for the log about layers that became floats."""
     return f"; converted {as_numbers} of them to {dtype}, which no kernel supports as stored" if as_numbers else ""
 
