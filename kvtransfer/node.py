@@ -298,6 +298,7 @@ def _advertised(endpoint: str, host: str) -> str:
     """Return `endpoint` with its host replaced by `host`, unless that is empty."""
     if not host:
         return endpoint
+    # The bound address may be 0.0.0.0, to which peers cannot connect: keep only its port.
     scheme, _, rest = endpoint.partition("://")
     port = rest.rpartition(":")[2]
     return f"{scheme}://{host}:{port}"

@@ -33,6 +33,7 @@ class Ladders:
         ladder = self._known.get(key)
         if ladder is None:
             ladder = self._known[key] = self._new(welcome)
+        # The order is that of the last use, so that the ladder of a live peer is not dropped.
         self._known.move_to_end(key)
         while len(self._known) > MAX_LADDERS:
             self._known.popitem(last=False)

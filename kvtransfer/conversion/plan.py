@@ -46,6 +46,7 @@ def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int)
     pieces: list[TokenRun] = []
     token = first_block * sink.block_tokens
     while token < num_tokens:
+        # A run ends where a block ends on either side: each run is one copy within one block of both.
         ends = [(token // size + 1) * size for size in (source.block_tokens, sink.block_tokens)]
         end = min(*ends, num_tokens)
         pieces.append(

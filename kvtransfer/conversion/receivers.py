@@ -72,6 +72,7 @@ class LayoutConverter:
         blocks = [target.block for target in targets]
         self._blocks.check(blocks)
         with self._blocks.on_stream():
+            # The engine may still read the previous content of these blocks.
             self._blocks.after_computing(blocks)
             place(as_tensor(block).to(self._blocks.device), self.wire, targets, self._blocks.tensor, self._layout)
         self._blocks.wait()
@@ -101,6 +102,7 @@ class MappedReceiver:
         raise TransportUnavailable("this transport sends no bytes")
 
     def close(self) -> None:
+        # Drop the mapping, but a copy that runs keeps its own reference to it.
         self._source = None
 
 
@@ -131,6 +133,7 @@ class GatheredIntake:
 
     def __init__(self, converter: LayoutConverter, placement: BlockPlacement) -> None:
         size = converter.wire.block_bytes
+        # Conversion needs the whole block: frames may be cut anywhere, also inside a token.
         self._view = memoryview(bytearray(size))
         self._intake = BlockIntake(HostBlocks(self._view, 1, size), 0, placement.checksum)
         self._converter = converter

@@ -34,6 +34,7 @@ class StagedFetch:
         """Hashes of this node's blocks that are complete."""
         self._parts = parts
         self._names = names
+        # One block of this node may need several blocks of the producer, if those are smaller.
         self._missing = [sum(index in of for of in parts.values()) for index in range(len(names))]
 
     def arrived(self, names: Sequence[BlockHash]) -> list[BlockHash]:
@@ -69,6 +70,8 @@ class StagingBuffers:
         first, source = translation.first_block, translation.layout
         pieces = plan(source, self._layout, first_block=first, num_tokens=translation.num_tokens)
         num_wanted = len({piece.sink for piece in pieces})
+        # The hashes come from the caller and the layout from the peer: check that they fit before any place is given
+        # out.
         if num_wanted != len(wanted) or (pieces and pieces[-1].source >= len(translation.names)):
             raise LocalTransferError(
                 f"{len(wanted)} blocks from {first} on and {len(translation.names)} of the producer's"

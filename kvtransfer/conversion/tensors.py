@@ -54,6 +54,7 @@ def _convert(here: Tensor, source: KVLayout, first: int, there: Tensor, sink: KV
     """
     codes, scales = _tokens(here, source, first, count), _scales(here, source, first, count)
     new_codes, new_scales = _tokens(there, sink, start, count), _scales(there, sink, start, count)
+    # Equal dtypes: copy the bytes, so that nothing is rounded again.
     if source.dtype == sink.dtype:
         new_codes.copy_(codes)
         if scales is not None and new_scales is not None:
@@ -90,5 +91,6 @@ def _tokens(heads: Tensor, layout: KVLayout, first: int, count: int) -> Tensor:
 def _scales(heads: Tensor, layout: KVLayout, first: int, count: int) -> Tensor | None:
     if not layout.scale_rows:
         return None
+    # The scales of a head follow the codes of all its tokens; a code has one byte.
     start = layout.block_tokens * layout.head_dim + first * SCALE_BYTES
     return heads[:, start : start + count * SCALE_BYTES]

@@ -65,6 +65,7 @@ def _compile(command: Sequence[str]) -> None:
 def _fingerprint(source: Path, compiler: str, flags: Sequence[str]) -> str:
     real = Path(compiler).resolve()
     stat = real.stat()
+    # Everything that changes the machine code is part of the name: a home folder may be shared by different machines.
     digest = hashlib.sha256(source.read_bytes())
     for part in (str(real), str(stat.st_size), str(stat.st_mtime_ns), *flags, platform.machine(), _processor()):
         digest.update(b"\0" + part.encode())

@@ -43,6 +43,7 @@ class Prober:
         if not self._context.settings.probe or self._task is not None or now < self._next_look:
             return
         self._next_look = now + CHECK_S
+        # A driver still holds the process of an earlier probe, and would hold the next one too.
         if self._runner.is_blocked:
             return
         for link in links:
@@ -69,6 +70,7 @@ class Prober:
             logger.info("peer=%s transports were not probed: %s", link.name, exc or "the peer did not answer")
             ladder.postponed(context.clock())
             return
+        # The producer is busy with another probe: this says nothing about the transports.
         if serving.reason and serving.outcome == "skipped":
             ladder.postponed(context.clock())
             return
@@ -104,6 +106,7 @@ class Prober:
         assert ladder is not None
         for verdict in verdicts:
             context.observer.probed(peer=link.name, transport=verdict.rung.transport, outcome=verdict.outcome)
+        # Log only what has changed: a barred rung is probed again and again, mostly with the same result.
         before = ladder.why()
         better = ladder.probed(verdicts, context.clock())
         if ladder.why() != before or better is not None:

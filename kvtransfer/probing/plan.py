@@ -97,5 +97,6 @@ def complete(rungs: Sequence[Rung], verdicts: Sequence[Verdict], outcome: ProbeO
             made.append(known[rung])
         else:
             made.append(Verdict(rung, outcome, reason=reason))
+            # The process ended at the first rung without a verdict; it never tried the rungs behind it.
             outcome, reason = "skipped", ""
     return made

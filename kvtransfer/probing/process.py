@@ -107,6 +107,8 @@ async def fetch(plan: ProbePlan, answer: SendAnswer) -> None:
     memory = memory_on(plan.device, plan.preload)
     expected = content_of(plan.seed)
     for position, rung in enumerate(plan.rungs):
+        # Divide the remaining time equally among the remaining rungs, so that one that hangs leaves time for the
+        # others.
         left = max(deadline - time.monotonic(), 0.0) / (len(plan.rungs) - position)
         verdict = await _try(rung, plan, memory, expected, left)
         answer(verdict)
@@ -140,6 +142,7 @@ async def _measure(
     passes = PASSES_DEVICE if plan.device else PASSES_HOST
     best = 0.0
     for number, count in enumerate([1, *[passes] * ROUNDS]):
+        # Without this, the bytes of the last fetch would make a transport that delivers nothing look right.
         memory.write(np.zeros_like(expected))
         names = [block_name(index) for index in range(count * NUM_BLOCKS)]
         began = time.perf_counter()

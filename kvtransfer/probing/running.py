@@ -100,6 +100,7 @@ class ProbeProcess:
         """Kill the process and all its children. Return False if the system could not end it within `REAP_S`."""
         if not self.is_gone:
             with contextlib.suppress(ProcessLookupError):
+                # SIGTERM would not do: the process may hang in a driver call that never returns to Python.
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self._transport is not None:
             self._transport.close()
@@ -190,6 +191,7 @@ class ProbeRunner:
         ending = asyncio.ensure_future(self._end(process))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+        # A cancelled caller must not leave a living process behind.
         await asyncio.shield(ending)
 
     async def close(self) -> None:

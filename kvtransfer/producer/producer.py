@@ -240,6 +240,7 @@ class ProducerSide:
             logger.warning("peer=%s refused: %s", hello.instance, refuse.reason)
             self._answer(identity, refuse)
             return
+        # Numbers are never used again: a session may still refer to a link that is gone.
         number, self._next_link = self._next_link, self._next_link + 1
         link = ProducerLink(
             self._context, self._socket, identity=identity, number=number, fd=fd, hello=hello, on_lost=self._on_lost

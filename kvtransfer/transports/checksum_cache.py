@@ -28,6 +28,7 @@ class ChecksumCache:
             return copy_hash().checksums(addresses, size)
         versions = [version_of(memory, block) for block in blocks]
         sums = [self._find(size, block, version) for block, version in zip(blocks, versions, strict=True)]
+        # One call hashes all of them: each call gives up the GIL once.
         lacking = [place for place, known in enumerate(sums) if known is None]
         if lacking:
             found = copy_hash().checksums([addresses[place] for place in lacking], size)

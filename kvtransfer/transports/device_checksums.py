@@ -41,12 +41,15 @@ def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) ->
     """Return the sums of blocks, int64 `[len(chosen)]`, on the device. They are computed on the current stream."""
     words = blocks.tensor.view(torch.int64)
     if sample:
+        # Words from all parts of the block, so that a block that arrived only in part is noticed.
         some = words[:, :: max(words.shape[1] // SAMPLE_WORDS, 1)]
         if is_run(chosen):
             some = some[chosen[0] : chosen[0] + len(chosen)]
         else:
             some = some.index_select(0, index_of(chosen, blocks.device))
         return (some * weights(some.shape[1], blocks.device)).sum(1)
+    # Blocks are summed in groups of neighbours: the products of all blocks at once would need as much memory as the
+    # blocks.
     factors = weights(words.shape[1], blocks.device)
     most = max(PRODUCT_BYTES // blocks.block_bytes, 1)
     return torch.cat([(words[run.start : run.stop] * factors).sum(1) for run in _runs(chosen, most)])

@@ -47,6 +47,7 @@ class DeviceBlocks:
             return self
         if count not in self._parts:
             made = DeviceBlocks(PartitionedMemory(self._memory, count))
+            # Share the streams: copies of parts and of whole blocks by one thread then run in order.
             made._local = self._local
             self._parts[count] = made
         return self._parts[count]
@@ -73,6 +74,7 @@ class DeviceBlocks:
         """Return a new stream and make its device the current one of this thread. Return None on the CPU."""
         if self._module is None:
             return None
+        # CUDA keeps the current device for each thread: a stream must be created and used with its own.
         self._module.set_device(self.device)
         return self._module.Stream(self.device)
 
@@ -176,6 +178,7 @@ class HostArea:
         through pinned memory of torch.
         """
         if self._device.type == "cuda":
+            # Remember that it was registered here: only then must `close` unregister it.
             self._is_pinned = self._is_registered = self._register()
 
     def fill(self, place: int, source: Tensor, blocks: DeviceBlocks) -> None:
@@ -200,6 +203,8 @@ class HostArea:
         if self._is_pinned or self._device.type == "cpu":
             target.copy_(source, non_blocking=True)
             return
+        # This memory cannot be pinned itself: copy in pieces through pinned memory of this thread. The waits keep a
+        # piece until its copy has ended.
         bounce = self._bounce()
         flat_target, flat_source = target.view(-1), source.view(-1)
         for first in range(0, len(flat_source), len(bounce)):

@@ -40,6 +40,7 @@ class HostBlocks:
 
     def address(self, block: int) -> int:
         """Return the address of a block. Raises `TransportUnavailable` if its number is out of range."""
+        # The number comes from the peer: without the check it could name any address of this process.
         if not 0 <= block < self.num_blocks:
             raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
         return self._address + block * self.block_bytes
@@ -154,6 +155,7 @@ class BlockIntake:
             self._taken += step
 
     def is_right(self) -> bool:
+        # A short block must not pass: without a checksum nothing else would notice it.
         if self._taken != len(self._landed):
             raise TransportUnavailable(f"{self._taken} bytes came for a block of {len(self._landed)}")
         return self._digest is None or self._digest.intdigest() == self._checksum

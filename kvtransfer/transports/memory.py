@@ -102,6 +102,7 @@ class MemoryTransport:
 
     async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
         memory = self._shared.memories.get((welcome.instance, welcome.generation))
+        # The producer may have been closed since it was offered.
         if memory is None:
             raise TransportUnavailable("the producer is not in this process")
         whole = host_blocks(memory)

@@ -61,6 +61,7 @@ class Ring:
         with self._lock:
             if self._is_closed or len(self._free) < needed:
                 raise TransportUnavailable("the ring is closed" if self._is_closed else "the ring is full")
+            # In order, so that neighbouring slots can be filled by one copy.
             slots = sorted(self._free[:needed])
             del self._free[:needed]
             self._num_staging += 1

@@ -107,6 +107,7 @@ class UsmTransport:
                 "shared memory cannot be offered, usm stays unused: %s: %s", self._path or "abstract socket", exc
             )
             return
+        # Set at the end: `serves` offers this transport only when the socket listens.
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
@@ -119,6 +120,7 @@ class UsmTransport:
         ring_module = importlib.import_module("baton_serve.kvtransfer.transports.ring")
         ring = await asyncio.to_thread(ring_module.Ring, request.memory, self._settings.ring_bytes)
         secret = secrets.token_bytes(SECRET_BYTES)
+        # A secret for each ring, so that one consumer cannot map the ring of another one.
         self._shown[secret] = ExportedMemory(ring.fd, ring.num_slots, ring.block_bytes, is_ring=True)
         offer = Offer(self.name, self._address, secret)
         close = partial(self._shown.pop, secret, None)
@@ -134,6 +136,7 @@ class UsmTransport:
         try:
             return await asyncio.to_thread(_mapped, fd, answer, target)
         finally:
+            # The mapping stays valid without the descriptor.
             os.close(fd)
 
     async def close(self) -> None:

@@ -113,6 +113,7 @@ class ZeromqTransport:
         self._settings = settings
 
     async def start(self) -> None:
+        # The setting helps receiving, which happens in ZeroMQ's I/O threads.
         keep_freed_memory()
 
     def serves(self, hello: Hello) -> bool:
@@ -148,6 +149,7 @@ class ZeromqTransport:
     def _settings_for(self, hello: Hello) -> TransferSettings:
         """Return the settings with a window that is large enough for all connections of a consumer."""
         num_connections = min(self._settings.zeromq_connections, hello.connections)
+        # `SendQueue` has one window for all connections of a consumer together.
         return msgspec.structs.replace(self._settings, window_bytes=self._settings.window_bytes * num_connections)
 
 

@@ -42,6 +42,7 @@ def device_backend(kind: str) -> str:
     if kind == "cuda" and distributed.is_nccl_available():
         return "nccl"
     if kind == "xpu":
+        # Older torch releases lack this function: test for the feature and not for the version.
         has_xccl = getattr(distributed, "is_xccl_available", None)
         if has_xccl is not None and has_xccl():
             return "xccl"

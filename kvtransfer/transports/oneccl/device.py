@@ -67,6 +67,7 @@ class DeviceSender:
         return Prepared(chosen.blocks, [salt] * len(chosen.blocks), parts=chosen.parts)
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
+        # Announce first: the consumer must start to receive, or the send below would wait for it.
         announce([()])
         sources, salt = prepared.sources, prepared.checksums[0]
         blocks = self._blocks.in_parts(prepared.parts)
@@ -75,6 +76,7 @@ class DeviceSender:
             assert isinstance(pair, DevicePair)
             lane = self._lanes.next()
             with lane:
+                # Neighbours can be sent where they lie; scattered blocks are gathered into memory of the lane first.
                 part = neighbours(blocks, sources)
                 if part is None:
                     part = lane.staging(len(sources), prepared.parts)
@@ -173,6 +175,8 @@ class DirectReceiver(PairStream):
         with self.lock:
             if self.is_closed:
                 return None
+            # From here on `close` does not abandon this parcel: the library may write into its blocks until it has
+            # ended.
             self.waiting.remove(parcel)
         try:
             return self._begin(pair, message, parcel)
@@ -224,6 +228,8 @@ class DeviceArrival:
         if self.staged is not None and places:
             self.blocks.scatter(self.staged, [placement.position for placement in self.placements], places)
         if self.message.is_summed and places:
+            # The sums arrived behind the blocks: subtracting the sums of what arrived leaves the salt if both are
+            # equal.
             sums = self.lane.sums(self.message.count)
             if len(places) < self.message.count:
                 sums = sums[index_of([placement.position for placement in self.placements], self.blocks.device)]
@@ -288,6 +294,7 @@ class StagedArrival(DeviceArrival):
     def __call__(self) -> None:
         self.wait()
         with self._receiver.lock:
+            # The parcel was abandoned, and its blocks may hold something else by now.
             if self._receiver.is_closed:
                 return
             self.placements = list(self.parcel.placements)

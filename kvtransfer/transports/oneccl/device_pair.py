@@ -103,6 +103,7 @@ class DeviceBackend:
             else:
                 channel = TorchChannel(make_group(self._library, store, rank, host, timeout_s))
             pair = DevicePair(channel, self._blocks, store)
+        # Rank 0 sends sevens and rank 1 starts with ones, so that untouched memory cannot look like a success.
         probe = torch.full((WARM_UP_BYTES,), 7 - 6 * rank, dtype=torch.uint8, device=self._blocks.device)
         pair.exchange_all([[probe]], is_send=rank == 0)
         if rank == 1 and not bool((probe == 7).all()):
@@ -145,6 +146,7 @@ class DevicePair:
         """
         if not self._is_abandoned.is_set():
             self._is_abandoned.set()
+            # In a thread of its own: aborting may wait for a call of the library that is running.
             threading.Thread(target=self._abort, name="baton-pair-abort", daemon=True).start()
 
     def _abort(self) -> None:

@@ -102,6 +102,7 @@ class PairReceiver:
         """Create a receiver; `frames` places the bytes of each block."""
         self._frames = frames
         self._block_bytes = block_bytes
+        # A mapping of its own: the library may write to it even after the pair was given up.
         self._buffer = memoryview(mmap.mmap(-1, MESSAGE_BYTES))
         self._lock = threading.Lock()
         self._waiting: list[IncomingParcel] = []

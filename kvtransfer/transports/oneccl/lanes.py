@@ -65,6 +65,7 @@ class Lanes:
         messages in flight.
         """
         if len(self._lanes) < LANES:
+            # Created here, in the pair's thread, because `new_stream` sets the current device of the calling thread.
             self._lanes.append(Lane(self._blocks))
         lane = self._lanes[self._turn % LANES]
         self._turn += 1

@@ -175,6 +175,7 @@ class Api:
             raise PairBrokenError("oneCCL still waits for the peer of another pair")
         try:
             self._num_pairs += 1
+            # Pairs are never destroyed, so their open files would exhaust the limit of the process.
             if self._num_pairs > MAX_PAIRS:
                 raise PairBrokenError(f"this process has made {MAX_PAIRS} pairs: restart it")
             made = ctypes.c_void_p()
@@ -187,6 +188,7 @@ class Api:
         """Send or receive parts, as one group if the library can: its groups need a SYCL device."""
         call = getattr(self._library, function)
         is_group = len(parts) > 1 and self._has_groups
+        # The first failure shows that this build cannot group calls: do not try again.
         if is_group and self._library.onecclGroupStart():
             logger.info("oneCCL cannot group calls here (no SYCL device): each part is a call of its own")
             is_group = self._has_groups = False

@@ -55,6 +55,7 @@ class NcclChannel:
 
     def abort(self) -> None:
         """End the communicator: its kernels, and calls that wait for the peer."""
+        # A call that hangs keeps the lock for ever: after the timeout, abort under it, which is what ends the call.
         has_lock = self._calling.acquire(timeout=ABORT_PATIENCE_S)
         try:
             communicator, self._communicator = self._communicator, None

@@ -103,11 +103,13 @@ class PairThread:
         with self._lock:
             self._pair = pair
             is_closed = self._is_closed
+        # `close` came while the pair was being opened and could not abandon it then.
         if is_closed:
             pair.abandon()
             return
         self._call_on_loop(self._is_open)
         while (job := self._jobs.get()) is not None:
+            # At most `LANES` messages in flight: their lanes' memory is used again after that.
             self._lanes.acquire()
             if self._is_closed:
                 raise PairBrokenError("closed")

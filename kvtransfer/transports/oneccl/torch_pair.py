@@ -109,6 +109,7 @@ def join_store(address: bytes, timeout_s: float) -> tuple[Store, str]:
     """Return the producer's store, and the local address by which this machine reaches it."""
     host, _, port = address.decode().rpartition(":")
     with translated():
+        # The local address of a connection to the peer is the one by which the peer can reach gloo here.
         with socket.create_connection((host, int(port)), timeout=timeout_s) as probe:
             local = probe.getsockname()[0]
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -93,9 +93,11 @@ class OneCclTransport:
         backend, timeout_s = self._choose([offer.dialect]), self._settings.attach_timeout_s
         receiver = self._receiver(offer.dialect, target)
         thread = self._thread(lambda: backend.join(offer.address, offer.secret, timeout_s), receiver.failed)
+        # The thread needs `receiver.failed` and the receiver needs the thread, so one of them is set afterwards.
         receiver.thread = thread
         try:
             async with asyncio.timeout(timeout_s):
+                # A timeout must not cancel the future, which the pair's thread resolves later.
                 await asyncio.shield(thread.opened)
         except TimeoutError as exc:
             receiver.close()
@@ -141,6 +143,7 @@ class OneCclTransport:
         )
 
     def _choose(self, dialects: Sequence[str]) -> Backend:
+        # The order of this node decides; its backends are sorted best first.
         for name, backend in self._backends.items():
             if name in dialects:
                 return backend

@@ -125,6 +125,7 @@ def _compile(compiler: str, sources: list[str], output: Path) -> None:
 
 
 def _fingerprint(compiler: str) -> str:
+    # Everything that changes the machine code is part of the name, also the CPU: machines may share a home folder.
     digest = hashlib.sha256()
     for path in sorted(_SOURCES.iterdir()):
         if path.suffix in {".cpp", ".h"}:

@@ -61,6 +61,7 @@ def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, 
     """
     inputs, outputs = parts[0].shape[1], sum(len(part) for part in parts)
     parts = [part if part.stride() == (inputs, 1) else part.contiguous() for part in parts]
+    # The addresses of all rows: the C++ code reads the parts where they lie, without joining them first.
     rows = np.concatenate([part.data_ptr() + np.arange(len(part)) * (2 * inputs) for part in parts])
     if takes_turns:
         rows = rows.reshape(2, -1, PANEL // 2).swapaxes(0, 1).ravel()

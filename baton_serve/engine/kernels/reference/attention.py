@@ -41,6 +41,7 @@ class ReferenceAttention:
                 singles.append(s)
             elif end > start:
                 output[start:end] = _prefill(query[start:end], cache, lens[s], tables[s], spec)
+        # Sequences with one new token are collected, so that one gather serves all of them.
         if singles:
             rows = torch.tensor(singles, device=query.device)
             tokens = meta.query_starts[rows].long()

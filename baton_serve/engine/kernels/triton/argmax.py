@@ -51,6 +51,7 @@ def _part_kernel(keys, places, logits, stride, columns, parts, part: tl.constexp
     bits = tl.where(number == 0, 0.0, number).to(tl.int32, bitcast=True)  # zero and minus zero must be equal
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats sort the other way: flip their bits
     key = tl.where(number != number, NO_NUMBER, key)
+    # Columns beyond the end of the row must never win.
     key = tl.where(column < columns, key, -0x80000000)
     largest = tl.max(key, 0)
     at = row * parts + tl.program_id(1)

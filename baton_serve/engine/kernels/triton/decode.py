@@ -45,6 +45,7 @@ def decode(
     tile = min(tiles.tile, tiles.min_split)
     align = max(tile, block_tokens)
     num_splits = most_splits(meta, spec, tiles)
+    # Sized by the longest possible context: the lengths are known on the device only.
     partial = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
     stats = query.new_empty((num_seqs, num_heads, num_splits, 2), dtype=torch.float32)
     items = num_seqs * num_kv_heads * num_splits
@@ -196,6 +197,7 @@ def _decode_kernel(  # noqa: PLR0913
     contexts = tl.load(context_lens + ids, mask=ids < num_seqs, other=0)
     starts = tl.load(query_starts + ids, mask=ids < num_seqs, other=0)
     ends = tl.load(query_starts + ids + 1, mask=ids < num_seqs, other=0)
+    # Sequences with more new tokens belong to the prefill kernel: `cut` gives no split for a context of 0.
     contexts = tl.where(ends - starts == 1, contexts, 0)
     _, _, splits_of = cut(contexts, min_split, split_limit, align, window)
     item_ends = tl.cumsum(splits_of, 0)

@@ -286,6 +286,7 @@ def _gate_up_kernel(  # noqa: PLR0913
             gate += tl.load(at_bias, kept, other=0.0).to(tl.float32)[None, :]
             up += tl.load(at_bias + gap, kept, other=0.0).to(tl.float32)[None, :]
         dtype = active.dtype.element_ty
+        # Round as if the product had been stored, as the twin does.
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         if clamped:
             gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)

@@ -239,6 +239,7 @@ def _rms_norm_kernel(  # noqa: PLR0913
     if unit_offset:
         normed *= 1.0 + factor
     else:
+        # Llama rounds before it multiplies by the weight; Gemma, above, rounds once at the end.
         normed = normed.to(dtype).to(tl.float32) * factor
     tl.store(output + row * hidden + dim, normed.to(dtype), mask)
 

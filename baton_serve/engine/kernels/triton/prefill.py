@@ -139,6 +139,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     lens = tl.maximum(lens, 0)
     tiles_of = (lens + (tokens - 1)) // tokens
     tile_ends = tl.cumsum(tiles_of, 0)
+    # Counted from the end, because the last tile of a sequence sees the longest context: long tiles start first.
     index = tl.sum(tiles_of, 0) - 1 - tl.program_id(1)
     if index < 0:
         return

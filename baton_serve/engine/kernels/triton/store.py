@@ -59,6 +59,7 @@ def _store_kernel(  # noqa: PLR0913
     head_dim: tl.constexpr,
     dims: tl.constexpr,
 ):
+    # 64 bits, because offsets into the cache can exceed an int32.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:

@@ -229,6 +229,7 @@ def _byte_row_kernel(  # noqa: PLR0913
             number *= tl.load(scales + where, known, other=0.0).to(tl.float32)
         acc += number * asked[None, :]
     summed = tl.sum(acc, 1)
+    # One scale for the whole row: multiply once, after the sum.
     if groups == 1 and not has_zeros:
         summed *= tl.load(scales + row, live, other=0.0).to(tl.float32)
     _store_rows(result, summed, bias, row, live, outputs, rows, has_bias, gated)

@@ -393,6 +393,7 @@ def _byte_product_kernel(  # noqa: PLR0913
             acc += part * tl.load(scales + index).to(tl.float32)[:, None]
         else:
             acc = tl.dot(code_operand(number, asked.dtype), asked, acc, input_precision=precision)
+    # One scale for the whole row: multiply once, after the sum.
     if groups == 1 and not has_zeros:
         acc *= tl.load(scales + row).to(tl.float32)[:, None]
     write_sums(result, sums, counters, acc, bias, num_tokens, outputs, output, token, splits, has_bias, adds)
