@@ -33,7 +33,9 @@ class EngineConfig:
     model: str
     """Folder in Hugging Face format, or a GGUF file in such a folder."""
     device: DeviceName = "auto"
+    """Device to compute on; `auto` takes xpu, then cuda, then the CPU."""
     dtype: DtypeName = "auto"
+    """Dtype of weights and activations; `auto`: the model's own, but bfloat16 for float16 models on CPUs."""
     max_model_len: int | None = None
     """Longest prompt plus answer, in tokens; None: the longest that the model's config allows."""
     max_num_seqs: int = 256
@@ -55,9 +57,13 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, instead of as many as fit into memory."""
     seed: int = 0
+    """Seed of random weights (`load_format` dummy), and of requests of the offline API that state none."""
     enable_prefix_caching: bool = True
+    """Reuse the KV blocks of earlier requests with the same beginning."""
     load_format: LoadFormat = "auto"
+    """`auto` takes safetensors before GGUF files; `dummy` draws random weights, for tests and benchmarks."""
     enforce_eager: bool = False
+    """Launch every kernel separately instead of replaying captured graphs."""
     max_step_stretch: float = inf
     """Longest duration of a step with prompt tokens, as a multiple of a decode-only step.
 
@@ -72,6 +78,7 @@ class EngineConfig:
     runner: RunnerType = "auto"
     """`pooling` loads the model for embeddings and scores, `generate` for text; `auto`: by the model's folder."""
     task: Task = "auto"
+    """Task of the model; `embed`, `classify` and `score` load it as a pooling model."""
     quantization: Quantization | None = None
     """Format to which the weights of linear layers are rounded while they load.
 
