@@ -19,7 +19,7 @@ from typing import Any
 import atheris  # type: ignore[import-untyped,unused-ignore]
 
 with atheris.instrument_imports(
-    include=["contracts", "baton_serve.kvtransfer.frames", "baton_serve.services.common.zmq.zmtp"]
+    include=["baton_serve.contracts", "baton_serve.kvtransfer.frames", "baton_serve.services.common.zmq.zmtp"]
 ):
     import msgspec
 
@@ -45,8 +45,8 @@ with atheris.instrument_imports(
         ToRouter,
         Work,
     )
-    from baton_serve.contracts.pooling import PoolingInput, PoolingParams
-    from baton_serve.contracts.sampling import SamplingParams
+    from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
+    from baton_serve.contracts.sampling import SamplingSpec
     from baton_serve.contracts.wire import Decoder, WireError, encode
     from baton_serve.kvtransfer.frames import ToConsumer, ToProducer
     from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, command, frame_message, handshake
@@ -78,7 +78,7 @@ def seeds() -> list[bytes]:
         request_id=RequestId("r-1"),
         token_ids=[1, 2, 70_000],
         num_prompt_tokens=3,
-        sampling=SamplingParams(seed=3, max_tokens=16, stop_token_ids=[2], logit_bias={5: 1.5}, logprobs=2),
+        sampling=SamplingSpec(seed=3, max_tokens=16, stop_token_ids=[2], logit_bias={5: 1.5}, logprobs=2),
         root=name,
     )
     ticket = Ticket(
@@ -92,7 +92,7 @@ def seeds() -> list[bytes]:
     )
     load = Load(free_blocks=3, total_blocks=9)
     made_up = record("prefill-0", "prefill", load=load)
-    pool = Pool(request_id=RequestId("p"), inputs=[PoolingInput(token_ids=[1, 2])], params=PoolingParams(task="embed"))
+    pool = Pool(request_id=RequestId("p"), inputs=[PoolingInput(token_ids=[1, 2])], params=PoolingSpec(task="embed"))
     tokens = Tokens(request_id=RequestId("r-1"), sequence=0, position=0, token_ids=[5], finish_reason="stop")
     to_router: list[msgspec.Struct] = [
         Batch([tokens]),

@@ -14,8 +14,8 @@ from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, Re
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import Images, Spans
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
+from baton_serve.contracts.sampling import SamplingSpec
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -51,7 +51,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     request_id: RequestId
     token_ids: list[int]
     num_prompt_tokens: int
-    sampling: SamplingParams
+    sampling: SamplingSpec
     root: BlockHash
     """Parent of the first block's hash."""
     sequences: list[int] = msgspec.field(default_factory=lambda: [0])
@@ -113,7 +113,7 @@ class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
 
     request_id: RequestId
     inputs: list[PoolingInput]
-    params: PoolingParams
+    params: PoolingSpec
     priority: int = 0
     timeout_s: float = 600.0
 
@@ -184,7 +184,7 @@ ToInstance = (
 )
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """The log-probability of a token, and its rank among all tokens (1 is the most likely)."""
 
     token_id: int
@@ -195,8 +195,8 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The logprob of the chosen token and of the alternatives at its position."""
 
-    chosen: Logprob
-    top: list[Logprob]
+    chosen: TokenLogprob
+    top: list[TokenLogprob]
     """The most likely tokens, in descending order."""
 
 

@@ -8,7 +8,7 @@ PoolingTask = Literal["embed", "token_embed", "classify"]
 """`embed`: one vector per input; `token_embed`: one per token; `classify`: the scores of the classes."""
 
 
-class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to compute the result of an input. None means the model's default for normalization and activation."""
 
     task: PoolingTask

@@ -6,7 +6,7 @@ Rules about text (stop strings, detokenization) stay in the router. Names and de
 import msgspec
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one request's tokens.
 
     The choice of a token depends only on the logits, `seed`, sequence index and position. `seed` is always set: the

@@ -20,7 +20,7 @@ async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncI
     """Try every transport between the first two devices, from one device to itself, or between host memories."""
     # kvtransfer needs packages of instances, which a machine that only runs a router may lack.
     try:
-        kvtransfer = importlib.import_module("kvtransfer")
+        kvtransfer = importlib.import_module("baton_serve.kvtransfer")
     except ImportError as exc:
         yield note("transports", f"not checked: {exc}", "only for instances: pip install 'baton-serve[worker]'")
         return

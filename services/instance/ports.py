@@ -12,7 +12,7 @@ from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket, ToRouter, Work
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.core.outputs import EngineStats, NamedBlock, Reservation, StepResult
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
@@ -38,7 +38,7 @@ class PoolingPort(SteppingPort, Protocol):
     """The interface of `engine.pooling.engine.PoolingEngine`. Engine thread only."""
 
     def pool(
-        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, *, priority: int = 0
+        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
     ) -> None: ...
     def cancel(self, request_id: RequestId) -> None: ...
 

@@ -32,7 +32,7 @@ from baton_serve.contracts.messages import (
     ToRouter,
     Work,
 )
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.common.registry import RegistryView, registry_view
 from baton_serve.services.common.zmq.rpc import InstanceLink
 from baton_serve.services.local.launches import RunningProcess
@@ -137,7 +137,7 @@ class Driver:
             request_id=RequestId(f"request-{self._num_requests}"),
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(**params),
+            sampling=SamplingSpec(**params),
             root=root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
             sequences=list(range(n)),
             timeout_s=timeout_s,

@@ -9,7 +9,7 @@ import torch
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from tests.devices import DEVICE
@@ -43,7 +43,7 @@ def make_work(
         request_id=RequestId(request_id),
         token_ids=tokens,
         num_prompt_tokens=num_prompt_tokens or len(tokens),
-        sampling=SamplingParams(**values),
+        sampling=SamplingSpec(**values),
         root=root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
         sequences=list(range(sequences)),
         itl_s=itl_s,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams, PoolingTask
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec, PoolingTask
 from baton_serve.engine import ConfigError, EngineConfig, ModelError, RequestError
 from baton_serve.engine.config import Task
 from baton_serve.engine.pooling.engine import PoolingEngine
@@ -38,7 +38,7 @@ def vectors_of(
     engine: PoolingEngine, inputs: Sequence[list[int] | PoolingInput], task: PoolingTask = "embed", **params: Any
 ) -> list[Vector]:
     given = [item if isinstance(item, PoolingInput) else PoolingInput(item) for item in inputs]
-    engine.pool(RequestId("r"), given, PoolingParams(task=task, **params))
+    engine.pool(RequestId("r"), given, PoolingSpec(task=task, **params))
     found: dict[int, Vector] = {}
     while engine.has_work():
         for output in engine.step().pooled:
@@ -240,7 +240,7 @@ def test_what_cannot_be_computed_is_refused(
 
 def test_a_cancelled_request_is_not_computed(tmp_path: Path) -> None:
     engine = engine_of(write_pooling_model(tmp_path / "m", "bert"))
-    params = PoolingParams(task="embed")
+    params = PoolingSpec(task="embed")
     engine.pool(RequestId("a"), [PoolingInput(ids) for ids in INPUTS], params)
     engine.pool(RequestId("b"), [PoolingInput([2, 3])], params)
     engine.cancel(RequestId("a"))

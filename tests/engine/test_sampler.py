@@ -6,7 +6,7 @@ import torch
 
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.scheduler import SampleRow
 from baton_serve.engine.core.sequence import Request, Sequence
 from baton_serve.engine.sample.constraints import ConstraintBuilder
@@ -23,7 +23,7 @@ def make_row(prompt: list[int], output: list[int] | None = None, *, index: int =
         request_id=RequestId("r"),
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        sampling=SamplingParams(**values),
+        sampling=SamplingSpec(**values),
         root=BlockHash(b""),
     )
     request = Request(work, "generate", 0, 0, 0.0, frozenset(work.sampling.stop_token_ids), 999)

@@ -90,3 +90,9 @@ def test_what_decides_never_loads_torch(module: str) -> None:
 def test_every_benchmark_can_be_run_by_its_name() -> None:
     files = [ROOT / f"baton_serve/bench/{module.replace('.', '/')}.py" for module, _ in BENCHES.values()]
     assert not [str(file) for file in files if not re.search(r"^def run\(", file.read_text(), re.MULTILINE)]
+
+
+def test_no_text_names_a_module_without_the_import_name() -> None:
+    """Such a text would import another package, or nothing, where the wheel is installed."""
+    bare = re.compile(r"import_module\(\s*f?[\"'](bench|contracts|engine|kvtransfer|services)\b")
+    assert not [str(path) for path in source_files() if bare.search(path.read_text())]

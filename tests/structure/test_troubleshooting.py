@@ -19,7 +19,7 @@ def test_every_quoted_message_is_in_the_code() -> None:
                 case ast.Constant(value=str(text)):
                     texts.add(text)
                 case ast.JoinedStr():
-                    texts.add("".join(part.value for part in node.values if isinstance(part, ast.Constant)))
+                    texts.add("".join(str(part.value) for part in node.values if isinstance(part, ast.Constant)))
     written = "\n".join(texts)
     quoted = [text for sign in SIGNS for text in re.findall(r"`([^`]*)`", sign) if " " in text]
     assert len(quoted) > 20

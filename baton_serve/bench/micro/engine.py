@@ -33,7 +33,7 @@ from baton_serve.bench.report import Row, show
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine import Engine, EngineConfig, device
 
 PEER = "vLLM 0.22.1, H200"
@@ -87,7 +87,7 @@ class Prompts:
             request_id=RequestId(f"{self._next}"),
             token_ids=draw.integers(0, self._vocab_size, length).tolist(),
             num_prompt_tokens=length,
-            sampling=SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            sampling=SamplingSpec(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
             root=self._root,
         )
 

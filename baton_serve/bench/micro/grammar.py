@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from baton_serve.bench.report import Row, show
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.services.router.text.grammar.lark import WHITESPACE
 from baton_serve.services.router.text.tokenization import TextTokenizer
@@ -203,7 +203,7 @@ def measure_engine(folder: Path, device: Literal["auto", "cpu", "cuda", "xpu"], 
 
 def _tokens_per_s(engine: Engine, name: str, grammar: str | None, batch: int) -> float:
     for number in range(batch):
-        sampling = SamplingParams(seed=0, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, grammar=grammar)
+        sampling = SamplingSpec(seed=0, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, grammar=grammar)
         prompt = [(7 * number + i) % 1000 for i in range(32)]
         work = Work(
             request_id=RequestId(f"{name} {number}"),

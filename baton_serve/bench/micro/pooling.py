@@ -13,11 +13,11 @@ import torch
 
 from baton_serve.bench.report import Row, show
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.pooling.engine import PoolingEngine
 
-EMBED = PoolingParams(task="embed")
+EMBED = PoolingSpec(task="embed")
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from baton_serve.bench.simulation.cost import CostModel
 from baton_serve.bench.simulation.measures import Distribution, Gaps
 from baton_serve.bench.simulation.virtual_time import run_virtually
 from baton_serve.contracts.instance import Role
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.main import admission_control, request_policy
 from baton_serve.services.router.placement.policy import PolicyName
@@ -171,7 +171,7 @@ def _prompt_request(scenario: Scenario, number: int, request: TraceRequest) -> P
     return PromptRequest(
         request_id=f"request-{number}",
         token_ids=prompt_tokens(scenario.trace, number, request),
-        sampling=SamplingParams(seed=0, max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True),
+        sampling=SamplingSpec(seed=0, max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True),
     )
 
 

@@ -7,7 +7,7 @@ in any batch, and after a replay (docs/adr/0004-sampling-by-position.md).
 from itertools import chain
 
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import RequestError
 
@@ -28,7 +28,7 @@ def uniform(seed: int, sequence: int, position: int) -> float:
     return (_mix(state ^ (position & _MASK)) >> 32) / 4294967296.0
 
 
-def is_plain_greedy(sampling: SamplingParams) -> bool:
+def is_plain_greedy(sampling: SamplingSpec) -> bool:
     """Return whether argmax over the allowed tokens gives the token: greedy, no penalties, `logit_bias` or logprobs."""
     return (
         sampling.temperature < GREEDY_BELOW
@@ -38,7 +38,7 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
     )
 
 
-def has_penalties(sampling: SamplingParams) -> bool:
+def has_penalties(sampling: SamplingSpec) -> bool:
     """Return whether the request changes logits depending on the tokens that are already in the sequence."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
@@ -66,7 +66,7 @@ def check_work(work: Work, limits: SchedulerConfig, vocab_size: int, *, max_logp
     _check_sampling(sampling, vocab_size=vocab_size, max_logprobs=max_logprobs)
 
 
-def _check_sampling(sampling: SamplingParams, *, vocab_size: int, max_logprobs: int) -> None:
+def _check_sampling(sampling: SamplingSpec, *, vocab_size: int, max_logprobs: int) -> None:
     ranges = [
         ("temperature", sampling.temperature, 0.0, MAX_FACTOR),
         ("top_p", sampling.top_p, 0.0, 1.0),

@@ -116,12 +116,12 @@ class SamplingParams:
         """Stop strings as a list; empty if there are none."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
-    def resolved(self, *, seed: int, room: int) -> sampling.SamplingParams:
+    def resolved(self, *, seed: int, room: int) -> sampling.SamplingSpec:
         """Return the parameters in the engine's own form.
 
         `seed` is used if the request has none. `room` is the number of tokens that the context leaves for the answer.
         """
-        return sampling.SamplingParams(
+        return sampling.SamplingSpec(
             seed=seed if self.seed is None else self.seed,
             # The engine rejects requests that do not fit the context. vLLM shortens the answer instead.
             max_tokens=room if self.max_tokens is None else min(self.max_tokens, room),

@@ -57,7 +57,7 @@ class OfflinePooler:
         engine = self.engine
         request_id = RequestId(str(self._num_requests))
         self._num_requests += 1
-        asked = pooling.PoolingParams(
+        asked = pooling.PoolingSpec(
             task=task, dimensions=params.dimensions, normalize=params.normalize, activation=params.activation
         )
         # Only models that were trained for it give useful vectors when they are shortened.

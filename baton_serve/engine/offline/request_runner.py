@@ -54,7 +54,7 @@ class _Request:
     """
 
     prompted: PreparedPrompt
-    sampling: sampling.SamplingParams
+    sampling: sampling.SamplingSpec
     answers: list[GeneratedSequence]
     beams: RequestBeams | None = None
     engine_ids: list[RequestId] = field(default_factory=list)
@@ -172,7 +172,7 @@ class RequestRunner:
         engine_id: RequestId,
         number: int,
         generated: list[int],
-        params_on_engine: sampling.SamplingParams,
+        params_on_engine: sampling.SamplingSpec,
     ) -> None:
         """Send the engine one request: the prompt, followed by the tokens `written` of a beam."""
         layout, prompted = self._engine.layout, request.prompted
@@ -248,9 +248,7 @@ class RequestRunner:
         request.engine_ids = []
 
 
-def _sampling_of_beams(
-    given: sampling.SamplingParams, num_alternatives: int, *, is_first: bool
-) -> sampling.SamplingParams:
+def _sampling_of_beams(given: sampling.SamplingSpec, num_alternatives: int, *, is_first: bool) -> sampling.SamplingSpec:
     """Return the parameters for one token after a beam, with its most likely alternatives."""
     return msgspec.structs.replace(
         given,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
@@ -68,7 +68,7 @@ class PoolingEngine:
         report("ready", 1.0)
 
     def pool(
-        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, *, priority: int = 0
+        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
     ) -> None:
         """Queue inputs; their vectors are results of later steps.
 
@@ -161,7 +161,7 @@ class PoolingEngine:
                 vectors[row] = vector[: items[row].length] if params.task == "token_embed" else vector
         return [vector.cpu().numpy() for vector in vectors]
 
-    def _heads(self, output: Tensor, batch: PaddedBatch, rows: list[int], params: PoolingParams) -> Tensor:
+    def _heads(self, output: Tensor, batch: PaddedBatch, rows: list[int], params: PoolingSpec) -> Tensor:
         """Turn the model's output for `rows` into vectors: pooling, linear layers, normalization."""
         model = self._model
         chosen = output if len(rows) == len(output) else output[rows]
@@ -197,7 +197,7 @@ class PoolingEngine:
             torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device), lengths, types
         )
 
-    def _check(self, inputs: list[PoolingInput], params: PoolingParams) -> None:
+    def _check(self, inputs: list[PoolingInput], params: PoolingSpec) -> None:
         """Check inputs and parameters. Raises `RequestError`."""
         if params.task not in self.profile.tasks:
             raise RequestError("invalid", f"this model does not serve {params.task}; it serves {self.profile.tasks}")
@@ -239,7 +239,7 @@ class PoolingEngine:
         """
         limit = self._max_tokens if not device.is_host(self.device) else min(self._max_tokens, 256)
         longest = self.max_model_len if not device.is_host(self.device) else min(self.max_model_len, 64)
-        params = PoolingParams(task=self.profile.tasks[0])
+        params = PoolingSpec(task=self.profile.tasks[0])
         # The longest single input, and many short ones, need most memory in different parts of the model.
         passes = [[longest], [min(longest, 64)] * max(1, min(self._max_inputs, limit // min(longest, 64)))]
         try:

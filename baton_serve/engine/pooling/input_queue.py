@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 
 MIN_FILL_RATIO = 0.6
 """Shortest input of a pass as a fraction of the longest. A shorter one waits for a pass of its own lengths."""
@@ -25,7 +25,7 @@ class QueuedInput(Struct, frozen=True, eq=False, gc=False):
     request_id: RequestId
     index: int
     input: PoolingInput
-    params: PoolingParams
+    params: PoolingSpec
     priority: int
     number: int
 
@@ -54,7 +54,7 @@ class PoolingInputQueue:
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, priority: int) -> None:
+    def add(self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, priority: int) -> None:
         """Queue the inputs of a request. Lower values of `priority` come first."""
         for index, given in enumerate(inputs):
             self._num_added += 1

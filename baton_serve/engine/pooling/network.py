@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from baton_serve.contracts.pooling import PoolingParams
+from baton_serve.contracts.pooling import PoolingSpec
 from baton_serve.engine.pooling.recipe import PoolingType
 
 Activation = Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ def pool(hidden: Tensor, lengths: Tensor, how: PoolingType) -> Tensor:
     return total / lengths[:, None]
 
 
-def embedding(vectors: Tensor, params: PoolingParams, *, normalize: bool) -> Tensor:
+def embedding(vectors: Tensor, params: PoolingSpec, *, normalize: bool) -> Tensor:
     """Shorten vectors [..., size] to the requested dimensions, and then normalize them."""
     # Matryoshka models are trained so that the first dimensions are an embedding of their own.
     if params.dimensions is not None:
@@ -35,7 +35,7 @@ def embedding(vectors: Tensor, params: PoolingParams, *, normalize: bool) -> Ten
     return functional.normalize(vectors, dim=-1) if wanted else vectors
 
 
-def scores(logits: Tensor, params: PoolingParams, activation: Activation) -> Tensor:
+def scores(logits: Tensor, params: PoolingSpec, activation: Activation) -> Tensor:
     """Return the scores of `logits` [..., num_labels], without activation if the request asks for that."""
     return logits.float() if params.activation is False else activation(logits.float())
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.scheduler import SampleRow
 from baton_serve.engine.core.sequence import Sequence as TokenSequence
 from baton_serve.engine.errors import RequestError
@@ -137,7 +137,7 @@ class ConstraintBuilder:
             mask = longer if longer.any() else mask
         return mask
 
-    def _allowed(self, sampling: SamplingParams) -> Bits | None:
+    def _allowed(self, sampling: SamplingSpec) -> Bits | None:
         """Return `allowed_token_ids` as a mask, or None if it is not set."""
         if sampling.allowed_token_ids is None:
             return None
@@ -178,7 +178,7 @@ def _clear(mask: Bits, tokens: Sequence[int]) -> None:
         mask[token >> 3] &= ~(1 << (token & 7)) & 255
 
 
-def _rules(sampling: SamplingParams) -> str:
+def _rules(sampling: SamplingSpec) -> str:
     """Name the rules that are set, for an error message."""
     rules = {
         "the grammar": sampling.grammar is not None,

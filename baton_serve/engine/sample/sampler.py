@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.messages import Logprob, TokenLogprobs
+from baton_serve.contracts.messages import TokenLogprob, TokenLogprobs
 from baton_serve.engine.core.sampling_rules import GREEDY_BELOW, has_penalties, is_plain_greedy, uniform
 from baton_serve.engine.core.scheduler import ModelRunnerOutput, SampleRow
 from baton_serve.engine.sample.penalties import Penalties
@@ -46,9 +46,9 @@ def token_logprobs(raw: Tensor, chosen: Sequence[int], num_top: int) -> list[Tok
     top_values, top_ids, own_values = values.tolist(), ids.tolist(), own[:, 0].tolist()
     return [
         TokenLogprobs(
-            Logprob(token, own_values[row], ranks[row]),
+            TokenLogprob(token, own_values[row], ranks[row]),
             [
-                Logprob(token_id, value, rank)
+                TokenLogprob(token_id, value, rank)
                 for rank, (token_id, value) in enumerate(zip(top_ids[row], top_values[row], strict=True), 1)
             ],
         )

@@ -4,7 +4,7 @@ import time
 
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.request_table import RequestTable, SchedulerConfig
 from baton_serve.engine.core.scheduler import Scheduler
@@ -63,7 +63,7 @@ def _compute(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, leng
     """Run prompts of these lengths to their end and return the measured times. Raises `ModelError` for NaN logits."""
     table = RequestTable(BlockPool(num_blocks, caching=False), limits, frozenset())
     scheduler, meter = Scheduler(table), StepMeter()
-    sampling = SamplingParams(seed=0, max_tokens=NUM_ANSWER_TOKENS, temperature=0.0)
+    sampling = SamplingSpec(seed=0, max_tokens=NUM_ANSWER_TOKENS, temperature=0.0)
     for number, length in enumerate(lengths):
         work = Work(
             request_id=RequestId(f"warm-up-{number}"),

@@ -19,7 +19,7 @@ import msgspec
 
 from baton_serve.contracts.identity import InstanceId, RequestId
 from baton_serve.contracts.messages import Answer, Cancel, Failed, Pool, Pooled
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.routable import serves_model
@@ -130,7 +130,7 @@ class PoolingPrompts(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Unique in the cluster."""
     inputs: Sequence[PoolingInput]
-    params: PoolingParams
+    params: PoolingSpec
     priority: int = 0
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO

@@ -10,7 +10,7 @@ from baton_serve.contracts.block_hash import hash_blocks, root_hash
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.router.placement.policy import PlacementPolicy
 from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Caller, Slo
 
@@ -48,7 +48,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Unique in the cluster."""
     token_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingSpec
     """Its `max_tokens` has been checked against the model's context length."""
     num_sequences: int = 1
     """Number of sequences to generate (`n` or `best_of`)."""

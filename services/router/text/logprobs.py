@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from baton_serve.contracts.messages import Logprob, TokenLogprobs
+from baton_serve.contracts.messages import TokenLogprob, TokenLogprobs
 from baton_serve.services.router.protocol.openai_responses import (
     ChatLogprob,
     ChatLogprobs,
@@ -84,9 +84,9 @@ class LogprobWriter:
             top.setdefault(self.token(one.token_id), _finite(one))
         return top
 
-    def _bytes(self, one: Logprob) -> list[int]:
+    def _bytes(self, one: TokenLogprob) -> list[int]:
         return list(self._detokenizer.token_bytes(one.token_id))
 
 
-def _finite(one: Logprob) -> float:
+def _finite(one: TokenLogprob) -> float:
     return max(one.logprob, _MIN_LOGPROB)

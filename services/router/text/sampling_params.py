@@ -1,4 +1,4 @@
-"""Converts the parameters of a validated request to `SamplingParams` for the engines and `TextRules` for the router.
+"""Converts the parameters of a validated request to `SamplingSpec` for the engines and `TextRules` for the router.
 
 It also makes the checks that depend on the model: token ids against the vocabulary, and lengths against the context.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -152,7 +152,7 @@ def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimit
 
 def sampling_params(
     request: GenerationRequest, num_prompt_tokens: int, rules: TextRules, tokens: TokenRules, limits: ModelLimits
-) -> SamplingParams:
+) -> SamplingSpec:
     """Return the sampling parameters for one prompt; `max_tokens` depends on the prompt's length.
 
     Raises `BadRequestError` if the tokens do not fit into the context or too many logprobs are requested.
@@ -170,7 +170,7 @@ def sampling_params(
     is_chat = isinstance(request, ChatCompletionRequest)
     _check_logprobs(logprobs, "top_logprobs" if is_chat else "logprobs", limits)
     _check_logprobs(prompt_logprobs, "prompt_logprobs", limits)
-    return SamplingParams(
+    return SamplingSpec(
         seed=_seed(request.seed),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -219,7 +219,7 @@ def sequence_counts(request: GenerationRequest, num_prompts: int, limits: ModelL
     return SequenceCounts(count, width)
 
 
-def with_ranking_logprobs(sampling: SamplingParams, size: SequenceCounts) -> SamplingParams:
+def with_ranking_logprobs(sampling: SamplingSpec, size: SequenceCounts) -> SamplingSpec:
     """Return `sampling` with logprobs if the best sequences must be chosen, because they are ranked by logprob."""
     if size.width == size.count or sampling.logprobs is not None:
         return sampling

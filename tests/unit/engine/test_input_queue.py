@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.pooling.input_queue import PoolingInputQueue
 
-EMBED = PoolingParams(task="embed")
+EMBED = PoolingSpec(task="embed")
 
 
 def waiting(*lengths: int, priority: int = 0) -> PoolingInputQueue:

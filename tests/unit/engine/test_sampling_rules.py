@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.sampling_rules import check_work, uniform
 from baton_serve.engine.errors import RequestError
@@ -14,7 +14,7 @@ LIMITS = SchedulerConfig(block_tokens=4, max_model_len=20, max_num_seqs=4, max_n
 
 def check(length: int = 3, **sampling: Any) -> None:
     values: dict[str, Any] = {"seed": 0, "max_tokens": 4, **sampling}
-    work = structs.replace(make_work("a", [1] * length), sampling=SamplingParams(**values))
+    work = structs.replace(make_work("a", [1] * length), sampling=SamplingSpec(**values))
     check_work(work, LIMITS, vocab_size=10, max_logprobs=5)
 
 

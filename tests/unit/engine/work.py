@@ -2,7 +2,7 @@
 
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.core.outputs import StepResult
@@ -29,7 +29,7 @@ def make_work(
         request_id=RequestId(request_id),
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
-        sampling=SamplingParams(seed=0, max_tokens=max_tokens),
+        sampling=SamplingSpec(seed=0, max_tokens=max_tokens),
         root=ROOT,
         sequences=list(range(sequences)),
         priority=priority,

@@ -10,7 +10,7 @@ from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, Re
 from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
@@ -52,7 +52,7 @@ def work(request_id: str = "r", *, sequences: Sequence[int] = (0,), priority: in
         request_id=RequestId(request_id),
         token_ids=[1, 2, 3],
         num_prompt_tokens=3,
-        sampling=SamplingParams(seed=1, max_tokens=8),
+        sampling=SamplingSpec(seed=1, max_tokens=8),
         root=BlockHash(b"r" * 16),
         sequences=list(sequences),
         priority=priority,

@@ -17,7 +17,7 @@ from baton_serve.contracts.messages import (
     Pooled,
     SnapshotRequest,
 )
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.common.zmq.rpc import RouterId
@@ -49,7 +49,7 @@ class FakePoolingEngine:
         self.error: Exception | None = None
 
     def pool(
-        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingParams, *, priority: int = 0
+        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
     ) -> None:
         self.asked.append(("pool", request_id, len(inputs), priority))
         if self.error is not None:
@@ -95,7 +95,7 @@ class Bench:
     ) -> RequestId:
         """The id inside the process."""
         inputs = [PoolingInput([1, 2]) for _ in range(num_inputs)]
-        params = PoolingParams(task="embed")
+        params = PoolingSpec(task="embed")
         message = Pool(request_id=RequestId(request_id), inputs=inputs, params=params, priority=3, timeout_s=timeout_s)
         self.serving.on_message(router, message)
         inner: RequestId = self.engine.asked[-1][1]
@@ -174,7 +174,7 @@ def test_draining_lets_requests_end_and_takes_no_new_ones() -> None:
         draining = asyncio.create_task(bench.serving.drain(5.0))
         await settle()
         assert isinstance(bench.router.answers()[-1], LoadReport) and bench.router.answers()[-1].draining
-        bench.serving.on_message(ROUTER, Pool(request_id=RequestId("b"), inputs=[], params=PoolingParams(task="embed")))
+        bench.serving.on_message(ROUTER, Pool(request_id=RequestId("b"), inputs=[], params=PoolingSpec(task="embed")))
         assert bench.router.answers()[-1].code == "draining"
         bench.turn(vector(inner, 0))
         await draining

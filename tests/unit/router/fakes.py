@@ -25,7 +25,6 @@ from baton_serve.contracts.messages import (
     Heartbeat,
     LoadAdapter,
     LoadReport,
-    Logprob,
     Pool,
     Pooled,
     Prefill,
@@ -34,6 +33,7 @@ from baton_serve.contracts.messages import (
     SnapshotRequest,
     Ticket,
     ToInstance,
+    TokenLogprob,
     TokenLogprobs,
     Tokens,
     ToRouter,
@@ -302,8 +302,8 @@ def pooled(message: Pool, index: int, classes: list[float] | None) -> Pooled:
 
 
 def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
-    top = [Logprob(token_id + i, -0.5 - i, i + 1) for i in range(wanted)]
-    return TokenLogprobs(Logprob(token_id, -0.5, 1), top)
+    top = [TokenLogprob(token_id + i, -0.5 - i, i + 1) for i in range(wanted)]
+    return TokenLogprobs(TokenLogprob(token_id, -0.5, 1), top)
 
 
 def prefill_report(work: Work) -> PrefillReport:

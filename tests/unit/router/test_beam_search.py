@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_serve.contracts.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
-from baton_serve.contracts.messages import Logprob, TokenLogprobs
+from baton_serve.contracts.messages import TokenLogprob, TokenLogprobs
 from baton_serve.services.router.api.best_of import best_of
 from baton_serve.services.router.text.text_output import TextDelta
 from tests.unit.router.conftest import Router, Serve
@@ -30,7 +30,7 @@ class Model:
 
     def answer(self, text: tuple[int, ...]) -> TokenLogprobs:
         order = sorted(enumerate(self(text)), key=lambda one: -one[1])
-        top = [Logprob(token, value, rank) for rank, (token, value) in enumerate(order, 1)]
+        top = [TokenLogprob(token, value, rank) for rank, (token, value) in enumerate(order, 1)]
         return TokenLogprobs(top[0], top)
 
 
@@ -76,7 +76,7 @@ def test_one_beam_is_greedy() -> None:
 
 def steps_of(early_stopping: EarlyStopping, length_penalty: float) -> int:
     """An end that is likely at once, and a running beam that loses a little with each token."""
-    end, going = Logprob(END, -0.1, 1), Logprob(1, -0.2, 2)
+    end, going = TokenLogprob(END, -0.1, 1), TokenLogprob(1, -0.2, 2)
     rules = BeamRules(
         width=1, max_tokens=9, ends=frozenset({END}), early_stopping=early_stopping, length_penalty=length_penalty
     )
@@ -96,7 +96,7 @@ def test_early_stopping_says_how_long_to_hope_for_better() -> None:
 
 def test_best_of_keeps_the_most_likely() -> None:
     def piece(text: str, *logprobs: float) -> TextDelta:
-        return TextDelta(text, [], [TokenLogprobs(Logprob(0, value, 1), []) for value in logprobs])
+        return TextDelta(text, [], [TokenLogprobs(TokenLogprob(0, value, 1), []) for value in logprobs])
 
     pieces = [piece("a", -1.0, -1.0), piece("b", -0.5), piece("c", -0.2, -0.3), piece("d", -3.0)]
     assert [one.text for one in best_of(pieces, 3)] == ["b", "c", "a"]

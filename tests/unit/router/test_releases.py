@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from baton_serve.contracts.messages import Cancel, ToInstance
 from baton_serve.contracts.pooling import PoolingProfile
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.router.cluster.worker_state import Sending, WorkerState
 from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.protocol.caller import Caller
@@ -220,7 +220,7 @@ def test_what_cannot_be_encoded_is_refused_before_anything_is_counted_or_sent(se
 
     async def scenario(router: Router) -> None:
         before = counters(router)
-        sampling = SamplingParams(seed=0, max_tokens=4)
+        sampling = SamplingSpec(seed=0, max_tokens=4)
         for number, job in enumerate(
             [
                 PromptRequest(request_id="a", token_ids=[97, 98], sampling=sampling, priority=10**30),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_serve.contracts.sampling import SamplingParams
+from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.router.main import api_keys
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
 from baton_serve.services.router.protocol.openai_requests import CompletionRequest
@@ -18,7 +18,7 @@ from tests.unit.router.tokenizers_for_tests import write_folder
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 30}
 
 
-def sampled(folder: Path, request: CompletionRequest, **settings: str) -> SamplingParams:
+def sampled(folder: Path, request: CompletionRequest, **settings: str) -> SamplingSpec:
     model = ServedModel.from_settings(RouterSettings(model=str(folder), **settings))  # type: ignore[arg-type]
     limits = ModelLimits(
         vocab_size=model.vocab_size,

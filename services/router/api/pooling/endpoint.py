@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams, PoolingProfile, PoolingTask
+from baton_serve.contracts.pooling import PoolingInput, PoolingProfile, PoolingSpec, PoolingTask
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, of_token_ids
 from baton_serve.services.router.api.pooling.schema import InputRequest, PoolingCommon
@@ -165,7 +165,7 @@ class PoolingCall:
         prompts = [single] if single else [item for item in given if isinstance(item, list)]
         return of_token_ids(prompts, rules, param="input")
 
-    async def compute(self, inputs: Sequence[PoolingInput], params: PoolingParams) -> list[Vector]:
+    async def compute(self, inputs: Sequence[PoolingInput], params: PoolingSpec) -> list[Vector]:
         """Compute one vector for each input on the instances, in the same order. Raises `ApiError`."""
         prompts = PoolingPrompts(
             # Instances need unique ids, but clients may choose ids (x-request-id) and use one twice.

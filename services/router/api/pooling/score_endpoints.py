@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton_serve.contracts.pooling import PoolingInput, PoolingParams
+from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.services.router.api.pooling.endpoint import PoolingCall
 from baton_serve.services.router.api.pooling.responses import (
     PoolingAnswer,
@@ -87,7 +87,7 @@ async def _scores(
             code="unsupported_endpoint",
         )
     inputs = await _pair_inputs(call, pairs, param)
-    vectors = await call.compute(inputs, PoolingParams(task="classify", activation=activation))
+    vectors = await call.compute(inputs, PoolingSpec(task="classify", activation=activation))
     return [vector.numbers()[0] for vector in vectors]
 
 
@@ -111,7 +111,7 @@ async def _cosines(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: s
     """Return the cosine of the embeddings of each pair."""
     # Each distinct text is embedded once: /rerank has the query in every pair.
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    vectors = await call.compute(await call.texts(texts, param=param), PoolingParams(task="embed"))
+    vectors = await call.compute(await call.texts(texts, param=param), PoolingSpec(task="embed"))
     by_text = {text: vector.values() for text, vector in zip(texts, vectors, strict=True)}
     size = len(vectors[0].data) if vectors else 0
     return [cosine(by_text[first], by_text[second]) async for first, second in yielding_iter(pairs, lambda _: size)]

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from baton_serve.contracts.pooling import PoolingParams, PoolingProfile
+from baton_serve.contracts.pooling import PoolingProfile, PoolingSpec
 from baton_serve.services.router.api.pooling.endpoint import PoolingCall
 from baton_serve.services.router.api.pooling.responses import (
     ClassificationItem,
@@ -20,7 +20,7 @@ async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.St
     call.require("embed")
     check_dimensions(request.dimensions, call.profile)
     inputs = await call.inputs(request)
-    params = PoolingParams(task="embed", dimensions=request.dimensions, normalize=request.normalize)
+    params = PoolingSpec(task="embed", dimensions=request.dimensions, normalize=request.normalize)
     vectors = await call.compute(inputs, params)
     texts = await encode_vectors(vectors, request.encoding_format or "float")
     data = [EmbeddingItem(index=i, embedding=text) for i, text in enumerate(texts)]
@@ -33,7 +33,7 @@ async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
     call.require(task)
     check_dimensions(request.dimensions, call.profile)
     inputs = await call.inputs(request)
-    params = PoolingParams(
+    params = PoolingSpec(
         task=task, dimensions=request.dimensions, normalize=request.normalize, activation=request.activation
     )
     vectors = await call.compute(inputs, params)
@@ -46,7 +46,7 @@ async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.
     """Answer /classify. Raises `ApiError`."""
     call.require("classify")
     inputs = await call.inputs(request)
-    vectors = await call.compute(inputs, PoolingParams(task="classify", activation=request.activation))
+    vectors = await call.compute(inputs, PoolingSpec(task="classify", activation=request.activation))
     data = [_classification(i, vector, call.profile.labels) for i, vector in enumerate(vectors)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
