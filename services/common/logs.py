@@ -4,6 +4,8 @@ Modules log with `logging.getLogger(__name__)`; only the `main` of a process cal
 `request_logs` each line carries the request's id; a callback that runs outside of it passes the id as
 `extra={"request_id": ...}`. A line with many fields passes all of them as `extra={"fields": {...}}`, which takes half
 the time. Never log a prompt, an answer or a key.
+
+`LimitedLog` limits the rate of warnings that a peer can cause, so that a faulty or hostile peer cannot fill the log.
 """
 
 import asyncio
@@ -12,10 +14,37 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
 import msgspec
+
+
+class LimitedLog:
+    """Logs at most one line in `every_s` seconds. The next line says how many were left out."""
+
+    def __init__(
+        self, logger: logging.Logger, *, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._every_s = every_s
+        self._clock = clock
+        self._next_at = float("-inf")
+        self._num_left_out = 0
+
+    def warning(self, message: str, *values: object) -> None:
+        """Log a warning like `Logger.warning`, or count it as left out."""
+        now = self._clock()
+        if now < self._next_at:
+            self._num_left_out += 1
+            return
+        if self._num_left_out:
+            message += " (%d more such lines since the last one)"
+            values += (self._num_left_out,)
+        self._next_at, self._num_left_out = now + self._every_s, 0
+        self._logger.warning(message, *values)
+
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

@@ -18,7 +18,7 @@ from baton_serve.engine.loading.native.config import read_folder
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.http.listening import bind_tcp
+from baton_serve.services.common.http.listener import bind_tcp
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.settings.configuration import environment, load_with, stop

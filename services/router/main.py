@@ -17,8 +17,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.http.limits import HttpLimits
 from baton_serve.services.common.http.server import AsgiApp, HttpServer
+from baton_serve.services.common.http.slots import HttpLimits
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import registry_view

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from baton_serve.services.common.http.limits import HttpLimits
+from baton_serve.services.common.http.slots import HttpLimits
 from tests.contract.raw_http import talk
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"

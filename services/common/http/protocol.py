@@ -19,8 +19,7 @@ from uvicorn.server import ServerState
 
 from baton_serve.services.common.http.exchange import EXTENSION, App, Exchange, Message, Scope
 from baton_serve.services.common.http.late_timer import LateTimer
-from baton_serve.services.common.http.limits import HttpLimits
-from baton_serve.services.common.http.slots import Slot
+from baton_serve.services.common.http.slots import HttpLimits, Slot
 from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,9 @@ from typing import Any, cast
 import uvicorn
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.http.limits import HttpLimits, affordable_connections
-from baton_serve.services.common.http.listener import Listener
-from baton_serve.services.common.http.listening import bind_tcp
+from baton_serve.services.common.http.listener import Listener, bind_tcp
 from baton_serve.services.common.http.protocol import HttpProtocol
-from baton_serve.services.common.http.slots import Slot, Slots
+from baton_serve.services.common.http.slots import HttpLimits, Slot, Slots, affordable_connections
 from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from baton_serve.services.common.cluster_key import ClusterKey
-from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.common.logs import LimitedLog
 from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from baton_serve.contracts.messages import Heartbeat, LoadReport, ToInstance, To
 from baton_serve.contracts.wire import MAX_FRAME_BYTES, Decoder, WireError, encode
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.errors import PeerUnreachable
-from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.common.logs import LimitedLog
 from baton_serve.services.common.zmq.curve_sockets import CurveDealer, CurveRouter
 from baton_serve.services.common.zmq.zmtp_sockets import ZmtpDealer, ZmtpRouter
 

@@ -16,7 +16,7 @@ from baton_serve.contracts.same_user import stranger
 from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.services.common.errors import PeerUnreachable
 from baton_serve.services.common.http.late_timer import LateTimer
-from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.common.logs import LimitedLog
 from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, frame_message, handshake
 
 logger = logging.getLogger(__name__)

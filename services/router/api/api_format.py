@@ -10,10 +10,10 @@ from typing import Protocol
 
 import msgspec
 
+from baton_serve.services.router.api.answer import SseDeltaWriter
 from baton_serve.services.router.api.chat_preparation import BegunChat
 from baton_serve.services.router.api.content_blocks import Block, Change, ContentBlockBuilder
 from baton_serve.services.router.api.generation import TextGeneration
-from baton_serve.services.router.api.sse import SseDeltaWriter
 from baton_serve.services.router.protocol.asgi import (
     DisconnectWatch,
     EventStream,

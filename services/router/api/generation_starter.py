@@ -10,7 +10,7 @@ from baton_serve.services.router.api.best_of import BestOfGeneration
 from baton_serve.services.router.api.generation import SampledGeneration, TextGeneration
 from baton_serve.services.router.api.model_view import ModelView
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
-from baton_serve.services.router.quota.priority import allowed
+from baton_serve.services.router.quota.api_keys import allowed
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestTiming

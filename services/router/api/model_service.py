@@ -14,10 +14,10 @@ from baton_serve.services.router.api.generation_starter import GenerationStarter
 from baton_serve.services.router.api.model_view import ModelView
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.protocol.asgi import RequestContext, while_connected
+from baton_serve.services.router.protocol.bounds import MAX_TOKENISED
 from baton_serve.services.router.protocol.caller import Slo
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelNotFoundError, UnavailableError
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
-from baton_serve.services.router.protocol.sizes import MAX_TOKENISED
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.pooling_dispatcher import PoolingDispatcher

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from baton_serve.contracts.same_user import stranger
-from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.common.logs import LimitedLog
 from baton_serve.services.router.quota.usage import UsageWindow, WindowUsage
 
 

@@ -18,7 +18,7 @@ import zmq
 from baton_serve.child_command import module_command
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.http.listening import bind_tcp
+from baton_serve.services.common.http.listener import bind_tcp
 from baton_serve.services.common.lifecycle import EXIT_HOPELESS, Lifecycle, RestartPolicy
 from baton_serve.services.router.processes.registry_relay import RegistryRelay
 from baton_serve.services.router.processes.sibling_rpc import RouterProcess

@@ -2,13 +2,42 @@
 
 An empty object takes two bytes of a body but 64 bytes of memory. A parser cannot be interrupted while it holds the
 interpreter's lock, so a body that would take too much time or memory must be found before the parser starts.
+
+Parses JSON that requests contain as strings: arguments of earlier tool calls, and schemas.
+
+It uses pydantic's parser, as for the body itself, so both are nested at most 200 levels deep. Code that walks such a
+value recursively therefore stays below Python's recursion limit. The parser also rejects lone surrogates in strings,
+which could not be encoded as UTF-8 later.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from pydantic_core import from_json
+
+from baton_serve.services.router.protocol.bounds import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.protocol.sizes import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS
+
+
+class TooDeepError(ValueError):
+    """The JSON text is nested more than 200 levels deep."""
+
+
+def parsed(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises `ValueError` if the text is not valid JSON, and its subclass `TooDeepError` if it is nested too deeply.
+    """
+    try:
+        # By default pydantic also accepts NaN and Infinity, which are not JSON.
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as exc:
+        # pydantic_core raises ValueError for every error: only the message distinguishes them.
+        if str(exc).startswith("recursion limit exceeded"):
+            raise TooDeepError("JSON is nested more than 200 levels deep") from exc
+        raise
+
 
 UNCOUNTED_BYTES = 64 * 1024
 """Size up to which a body is not counted: whatever it contains, it is parsed in a few milliseconds."""

@@ -13,21 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton_serve.services.router.protocol.bounds import (
-    AnyInt,
-    Bias,
-    LengthPenalty,
-    NonNegative,
-    OrAll,
-    Penalty,
-    Positive,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    Share,
-    Temperature,
-    TopP,
-)
-from baton_serve.services.router.protocol.sizes import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -43,6 +28,19 @@ from baton_serve.services.router.protocol.sizes import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
     MAX_TOOLS,
+    AnyInt,
+    Bias,
+    LengthPenalty,
+    NonNegative,
+    OrAll,
+    Penalty,
+    Positive,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    Share,
+    Temperature,
+    TopP,
 )
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]

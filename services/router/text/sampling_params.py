@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from baton_serve.contracts.sampling import SamplingSpec
+from baton_serve.services.router.protocol.bounds import MAX_TOKEN_RULES, MAX_TOKENS
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from baton_serve.services.router.protocol.sizes import MAX_TOKEN_RULES, MAX_TOKENS
 
 _random = random.Random()
 """Draws the seeds of requests without one."""

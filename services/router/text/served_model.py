@@ -11,9 +11,8 @@ import msgspec
 
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import VisionProfile, vision_profile
-from baton_serve.services.router.protocol.body_scan import check_counts
+from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
-from baton_serve.services.router.protocol.json_texts import TooDeepError, parsed
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     ChatMessage,

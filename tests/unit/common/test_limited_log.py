@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from baton_serve.services.common.limited_log import LimitedLog
+from baton_serve.services.common.logs import LimitedLog
 
 logger = logging.getLogger("services.test")
 

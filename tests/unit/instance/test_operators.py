@@ -13,8 +13,7 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.instance import Load
 from baton_serve.services.common.cluster_key import cluster_key
 from baton_serve.services.common.http.server import HttpServer
-from baton_serve.services.common.tcp_owner import owners
-from baton_serve.services.instance.health import HealthStatus, create_app
+from baton_serve.services.instance.health import HealthStatus, create_app, owners
 from tests.other_user import as_nobody, needs_root
 
 KEY = cluster_key("k" * 32)

@@ -22,6 +22,7 @@ from baton_serve.services.router.api.responses.schema import InputTokensRequest,
 from baton_serve.services.router.app import POOLING_DOCUMENTED
 from baton_serve.services.router.protocol import body_scan
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, Counts, count
+from baton_serve.services.router.protocol.bounds import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS, MAX_UNKNOWN
 from baton_serve.services.router.protocol.errors import MAX_MESSAGE_CHARS, BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -30,7 +31,6 @@ from baton_serve.services.router.protocol.openai_requests import (
     TokenizeRequest,
 )
 from baton_serve.services.router.protocol.request_parsing import parse, parsed
-from baton_serve.services.router.protocol.sizes import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS, MAX_UNKNOWN
 from baton_serve.services.router.text.served_model import ServedModel
 from baton_serve.services.router.text.tokenization import PIECE_CHARS, TextTokenizer
 from tests.unit.router.conftest import Router, Serve

@@ -9,8 +9,7 @@ from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.router.main import api_keys
 from baton_serve.services.router.protocol.caller import ANONYMOUS, Caller
 from baton_serve.services.router.protocol.errors import PermissionDeniedError
-from baton_serve.services.router.quota.api_keys import ApiKeys
-from baton_serve.services.router.quota.priority import allowed
+from baton_serve.services.router.quota.api_keys import ApiKeys, allowed
 from baton_serve.services.router.settings import RouterSettings
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.test_pooling import EMBEDS, WORKERS

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from baton_serve.services.common.http.limits import HttpLimits
 from baton_serve.services.common.http.server import HttpServer
+from baton_serve.services.common.http.slots import HttpLimits
 from tests.unit.router.conftest import Router, Serve
 
 LIMITS = HttpLimits(body_timeout_s=0.1, lingering_timeout_s=0.1, lingering_time_s=0.3)

@@ -35,8 +35,8 @@ from baton_serve.services.router.api.messages.request import as_chat
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
+from baton_serve.services.router.protocol.body_scan import parsed
 from baton_serve.services.router.protocol.errors import ApiError
-from baton_serve.services.router.protocol.json_texts import parsed
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parse

@@ -7,9 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton_serve.services.router.protocol.bounds import OrAll, Positive, Temperature, TopP
+from baton_serve.services.router.protocol.bounds import (
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_OBJECTS,
+    MAX_TOOLS,
+    OrAll,
+    Positive,
+    Temperature,
+    TopP,
+)
 from baton_serve.services.router.protocol.openai_requests import Metadata, Name, StopStrings
-from baton_serve.services.router.protocol.sizes import MAX_MESSAGES, MAX_NAME_CHARS, MAX_OBJECTS, MAX_TOOLS
 
 
 class _Lenient(BaseModel):

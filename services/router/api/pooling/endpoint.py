@@ -24,7 +24,7 @@ from baton_serve.services.router.protocol.errors import BadRequestError, ClientG
 from baton_serve.services.router.protocol.openai_requests import TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
-from baton_serve.services.router.quota.priority import allowed
+from baton_serve.services.router.quota.api_keys import allowed
 from baton_serve.services.router.requests.pooling_dispatcher import PoolingPrompts, Vector
 
 R = TypeVar("R", bound=PoolingCommon)

@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton_serve.services.router.protocol.bounds import NonNegative, OrAll, Positive, Priority
+from baton_serve.services.router.protocol.bounds import MAX_INPUTS, MAX_NUMBERS, NonNegative, OrAll, Positive, Priority
 from baton_serve.services.router.protocol.openai_requests import Messages, Name
-from baton_serve.services.router.protocol.sizes import MAX_INPUTS, MAX_NUMBERS
 
 Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 TokenIds = Annotated[list[NonNegative], Field(fail_fast=True, min_length=1, max_length=MAX_NUMBERS)]

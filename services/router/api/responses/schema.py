@@ -8,6 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton_serve.services.router.protocol.bounds import (
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_NAME_CHARS,
+    MAX_TOOLS,
     NonNegative,
     OrAll,
     Positive,
@@ -19,7 +23,6 @@ from baton_serve.services.router.protocol.bounds import (
     TopP,
 )
 from baton_serve.services.router.protocol.openai_requests import Name, Objects, StopString, StopStrings
-from baton_serve.services.router.protocol.sizes import MAX_MESSAGES, MAX_METADATA, MAX_NAME_CHARS, MAX_TOOLS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
