@@ -28,6 +28,7 @@ PLUG_INS = (
     "baton_serve/engine/kernels",
     "kvtransfer/transports",
     "services/common/registry",
+    "baton_serve/contracts",
 )
 """Folders in which a small file is one implementation of a port."""
 
