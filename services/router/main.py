@@ -243,7 +243,13 @@ def api_keys(settings: RouterSettings) -> ApiKeys:
         tokens_per_day=settings.tokens_per_day,
         min_priority=settings.min_priority,
     )
-    return ApiKeys(settings.api_key, file=settings.api_key_file, defaults=defaults, clock=time.monotonic)
+    return ApiKeys(
+        settings.api_key,
+        file=settings.api_key_file,
+        defaults=defaults,
+        sharing=settings.prefix_cache_sharing,
+        clock=time.monotonic,
+    )
 
 
 def usage_exchange(

@@ -13,6 +13,7 @@ from msgspec import Meta
 from baton_serve.services.router.placement.policy import PolicyName
 from baton_serve.services.router.placement.prefix_pull import PullPolicy
 from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
+from baton_serve.services.router.quota.api_keys import CacheSharing
 
 ToolCallParser = Literal["deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"]
 ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mistral", "qwen3"]
@@ -76,6 +77,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(description="file with one API key per line, with name=… and limits; read again when it changes"),
     ] = None
+    # Isolated by default: the time to the first token reveals whether another caller has sent the same prefix before.
+    prefix_cache_sharing: Annotated[
+        CacheSharing,
+        Meta(
+            description="which requests may use each other's cached prefixes: per-key, those with API keys of the same"
+            " owner (name=… or cache_group=… in --api-key-file), or all; without API keys of several owners"
+            " all requests share them"
+        ),
+    ] = "per-key"
     audit_log: Annotated[
         str | None,
         Meta(description="file that gets one JSON line per request: caller, path and status, but no prompts"),

@@ -79,7 +79,9 @@ class GenerationStarter:
             request = request.model_copy(update={"priority": priority})
         size = sequence_counts(request, len(prompts), limits)
         check_beams(request, size.width, rules, limits)
-        requests = self._prompt_requests(request, api_id, prompts, rules, limits, size)
+        # With `--prefix-cache-sharing per-key` the request's own salt is mixed with that of the API key's owner.
+        salt = timing.caller.salt_of(request.cache_salt)
+        requests = self._prompt_requests(request, api_id, prompts, rules, limits, size, cache_salt=salt)
         if request.use_beam_search:
             plan = self._beam_plan(request, requests, rules, size)
             return BeamGeneration(plan, self._dispatcher.submit, timing=timing, clock=self._clock)
@@ -101,6 +103,8 @@ class GenerationStarter:
         rules: TextRules,
         limits: ModelLimits,
         size: SequenceCounts,
+        *,
+        cache_salt: str,
     ) -> list[PromptRequest]:
         """Return one request for each prompt, with the sampling parameters that apply to all of them."""
         # Instances need unique ids, but clients may choose ids (x-request-id) and use one twice.
@@ -118,7 +122,7 @@ class GenerationStarter:
                 num_sequences=size.width,
                 first_choice=i * size.width,
                 priority=request.priority or 0,
-                cache_salt=request.cache_salt or "",
+                cache_salt=cache_salt,
                 model=self._view.only_names(),
                 lora=self._view.lora_of(request.model),
             )

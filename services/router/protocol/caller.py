@@ -17,11 +17,23 @@ class Caller:
     weight: float = 1.0
     min_priority: int | None = None
     """Smallest value of `priority` that its requests may have (smaller runs first); None allows any value."""
+    cache_salt: str = ""
+    """Salt of the caller's cache group, of a fixed length; empty if all callers share cached prefixes."""
 
     @property
     def is_limited(self) -> bool:
         """Return whether the usage of this key must be counted."""
         return bool(self.requests_per_minute or self.tokens_per_minute or self.tokens_per_day)
+
+    def salt_of(self, requested: str | None) -> str:
+        """Return the salt for the block hashes of a request whose own `cache_salt` is `requested`.
+
+        Requests get equal salts only if their callers share a cache group and their own salts are equal.
+        """
+        if not self.cache_salt:
+            return requested or ""
+        # The first part has a fixed length, so no choice of `requested` makes this the salt of another group.
+        return f"{self.cache_salt}:{requested or ''}"
 
 
 ANONYMOUS = Caller()

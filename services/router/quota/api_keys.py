@@ -1,8 +1,12 @@
 """Check API keys and look up the limits of their owners (`--api-key`, `--api-key-file`).
 
 The file is read again when it changes, so that keys can be rotated without a restart. A line of it is
-`KEY [name=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=… min_priority=…]`; a line that starts
-with `#` is a comment.
+`KEY [name=… cache_group=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=… min_priority=…]`; a line
+that starts with `#` is a comment.
+
+Keys of different cache groups also get different salts for their block hashes, so that they do not share cached
+prefixes (`--prefix-cache-sharing`). Otherwise the owner of one key could measure from its time to first token whether
+the owner of another key has sent the same prompt.
 
 `allowed` checks the priority that a request asks for against the limit of its key.
 """
@@ -13,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.router.protocol.caller import ANONYMOUS, Caller
@@ -41,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 RECHECK_S = 2.0
 """Smallest time between two checks whether the key file has changed, in seconds."""
+CacheSharing = Literal["per-key", "all"]
+"""Which callers share cached prefixes: those of one cache group, or all."""
 _COUNTS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day")
 
 
@@ -50,6 +57,8 @@ class _Known:
 
     digest: bytes
     caller: Caller
+    cache_group: str
+    """Keys with the same value share cached prefixes."""
 
 
 class ApiKeys:
@@ -64,22 +73,25 @@ class ApiKeys:
         *,
         file: str | None = None,
         defaults: Caller = ANONYMOUS,
+        sharing: CacheSharing = "per-key",
         clock: Callable[[], float] | None = None,
     ) -> None:
         """Read the key file, if one is given.
 
-        `defaults` are the limits of a key whose line does not set its own. Without a monotonic `clock` the file is not
-        checked for changes. Raises `ConfigurationError` if the file cannot be read, is malformed or holds no key.
+        `defaults` are the limits of a key whose line does not set its own. With `sharing` "per-key", callers of
+        different cache groups have different salts. Without a monotonic `clock` the file is not checked for changes.
+        Raises `ConfigurationError` if the file cannot be read, is malformed or holds no key.
         """
         self._fixed = [_known(key, defaults) for key in keys if key]
         self._file = Path(file) if file is not None else None
         self._defaults = defaults
+        self._sharing = sharing
         self._anybody = replace(defaults, min_priority=None)
         self._clock = clock
         self._checked_at = clock() if clock is not None else 0.0
         # The stamp is taken before reading: a change between the two is then noticed at the next check.
         self._stamp = self._stamp_of_file()
-        self._known = self._fixed + self._read()
+        self._known = self._salted(self._fixed + self._read())
 
     def caller(self, authorization: str | None) -> Caller | None:
         """Return the owner of the key in an Authorization header (`Bearer KEY`), or None if it must be rejected."""
@@ -101,7 +113,7 @@ class ApiKeys:
         if stamp == self._stamp:
             return
         try:
-            self._known = self._fixed + self._read()
+            self._known = self._salted(self._fixed + self._read())
         except ConfigurationError as exc:
             # The file may be half written. The keys of before are better than none, which would accept every client.
             logger.error("cannot reload the API keys, keeping the previous ones: %s", exc)  # noqa: TRY400 - no traceback
@@ -139,18 +151,36 @@ class ApiKeys:
             raise ConfigurationError(f"--api-key-file {self._file} holds no key: add one, or leave the flag out")
         return found
 
+    def _salted(self, known: list[_Known]) -> list[_Known]:
+        """Return the keys with the salts of their cache groups, if there are several groups to be kept apart."""
+        if self._sharing == "all" or len({one.cache_group for one in known}) < 2:
+            return known
+        return [replace(one, caller=replace(one.caller, cache_salt=_salt_of(one.cache_group))) for one in known]
 
-def _known(key: str, defaults: Caller, name: str = "") -> _Known:
+
+def _salt_of(cache_group: str) -> str:
+    """Return the salt of a cache group: the same on every router and after restarts, and always of the same length."""
+    # Cached blocks outlive routers, so the salt must not depend on a random value. The group of a key without a name
+    # contains only the key's digest, so the key cannot be read from its salt.
+    return sha256(b"baton-cache-group-1" + cache_group.encode()).hexdigest()[:32]
+
+
+def _known(key: str, defaults: Caller, name: str = "", cache_group: str = "") -> _Known:
     digest = sha256(key.encode()).digest()
+    # Keys of one name have one owner: they share their limits, and so their cached prefixes. The prefixes keep a key's
+    # digest from being taken for a name.
+    group = f"name:{cache_group or name}" if cache_group or name else f"key:{digest.hex()}"
     # A key without a name appears in logs and metrics under a part of its digest, from which it cannot be derived.
-    return _Known(digest, replace(defaults, name=name or f"key-{digest.hex()[:8]}"))
+    return _Known(digest, replace(defaults, name=name or f"key-{digest.hex()[:8]}"), group)
 
 
 def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
     """Parse one line of the key file. Raises `ConfigurationError`, with `where` as the file and line number."""
     key, *words = line.split()
     given = {name: value for name, _, value in (word.partition("=") for word in words)}
-    known = _known(key, defaults, given.pop("name", ""))
+    if given.get("cache_group") == "":
+        raise ConfigurationError(f"{where}: cache_group needs a name, as in cache_group=team-a")
+    known = _known(key, defaults, given.pop("name", ""), given.pop("cache_group", ""))
     try:
         counts = {name: _count(given.pop(name)) for name in _COUNTS if name in given}
         weight = float(given.pop("weight", known.caller.weight))
@@ -162,7 +192,7 @@ def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
             f"{where}: limits and min_priority must be integers, limits 0 or more, and weight a number above 0"
         ) from None
     if given:
-        known_words = ", ".join(("name", *_COUNTS, "weight", "min_priority"))
+        known_words = ", ".join(("name", "cache_group", *_COUNTS, "weight", "min_priority"))
         raise ConfigurationError(f"{where}: unknown setting {next(iter(given))!r} (known: {known_words})")
     caller = replace(
         known.caller,
@@ -172,7 +202,7 @@ def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
         tokens_per_minute=counts.get("tokens_per_minute", defaults.tokens_per_minute),
         tokens_per_day=counts.get("tokens_per_day", defaults.tokens_per_day),
     )
-    return _Known(known.digest, caller)
+    return replace(known, caller=caller)
 
 
 def _count(text: str) -> int:
