@@ -161,14 +161,33 @@ def large_classes() -> list[str]:
 
 
 def small_files() -> list[Path]:
-    """Return the product's files under 60 lines that are neither entry points, package files nor plug-ins."""
+    """Return the product's files under 60 lines that are neither entry points, package files nor plug-ins.
+
+    A module that nothing imports is an entry point: a program of its own, or loaded by its name.
+    """
+    sources = {path: path.read_text() for path in product_files()}
+    imported = {name for source in sources.values() for name in _imported_names(source)}
     return [
         path
-        for path in product_files()
+        for path, source in sources.items()
         if path.name not in ("__init__.py", "__main__.py", "main.py", "errors.py", "settings.py")
         and not str(path.relative_to(ROOT)).startswith(PLUG_INS)
-        and len(path.read_text().splitlines()) < SMALL_FILE_LINES
+        and _module(path) in imported
+        and len(source.splitlines()) < SMALL_FILE_LINES
     ]
+
+
+def _module(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name if name.startswith("baton_serve.") else f"baton_serve.{name}"
+
+
+def _imported_names(source: str) -> Iterator[str]:
+    """Return the modules that a source imports, and the names that it takes from them, both in full."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def comments_per_100_lines() -> float:

@@ -18,6 +18,20 @@ import uvloop
 
 from baton_serve.services.common.errors import ConfigurationError
 
+
+def call_each(what: str, callbacks: Iterable[Callable[[], object]]) -> None:
+    """Call all of `callbacks` in order. Log an exception of a callback with its traceback and the text `what`.
+
+    `asyncio.CancelledError` and other exceptions that end a task or the process are raised.
+    """
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:
+            # Each callback belongs to another request or component, which must not suffer from this error.
+            logger.exception("%s has failed", what)
+
+
 _CANCEL_INTERVAL_S = 0.1
 """Time after which `cancel_all` cancels a task that still runs again."""
 

@@ -1,11 +1,47 @@
-"""Entry point of `baton unified`: reads the settings and runs the instance."""
+"""Entry point of `baton unified`: reads the settings and runs an instance that computes prompts and generates answers.
+
+It is the role for deployments without disaggregation.
+"""
 
 import sys
 from os import environ
 
+from baton_serve.contracts.messages import Generate
+from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
+from baton_serve.services.instance.engine_thread import EngineCalls
+from baton_serve.services.instance.kv_sharing.pulling import PullPort
+from baton_serve.services.instance.local_generation import generate
+from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.request_server import RoleMessage
 from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device
+
+
+class UnifiedHandler:
+    """Implements `services.instance.request_server.RoleHandler` for unified instances. Event loop only."""
+
+    def __init__(self, engine: EngineCalls, puller: PullPort, reader: ImageReader | None = None) -> None:
+        self._engine = engine
+        self._puller = puller
+        self._reader = reader
+
+    def can_serve(self, message: RoleMessage) -> bool:
+        return isinstance(message, Generate)
+
+    def refused(self, message: RoleMessage, reason: str) -> None:
+        """Do nothing: no peer waits for a unified instance."""
+
+    async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
+        assert isinstance(message, Generate)
+        await generate(self._engine, request, self._puller, message, self._reader)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Do nothing: no request waits outside the engine."""
+
+    def num_queued(self) -> int:
+        return 0
 
 
 def main(argv: list[str]) -> None:
@@ -22,7 +58,6 @@ def main(argv: list[str]) -> None:
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
     from baton_serve.services.instance.process import run_instance
-    from baton_serve.services.unified.handler import UnifiedHandler
 
     status = run_instance(
         settings,

@@ -27,7 +27,7 @@ from baton_serve.services.instance.settings import InstanceSettings
 from baton_serve.services.prefill.handler import prefill_handler
 from baton_serve.services.router import main as router
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.unified.handler import UnifiedHandler
+from baton_serve.services.unified.main import UnifiedHandler
 from tests.devices import DEVICE
 from tests.e2e.cluster import Api
 

@@ -23,9 +23,8 @@ from redis.exceptions import RedisError
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.wire import Decoder, WireError, encode
-from baton_serve.services.common.callbacks import call_each
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.lifecycle import call_each, cancel_all
 from baton_serve.services.common.redis_client import REDIS_TIMEOUT_S, connect_redis
 from baton_serve.services.common.registry.port import without_load
 from baton_serve.services.common.registry.table import GENERATIONS_KEPT

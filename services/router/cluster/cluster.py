@@ -32,7 +32,7 @@ from baton_serve.contracts.messages import (
     Tokens,
     ToRouter,
 )
-from baton_serve.services.common.callbacks import call_each
+from baton_serve.services.common.lifecycle import call_each
 from baton_serve.services.router.cluster.adapters import load_missing_adapters
 from baton_serve.services.router.cluster.drain_migration import migrate
 from baton_serve.services.router.cluster.index_sync import BlockIndexSync, Subscriber

@@ -5,7 +5,7 @@ from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks
 from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
-from baton_serve.services.unified.handler import UnifiedHandler
+from baton_serve.services.unified.main import UnifiedHandler
 from tests.unit.instance.fakes import IDENTITY, Bench, Fetched, NoPulls, name, run, settle, ticket
 
 

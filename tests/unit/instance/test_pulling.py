@@ -9,7 +9,7 @@ from baton_serve.kvtransfer.errors import PeerLost
 from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTable
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
-from baton_serve.services.unified.handler import UnifiedHandler
+from baton_serve.services.unified.main import UnifiedHandler
 from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, run, settle, ticket, work
 
 

@@ -15,7 +15,7 @@ from baton_serve.contracts.messages import (
 )
 from baton_serve.engine.core.outputs import FailedRequest
 from baton_serve.engine.errors import RequestError
-from baton_serve.services.unified.handler import UnifiedHandler
+from baton_serve.services.unified.main import UnifiedHandler
 from tests.unit.instance.fakes import OTHER_ROUTER, ROUTER, Bench, NoPulls, name, output, run, settle, work
 
 

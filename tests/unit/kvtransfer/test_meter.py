@@ -1,6 +1,6 @@
 """The speed of a connection."""
 
-from baton_serve.kvtransfer.meter import ThroughputMeter
+from baton_serve.kvtransfer.consumer.link import ThroughputMeter
 
 MIB = 1 << 20
 
