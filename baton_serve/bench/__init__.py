@@ -1,1 +1,1 @@
-"""Load generator, micro benchmarks and peers. Never imported by the product, never a timed test."""
+"""Load generator, micro benchmarks and measurements of other servers. The product never imports this package."""

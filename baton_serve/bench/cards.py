@@ -1,14 +1,23 @@
-"""Compute the rates of a model on a card from data sheets (docs/reference/sizing.md). Nothing was measured."""
+"""Compute the prefill and decode rates of a model on a card from data sheets (docs/reference/sizing.md).
+`tools/sizing.py` and the simulation use them; nothing here was measured.
+"""
 
 from dataclasses import dataclass
 
 PREFILL_EFFICIENCY = 0.4
+"""Fraction of a card's peak FLOPS that prefill is assumed to reach."""
 DECODE_EFFICIENCY = 0.6
+"""Fraction of a card's memory bandwidth that a decode step is assumed to reach."""
 MAX_UTILIZATION = 0.7
+"""Fraction of its time that an instance is planned to be busy; queues grow without bound near 1."""
 MEMORY_UTILIZATION = 0.9
+"""Fraction of a card's memory that the engine uses, as `--gpu-memory-utilization`."""
 WORKSPACE_BYTES = 0.25e9
+"""Memory for activations and workspaces beside weights and KV cache."""
 WEIGHT_BYTES = 2
+"""Bytes of one parameter in bfloat16."""
 MAX_NUM_SEQS = 256
+"""Most sequences in one decode step, as the default of `--max-num-seqs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +59,37 @@ MODELS = [
 
 
 def kv_tokens(card: GpuSpec, model: ModelSpec) -> int:
-    """Tokens that fit beside the weights; 0 if these do not fit."""
+    """Return the number of tokens whose KV fits beside the weights, or 0 if the weights alone do not fit."""
     free = MEMORY_UTILIZATION * card.memory_bytes - WEIGHT_BYTES * model.parameters - WORKSPACE_BYTES
     return max(0, int(free / model.kv_bytes_per_token))
 
 
 def prefill_tokens_per_s(card: GpuSpec, model: ModelSpec) -> float:
+    """Return prompt tokens per second. A token takes two floating point operations per parameter."""
     return PREFILL_EFFICIENCY * card.flops / (2 * model.parameters)
 
 
 def step_s(card: GpuSpec, model: ModelSpec, batch: int, context: float) -> float:
-    """A decode step reads all weights once and each sequence's KV."""
+    """Return the seconds of one decode step, which reads all weights once and the KV of each sequence."""
     read = WEIGHT_BYTES * model.parameters + batch * context * model.kv_bytes_per_token
     return read / (DECODE_EFFICIENCY * card.bytes_per_s)
 
 
 def batch_size(card: GpuSpec, model: ModelSpec, load: TargetLoad) -> int:
-    """The largest that fits the cache and keeps the time between tokens; 0 if none does."""
+    """Return the largest batch that fits in the cache and meets the ITL target, or 0 if not even one sequence does."""
     context = load.prompt_tokens + load.answer_tokens
     fitting = min(MAX_NUM_SEQS, kv_tokens(card, model) // context)
     return max((n for n in range(1, fitting + 1) if step_s(card, model, n, context) <= load.inter_token_s), default=0)
 
 
 def num_prefill(card: GpuSpec, model: ModelSpec, load: TargetLoad) -> float:
-    """Before rounding up."""
+    """Return the number of prefill instances that the load needs, not yet rounded up."""
     return load.requests_per_s * load.prompt_tokens / (MAX_UTILIZATION * prefill_tokens_per_s(card, model))
 
 
 def num_decode(card: GpuSpec, model: ModelSpec, load: TargetLoad) -> float:
+    """Return the number of decode instances that the load needs, not yet rounded up."""
     batch = batch_size(card, model, load)
+    # On average half of each answer is in the cache.
     rate = batch / step_s(card, model, batch, load.prompt_tokens + load.answer_tokens / 2)
     return load.requests_per_s * load.answer_tokens / (MAX_UTILIZATION * rate)

@@ -1,4 +1,4 @@
-"""`baton-bench NAME …`: one benchmark a file, imported only when it is asked for."""
+"""The command `baton-bench NAME …`. Each benchmark is one module, imported only when it is run."""
 
 import importlib
 import signal
@@ -7,53 +7,64 @@ import sys
 BENCHES = {
     "serve": (
         "serving.serve",
-        "load on any OpenAI-compatible server: TTFT, TPOT, ITL, goodput (as `vllm bench serve`)",
+        "send load to any OpenAI-compatible server: TTFT, TPOT, ITL, goodput (as `vllm bench serve`)",
     ),
-    "replay": ("serving.replay", "a public trace, times and lengths scaled, against a server or simulated instances"),
+    "replay": ("serving.replay", "replay a public trace, scaled, against a server or simulated instances"),
     "plan": (
         "simulation.plan",
-        "a trace over simulated instances: placement policies, sizes of pools, autoscaling",
+        "simulate a cluster with a trace: placement policies, pool sizes, autoscaling",
     ),
-    "index": ("micro.block_index", "the router's index of cached blocks: matching, memory, events"),
-    "kv": ("transfer.hosts", "block transfer between two processes, every transport"),
-    "kv-device": ("transfer.devices", "block transfer between two accelerators, every transport"),
-    "kv-ladder": ("transfer.ladder", "how two accelerators come to their transport, while handoffs run"),
-    "kv-profile": ("transfer.profile", "processor time of block transfers between two processes, by thread"),
-    "handoff": ("serving.handoff", "what a handoff adds between a short prompt's first and second token, on this CPU"),
-    "engine": ("micro.engine", "prefill and decode of a model's shape, no server: against this machine's limits"),
-    "kernels": ("micro.kernels", "the kernels of a decode step on an accelerator, and its waits before each"),
-    "load": ("micro.weight_loading", "a checkpoint's weights onto the device: against a plain read of the same files"),
-    "pooling": ("micro.pooling", "embeddings of texts of mixed lengths, no server: against Sentence Transformers"),
-    "ready": ("serving.ready", "`baton serve` from the command to ready, by stages: against an import of torch alone"),
+    "index": ("micro.block_index", "measure the router's index of cached blocks: lookups, memory, events"),
+    "kv": ("transfer.hosts", "measure KV block transfer between two processes, with each transport"),
+    "kv-device": ("transfer.devices", "measure KV block transfer between two accelerators, with each transport"),
+    "kv-ladder": ("transfer.ladder", "show how two accelerators choose their transport while handoffs run"),
+    "kv-profile": ("transfer.profile", "measure the CPU time of KV block transfers between two processes, by thread"),
+    "handoff": ("serving.handoff", "measure what a handoff adds between first and second token of short prompts (CPU)"),
+    "engine": ("micro.engine", "measure prefill and decode without a server, against this machine's limits"),
+    "kernels": ("micro.kernels", "list the kernels of a decode step on an accelerator, and the idle time before each"),
+    "load": ("micro.weight_loading", "measure loading of weights, against a plain read of the same files"),
+    "pooling": ("micro.pooling", "measure embeddings without a server, against Sentence Transformers"),
+    "ready": ("serving.ready", "measure the start of `baton serve` by stages, against an import of torch alone"),
     "router": (
         "router.load",
-        "the router alone, with instances faked at its ZeroMQ side: requests/s, tokens/s, latency",
+        "measure the router alone with fake instances: requests/s, tokens/s, latency",
     ),
-    "chaos": ("serving.chaos", "streams while processes are killed and frozen: all end equal, nothing is left"),
-    "grammar": ("micro.grammar", "structured output: time to compile a grammar and to make each token's mask"),
-    "peers": ("serving.peers", "the same load on Baton and on other servers: vLLM, llama.cpp, OpenVINO, transformers"),
-    "pd": ("serving.pd", "one prefill and one decode instance against two unified ones, over a trace"),
-    "pd-cpu": ("serving.pd_cpu", "one prefill and one decode instance against one unified one, on the same cores"),
-    "attention-cpu": ("micro.attention_cpu", "paged attention on this CPU against memory bandwidth and SDPA"),
-    "attention-gpu": ("micro.attention_gpu", "paged attention on an accelerator"),
+    "chaos": ("serving.chaos", "kill and freeze processes under load: every stream must end equal, nothing may leak"),
+    "grammar": ("micro.grammar", "measure structured output: compilation of grammars, token masks"),
+    "peers": (
+        "serving.peers",
+        "send the same load to Baton and other servers: vLLM, llama.cpp, OpenVINO, transformers",
+    ),
+    "pd": ("serving.pd", "compare one prefill and one decode instance with two unified ones, with a trace"),
+    "pd-cpu": (
+        "serving.pd_cpu",
+        "compare one prefill and one decode instance with one unified one, on the same CPU cores",
+    ),
+    "attention-cpu": ("micro.attention_cpu", "measure paged attention on this CPU, against memory bandwidth and SDPA"),
+    "attention-gpu": ("micro.attention_gpu", "measure paged attention on an accelerator"),
 }
+"""Module below `baton_serve.bench` and description of each benchmark, by its name on the command line."""
 
 
 def main() -> None:
-    """Entry point of `baton-bench`."""
+    """Run the benchmark named on the command line: the entry point of `baton-bench`."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        sys.stdout.write("usage: baton-bench NAME [options]   (--help after NAME explains it; --json for programs)\n\n")
+        sys.stdout.write(
+            "usage: baton-bench NAME [options]   (baton-bench NAME --help: its options; --json: JSON lines)\n\n"
+        )
         for name, (_, what) in BENCHES.items():
             sys.stdout.write(f"  {name:<15}{what}\n")
         return
     name, *arguments = sys.argv[1:]
     if name not in BENCHES:
-        sys.exit(f"baton-bench: no benchmark is named {name!r}; there are {', '.join(BENCHES)}")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has started must end too
+        sys.exit(f"baton-bench: unknown benchmark {name!r}; choose one of {', '.join(BENCHES)}")
+    # Turn SIGTERM into an exception, so that `finally` blocks stop the servers that the benchmark has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         importlib.import_module(f"baton_serve.bench.{BENCHES[name][0]}").run(arguments)
     except Exception as exc:
-        # The errors of an engine that was built need no traceback: their messages say what to do.
+        # Messages of `EngineError` say what to do, so they need no traceback. The engine is not imported here,
+        # because most benchmarks run without torch: if it was never loaded, the exception is none of its own.
         errors = sys.modules.get("baton_serve.engine.errors")
         if errors is None or not isinstance(exc, errors.EngineError):
             raise

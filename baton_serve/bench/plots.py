@@ -1,4 +1,4 @@
-"""Results of `baton-bench plan`, `pd` and `kv` as PNG. matplotlib is wanted only here, when a plot is asked for."""
+"""Draw results of `baton-bench plan`, `pd` and `kv` as PNG. matplotlib is imported only when a plot is requested."""
 
 import importlib
 import importlib.util
@@ -12,17 +12,18 @@ from baton_serve.bench.transfer.results import Point
 
 
 class PlotError(Exception):
-    """There is nothing to draw with."""
+    """matplotlib is not installed."""
 
 
 def check() -> None:
-    """Raises `PlotError`: before an hour is simulated, not after."""
+    """Raise `PlotError` if matplotlib is missing. Call it before a long simulation, not after."""
     if importlib.util.find_spec("matplotlib") is None:
         raise PlotError("--plot needs matplotlib: pip install 'baton-serve[bench]'")
 
 
 def compare(path: Path, results: Sequence[SimulationResult], summaries: Sequence[Summary]) -> None:
-    """TTFT as a distribution; over load where there are several; pool sizes where they change."""
+    """Draw the distribution of TTFT; with several loads also TTFT over load, with autoscaling also pool sizes over
+    time."""
     scales = {summary.time_scale for summary in summaries}
     sizes = [result for result in results if result.sizes]
     figure, axes = _figure(1 + (len(scales) > 1) + bool(sizes))
@@ -44,7 +45,7 @@ def compare(path: Path, results: Sequence[SimulationResult], summaries: Sequence
 
 
 def search(path: Path, tried: Sequence[Summary], found: Summary | None) -> None:
-    """Every trial as a point, the answer marked."""
+    """Draw every trial as a point, colored by its fraction of good requests; the result has a red circle."""
     figure, [axis] = _figure(1)
     points = axis.scatter(
         [summary.prefill for summary in tried],
@@ -62,9 +63,9 @@ def search(path: Path, tried: Sequence[Summary], found: Summary | None) -> None:
 def objectives(
     path: Path, objectives_ms: Sequence[int], lines: Mapping[str, Sequence[float]], *, ttft_ms: float
 ) -> None:
-    """Goodput over the objective of the gaps between tokens, a line a setup; layouts have their own kinds of lines."""
+    """Draw goodput over the ITL target, one line per setup. All setups of one layout share a line style."""
     figure, [axis] = _figure(1)
-    figure.set_size_inches(10, 5)  # names of setups stand beside the lines
+    figure.set_size_inches(10, 5)  # the legend with the setups' names stands to the right
     kinds = dict(zip(dict.fromkeys(label.partition(",")[0] for label in lines), ("-", "--", ":", "-."), strict=False))
     for number, (label, values) in enumerate(lines.items()):
         kind = kinds.get(label.partition(",")[0], "-")
@@ -86,7 +87,8 @@ def objectives(
 
 
 def transfers(path: Path, points: Sequence[Point]) -> None:
-    """GB/s, and the ratio to the limit, over concurrent handoffs: two panels a block size, a line a way."""
+    """Draw GB/s, and their ratio to the limit, over concurrent handoffs: two panels per block size, one line per
+    transport or peer."""
     sizes = list(dict.fromkeys(point.block_kib for point in points))
     figure, axes = _figure(2 * len(sizes))
     for number, kib in enumerate(sizes):
@@ -120,6 +122,6 @@ def _label(summary: Summary, scales: set[float]) -> str:
 
 
 def _figure(count: int) -> tuple[Any, list[Any]]:
-    # Without pyplot: no display, no global state.
+    # `Figure` instead of pyplot, which needs a display on some machines and keeps global state.
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5.5 * count, 4.2), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])

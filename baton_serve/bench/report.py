@@ -1,6 +1,7 @@
-"""What every benchmark prints: a table for people and, with `--json`, one object a line for programs.
+"""The output of every benchmark: a table for people or, with `--json`, one JSON object per line.
 
-A speed is told as a ratio to a limit measured in the same run, and beside a peer's value where there is one.
+A speed is reported as a ratio to a limit that was measured in the same run, and beside the value of a peer if one was
+measured.
 """
 
 import json
@@ -11,8 +12,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`ratio` is value / limit (or limit / value where less is better): 1 is the limit reached. Where value and limit
-    were taken in turns, all three are medians, each of its own, and `quartiles` those of the ratio."""
+    """One measured value. `ratio` is value / limit, or limit / value if less is better, so that 1 means that the limit
+    was reached. If value and limit were measured alternately, each of the three is a median of its own, and
+    `quartiles` are those of the ratio."""
 
     bench: str
     case: str
@@ -34,6 +36,7 @@ def _cell(value: object) -> str:
 
 
 def show(rows: Iterable[Row], *, as_json: bool) -> None:
+    """Write the rows to stdout. The column of quartiles is left out if no row has them."""
     rows = list(rows)
     if as_json:
         for row in rows:

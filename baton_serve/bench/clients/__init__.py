@@ -1,1 +1,3 @@
-"""Unmodified clients against a running server: each script asks, checks what it gets, and ends with status 0."""
+"""Unmodified client libraries against a running server. Each script sends requests, checks the answers and exits with
+status 0.
+"""

@@ -11,7 +11,7 @@ QUESTION = [SystemMessage("You are helpful."), HumanMessage("Tell me about the r
 
 
 class Opinion(BaseModel):
-    """Whether something is good."""
+    """An opinion of something: good or not."""
 
     is_good: bool
 

@@ -11,7 +11,7 @@ QUESTION = "Tell me about the red radio."
 
 
 class Radio(BaseModel):
-    """A radio."""
+    """A radio with its color and rooms."""
 
     color: Literal["red", "blue"]
     rooms: Literal[1, 2, 3]

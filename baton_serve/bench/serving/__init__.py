@@ -1,1 +1,1 @@
-"""Benchmarks of whole clusters, and their peers."""
+"""Benchmarks of whole clusters through their HTTP API, and the same load on other servers."""

@@ -1,9 +1,9 @@
-"""Streams while processes are killed and frozen: each whose router lived must end, equal to the undisturbed one.
+"""Kill and freeze processes of a cluster while clients stream: each stream must end with the undisturbed text.
 
-Three prefill and three decode instances and two routers on the demo model, joined by a Redis of the bench's own; every
-few seconds one random process gets SIGKILL, or SIGSTOP for a while. What was killed starts again, as a supervisor would
-see to, instances from one process that has imported torch, as `baton serve` starts them. At the end everything must be
-idle: no request, lease or held block is left.
+The cluster has three prefill and three decode instances and two routers with the demo model, and a Redis server of its
+own. Every few seconds one random process receives SIGKILL, or SIGSTOP for a while. A killed process is started again,
+as a supervisor would do. A stream may only fail together with its own router. At the end everything must be idle: no
+request, lease or held block may be left.
 """
 
 import argparse
@@ -35,20 +35,24 @@ from baton_serve.services.local.settings import DEMO_MODEL as MODEL
 
 BATON = "baton_serve"
 LAYERS = "transformers.models.llama.modeling_llama"
+"""Module that is imported before instances are forked from one process, as `baton serve` does: they start faster."""
 ROLES = ("prefill",) * 3 + ("decode",) * 3
 ROUTERS = 2
 START_TIMEOUT_S, IDLE_TIMEOUT_S, STREAM_TIMEOUT_S = 600.0, 60.0, 120.0
 WATCHED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "baton:held_blocks", "baton:leases")
+"""Gauges of an instance that must return to 0 when all requests have ended."""
 NUM_PROMPTS = 12
 NO_INSTANCE = '"code":"no_instance"'
-"""Refused before it began, by a router that has seen no instance yet: all of them may be starting."""
+"""Error code of a request that was refused before it began, by a router that has seen no instance yet. It is not a
+failure: all instances may be starting."""
 ROUTER_GRACE_S = 10.0
-"""So long after a router was killed or thawed a broken stream is counted as its own."""
+"""Seconds after a router was killed or resumed in which a broken stream is attributed to that router."""
 
 
 @dataclass
 class ClusterProcess:
-    """One process of the cluster, started again whenever it ends. `disturbed_at`: last killed, or thawed."""
+    """One process of the cluster, which is restarted whenever it ends. `disturbed_at` is the time at which it was last
+    killed or resumed."""
 
     process: Process
     launch: ProcessLauncher
@@ -64,6 +68,7 @@ class ClusterProcess:
         return self.process.name
 
     async def run(self) -> None:
+        """Start the process, wait for its end and start it again, until `is_wanted` is False."""
         while self.is_wanted:
             with self.log.open("ab") as log:
                 self.launched = self.launch(self.process, environment(), log.fileno(), log.fileno())
@@ -77,6 +82,7 @@ class ClusterProcess:
         return self.name.startswith("router")
 
     def send(self, number: int) -> None:
+        """Send a signal if the process is running."""
         if self.launched is not None:
             self.launched.signal(number)
 
@@ -91,16 +97,21 @@ async def _ended(launched: RunningProcess) -> None:
 
 @dataclass
 class Tally:
+    """Counts of what happened to streams; `differ` and `failed` have one line for each stream that is an error."""
+
     ended: int = 0
     differ: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     excused: int = 0
+    """Streams that ended together with their router."""
     refused: int = 0
+    """Requests that a router refused because no instance was up."""
     not_connected: int = 0
     disturbances: Counter[str] = field(default_factory=Counter)
 
 
 def members(folder: Path, registry: str, *, threads: int) -> list[ClusterProcess]:
+    """Return the processes of the cluster, not yet started. Instances are forked from one prepared process."""
     programs = ProgramLauncher(BATON)
     forks = ForkLauncher(BATON, programs, [LAYERS])
     forks.prepare()
@@ -125,6 +136,7 @@ def members(folder: Path, registry: str, *, threads: int) -> list[ClusterProcess
 
 @asynccontextmanager
 async def cluster(options: argparse.Namespace) -> AsyncIterator[list[ClusterProcess]]:
+    """Start Redis and the cluster; stop all of it on exit and print the folder with the logs."""
     program = shutil.which("redis-server")
     if program is None:
         raise SystemExit("baton-bench chaos: redis-server is missing (apt install redis-server)")
@@ -155,6 +167,7 @@ async def cluster(options: argparse.Namespace) -> AsyncIterator[list[ClusterProc
 
 
 async def wait_until_complete(client: httpx.AsyncClient, found: list[ClusterProcess]) -> None:
+    """Wait until each router sees all instances. Raises `SystemExit` after `START_TIMEOUT_S`."""
     deadline = time.monotonic() + START_TIMEOUT_S
     waiting = {member.name: member for member in found if member.is_router}
     while waiting:
@@ -169,7 +182,7 @@ async def wait_until_complete(client: httpx.AsyncClient, found: list[ClusterProc
 
 
 def body_of(prompt: int) -> dict[str, object]:
-    """Half of them sampled: a replay must draw what would have been drawn."""
+    """Return the request body of a prompt. Half of the prompts are sampled: a replay must draw the same tokens."""
     rng = random.Random(prompt)
     ids = [5 + rng.randrange(200) for _ in range(40 + 25 * prompt)]
     heat = {"temperature": 0} if prompt % 2 else {"temperature": 0.8, "seed": prompt}
@@ -177,7 +190,7 @@ def body_of(prompt: int) -> dict[str, object]:
 
 
 async def stream(client: httpx.AsyncClient, port: int, prompt: int) -> str:
-    """Text of the whole answer. Raises for anything but a complete stream."""
+    """Return the text of a whole answer. Raises `RuntimeError` for any stream that is not complete."""
     text: list[str] = []
     url = f"http://127.0.0.1:{port}/v1/completions"
     async with asyncio.timeout(STREAM_TIMEOUT_S), client.stream("POST", url, json=body_of(prompt)) as answer:
@@ -197,13 +210,14 @@ async def stream(client: httpx.AsyncClient, port: int, prompt: int) -> str:
 async def keep_streaming(
     client: httpx.AsyncClient, found: list[ClusterProcess], expected: list[str], tally: Tally, until: float, seed: int
 ) -> None:
+    """Send random prompts to random routers until `until`, and count the outcomes in `tally`."""
     rng = random.Random(seed)
     routers = [member for member in found if member.is_router]
     while time.monotonic() < until:
         router, prompt, began = rng.choice(routers), rng.randrange(NUM_PROMPTS), time.monotonic()
         try:
             text = await stream(client, router.port, prompt)
-        except Exception as exc:  # noqa: BLE001 - whatever a client makes of a peer that dies under its hands
+        except Exception as exc:  # noqa: BLE001 - httpx raises many types for a dying peer
             if isinstance(exc, httpx.ConnectError):
                 tally.not_connected += 1
             elif NO_INSTANCE in str(exc):
@@ -222,6 +236,7 @@ async def keep_streaming(
 
 
 async def disturb(found: list[ClusterProcess], options: argparse.Namespace, tally: Tally, until: float) -> None:
+    """Kill or freeze a random process every `every_s` seconds until `until`. Half of the disturbances are kills."""
     rng = random.Random(options.seed)
     thawing: set[asyncio.Task[None]] = set()
     while time.monotonic() < until:
@@ -229,6 +244,7 @@ async def disturb(found: list[ClusterProcess], options: argparse.Namespace, tall
         member, frozen_s = rng.choice(found), rng.choice([0.0, 0.0, 1.0, 6.0])
         kind = "router" if member.is_router else member.name.split("-")[0]
         tally.disturbances[f"{kind} {'frozen' if frozen_s else 'killed'}"] += 1
+        # A frozen process also disturbs streams that begin while it is frozen: count from its end.
         member.disturbed_at = time.monotonic() + frozen_s
         if frozen_s:
             member.send(signal.SIGSTOP)
@@ -244,7 +260,7 @@ async def _thaw(member: ClusterProcess, after_s: float) -> None:
 
 
 async def leaks(client: httpx.AsyncClient, found: list[ClusterProcess]) -> list[str]:
-    """What is not free of everything that should be, after waiting for it."""
+    """Return one line for each gauge that is not back to its idle value after at most `IDLE_TIMEOUT_S`."""
     deadline, left = time.monotonic() + IDLE_TIMEOUT_S, ["not looked at"]
     while left and time.monotonic() < deadline:
         left = []
@@ -286,7 +302,7 @@ async def bench(options: argparse.Namespace) -> tuple[list[Row], bool]:
     rows += [
         Row("chaos", f"{case}: ended equal", float(tally.ended - len(tally.differ)), "streams"),
         Row("chaos", f"{case}: ended different", float(len(tally.differ)), "streams", 0.0),
-        Row("chaos", f"{case}: failed though their router lived", float(len(tally.failed)), "streams", 0.0),
+        Row("chaos", f"{case}: failed although their router was up", float(len(tally.failed)), "streams", 0.0),
         Row("chaos", f"{case}: ended with their router", float(tally.excused), "streams"),
         Row("chaos", f"{case}: refused, no instance was up", float(tally.refused), "times"),
         Row("chaos", f"{case}: found no router listening", float(tally.not_connected), "times"),
@@ -297,13 +313,15 @@ async def bench(options: argparse.Namespace) -> tuple[list[Row], bool]:
 
 def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="baton-bench chaos", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--streams", type=int, default=20, help="at a time")
-    parser.add_argument("--every-s", type=float, default=5.0, help="between two disturbances")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=20.0, help="duration of the test in minutes")
+    parser.add_argument("--streams", type=int, default=20, help="number of concurrent streams")
+    parser.add_argument("--every-s", type=float, default=5.0, help="seconds between two disturbances")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random choices")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each instance")
-    parser.add_argument("--logs", default="", help="folder for the processes' logs (default: a new one)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--logs", default="", help="folder for the logs of the processes (default: a new temporary folder)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     options = parser.parse_args(arguments)
     rows, is_sound = uvloop.run(bench(options))
     show(rows, as_json=options.json)

@@ -1,12 +1,12 @@
-"""What a handoff adds for the client of a short prompt: a prefill and a decode instance of `baton serve`, on this CPU.
+"""Measure what a handoff adds to a short prompt: one prefill and one decode instance of `baton serve`, on this CPU.
 
 `baton-bench handoff [MODEL] [--transports usm zeromq] [--requests 100] [--input-len 64] [--json]`
 
-One stream at a time, fresh prompts. `to decode's first step`: from the end of prefill's last step to the moment when
-decode's engine has taken the sequence up and begins its next step, by the clock that both processes share; each answer
-says it (`x-baton-explain`). `second token later`: what the client sees of that, the gap between the first two tokens
-less the median of the later gaps (a decode step each). `exposed`: the part of the handoff that nothing hid, as the
-router was told.
+One stream runs at a time, with a new prompt each. `to decode's first step` is the time from the end of prefill's last
+step to the start of the first decode step of that sequence. Both processes share a clock, and each answer reports it
+(`x-baton-explain`). `second token later` is the part that a client sees: the gap between the first two tokens, less
+the median of the later gaps (one decode step each). `exposed` is the part of the handoff that was not hidden behind
+prefill, from the router's metrics.
 """
 
 import argparse
@@ -23,23 +23,26 @@ from baton_serve.bench.serving.workload import random_requests
 from baton_serve.child_command import module_command
 
 TARGET_MS = 2.0
+"""Design target for the time from prefill's end to decode's first step."""
 WARM_UP = 5
+"""Number of requests that are sent first and not counted."""
 EXPOSED = "baton:handoff_exposed_seconds"
 
 
 def added_s(outcomes: Sequence[RequestOutcome]) -> list[float]:
-    """By request: the second token's gap less the median gap after it."""
+    """Return for each request the gap before the second token less the median of the later gaps, in seconds."""
     served = [outcome.itls_s for outcome in outcomes if outcome.error is None and len(outcome.itls_s) > 2]
     return [first - statistics.median(later) for first, *later in served]
 
 
 def to_step_s(outcomes: Sequence[RequestOutcome]) -> list[float]:
-    """Of the requests that were handed off."""
+    """Return the seconds from prefill's end to decode's first step, of all requests that were handed off."""
     return [outcome.to_step_s for outcome in outcomes if outcome.error is None and outcome.to_step_s]
 
 
 def exposed_s(metrics: str) -> float:
-    """Mean over all handoffs, from a router's /metrics. Raises ValueError without one."""
+    """Return the mean exposed seconds of all handoffs, from the text of a router's /metrics. Raises `ValueError`
+    without any handoff."""
     sums = {"_sum": 0.0, "_count": 0.0}
     for line in metrics.splitlines():
         for suffix in sums:
@@ -51,6 +54,7 @@ def exposed_s(metrics: str) -> float:
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Start a cluster for each transport, send the load and yield the results."""
     for transport in options.transports:
         serve = module_command("baton_serve", "serve", *([options.model] if options.model else []))
         flags = ["--port", "{port}", "--device", "cpu", "--disaggregation-min-tokens", "0", "--kv-transport", transport]
@@ -84,11 +88,13 @@ def _send(url: str, options: argparse.Namespace) -> list[RequestOutcome]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench handoff", description=__doc__)
-    made.add_argument("model", nargs="?", help="a model's folder; default: the bundled one")
-    made.add_argument("--transports", nargs="+", default=["usm", "zeromq"])
-    made.add_argument("--requests", type=int, default=100)
-    made.add_argument("--input-len", type=int, default=64, help="tokens of a prompt, about")
-    made.add_argument("--json", action="store_true")
+    made.add_argument("model", nargs="?", help="folder of a model; default: the bundled demo model")
+    made.add_argument(
+        "--transports", nargs="+", default=["usm", "zeromq"], help="KV transports to measure, one after another"
+    )
+    made.add_argument("--requests", type=int, default=100, help="number of measured requests")
+    made.add_argument("--input-len", type=int, default=64, help="approximate number of tokens of a prompt")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 

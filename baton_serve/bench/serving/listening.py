@@ -1,10 +1,10 @@
-"""Which processes of a service listen: one that lives need not do so yet."""
+"""Count the processes of a service that listen on a port. A process that is alive may not listen yet."""
 
 import psutil
 
 
 def num_listening(process: psutil.Process, port: int) -> int:
-    """Of this process and all that it started, how many listen on this TCP port themselves."""
+    """Return how many of this process and its descendants listen on a TCP port."""
     return sum(_listens(one, port) for one in [process, *process.children(recursive=True)])
 
 

@@ -1,8 +1,8 @@
-"""OpenVINO GenAI behind the one request that `baton-bench peers` sends: a program for an environment of its own.
+"""A minimal completions server for OpenVINO GenAI, which `baton-bench peers` runs in an environment of its own.
 
-`PYTHON openvino_server.py MODEL_FOLDER --port N` needs `openvino-genai` and nothing of Baton. The folder is what
-`optimum-cli export openvino` writes. Continuous batching runs in one thread; `POST /v1/completions` streams the tokens
-of a prompt given as token ids, greedily, without regard to the end of the text.
+`PYTHON openvino_server.py MODEL_FOLDER --port N` needs `openvino-genai` and nothing of Baton. The folder is the output
+of `optimum-cli export openvino`. One thread runs continuous batching. `POST /v1/completions` takes a prompt of token
+IDs and streams greedy tokens; it ignores the end-of-text token.
 """
 
 import argparse
@@ -16,12 +16,13 @@ from itertools import count
 from typing import Any
 
 STEP_DEADLINE_S = 300.0
+"""Longest wait of a request for its next token."""
 YIELD_S = 0.0005
-"""Between steps, for those who wait to read or to add."""
+"""Pause between steps in which request threads can take the lock, to read tokens or add requests."""
 
 
 class Generator:
-    """Owns the pipeline. Any thread may call `stream`."""
+    """Owns the pipeline and the thread that runs its steps. `stream` may be called from any thread."""
 
     def __init__(self, folder: str, cache_gb: int) -> None:
         self._genai: Any = importlib.import_module("openvino_genai")
@@ -35,7 +36,7 @@ class Generator:
         threading.Thread(target=self._run, daemon=True).start()
 
     def stream(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
-        """How many tokens came with each step."""
+        """Add a request and yield the number of new tokens after each step. Raises `TimeoutError`."""
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
         with self._changed:
@@ -62,6 +63,8 @@ class Generator:
 
 
 def handler(generator: Generator, name: str) -> type[BaseHTTPRequestHandler]:
+    """Return the request handler class of a server for this generator."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -93,20 +96,21 @@ def handler(generator: Generator, name: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.flush()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Not a line per request."""
+            """Do nothing: a line per request would slow down the measurement."""
 
     return Handler
 
 
 class OpenVinoHttpServer(ThreadingHTTPServer):
-    request_queue_size = 128  # all streams connect at once; five places would reset some
+    # All streams connect at once; with the default of 5, some connections would be reset.
+    request_queue_size = 128
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--cache-gb", type=int, default=2)
+    parser.add_argument("model", help="folder with the exported model")
+    parser.add_argument("--port", type=int, required=True, help="TCP port on 127.0.0.1")
+    parser.add_argument("--cache-gb", type=int, default=2, help="size of the KV cache in GB")
     options = parser.parse_args()
     generator = Generator(options.model, options.cache_gb)
     OpenVinoHttpServer(("127.0.0.1", options.port), handler(generator, options.model)).serve_forever()

@@ -1,16 +1,17 @@
-"""One prefill and one decode instance against two unified ones: the same devices, engine, trace and load.
+"""Compare one prefill and one decode instance with two unified ones: same devices, engine, trace and load.
 
 `baton-bench pd MODEL --trace FILE [--rates 10 20] [--duration-s 30] [--chunks 512 1024] [--plot FILE.png] [--json]`
 
-Each setup is started by `baton serve`, one after the other, and sent the trace's first requests with times scaled to
-each rate, prompts as token ids of exact length. With `--promises-ms 0 12` it is sent each rate twice, the second time
-with a promise of 12 ms between tokens (`x-baton-itl-ms`): then first tokens may wait for the second, and a decode
-instance may compute prompts, too, as far as the promise allows; `12/1000` also promises the first within 1000 ms.
-A request is good when its time to the first token and the 99th percentile of its own gaps between
-tokens keep the objectives; goodput is good requests per second of arrivals. The curve: for each objective of the gaps,
-each layout's best goodput over its setups and rates, also where prefill apart from decode loses, which is told in words
-too; the plot has a line for each setup. `--from FILE ...` takes what `--json` printed earlier and runs nothing. Without
-weights: `--shape NAME` serves made-up ones with a made-up vocabulary.
+`baton serve` starts each setup, one after another. Each receives the first requests of the trace, with times scaled to
+each rate; prompts are token IDs of exact length. With `--slos-ms 0 12` each rate is sent twice, the second time
+with an ITL SLO of 12 ms (`x-baton-itl-ms`). With an SLO the router may hold back first tokens, and decode instances
+may compute prompts as far as the SLO allows. `12/1000` also sets a TTFT SLO of 1000 ms.
+
+A request is good if its TTFT and the 99th percentile of its own inter-token latencies meet the targets; goodput is
+good requests per second of arrivals. The curve shows, for each ITL target, the best goodput of each layout over its
+setups and rates. A text below it lists where separate prefill and decode are worse. The plot has one line per setup.
+`--from FILE ...` reads the output of earlier runs with `--json` and runs nothing. Without a model, `--shape NAME`
+serves random weights with a generated vocabulary.
 """
 
 import argparse
@@ -48,19 +49,20 @@ from baton_serve.child_command import module_command
 
 
 class SloTargets(NamedTuple):
-    """To every request, between tokens and to the first; 0: nothing."""
+    """SLOs of every request in ms, 0 for none: inter-token latency and time to first token."""
 
     itl_ms: float
     ttft_ms: float = 0.0
 
 
 def parse_slo_targets(text: str) -> SloTargets:
-    """`12` or `12/1000`. Raises ValueError."""
+    """Parse `ITL` or `ITL/TTFT` in ms, such as `12` or `12/1000`. Raises `ValueError` for any other text."""
     itl_ms, _, ttft_ms = text.partition("/")
     return SloTargets(float(itl_ms), float(ttft_ms or 0))
 
 
 def setups(options: argparse.Namespace) -> list[PdSetup]:
+    """Return the setups to measure: those with separate prefill first."""
     apart = ("--prefill", "1", "--decode", "1")
     unified = ("--prefill", "0", "--decode", "0", "--unified", "2")
     return [
@@ -70,12 +72,15 @@ def setups(options: argparse.Namespace) -> list[PdSetup]:
 
 
 def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
-    """Setups that cannot be served are told and left out."""
+    """Start each setup and measure all rates. A setup that does not start, or does not fit in the time budget, is
+    reported on stderr and skipped."""
     begun, longest_s = time.monotonic(), 0.0
     for setup in setups(options):
         setup_begun = time.monotonic()
         if setup_begun - begun + longest_s > options.budget_s:
-            sys.stderr.write(f"{setup.name}: left out, --budget-s {options.budget_s:g} would not hold it\n")
+            sys.stderr.write(
+                f"{setup.name}: skipped, it may take longer than what is left of --budget-s {options.budget_s:g}\n"
+            )
             continue
         serve = module_command("baton_serve", "serve", model, "--port", "{port}")
         flags = ["--max-num-batched-tokens", str(setup.chunk), *setup.flags, *options.baton_args]
@@ -83,43 +88,44 @@ def measure(options: argparse.Namespace, model: str) -> Iterator[Measured]:
             with running(Server(setup.name, [*serve, *flags])) as url:
                 wait_complete(url, 2)
                 yield from _measure_rates(options, setup, url)
-        except SystemExit as exc:  # it did not start
+        except SystemExit as exc:
+            # `running` raises `SystemExit` if a server does not start. The other setups are still worth measuring.
             sys.stderr.write(f"{setup.name}: {exc}\n")
         longest_s = max(longest_s, time.monotonic() - setup_begun)
 
 
 def _measure_rates(options: argparse.Namespace, setup: PdSetup, url: str) -> Iterator[Measured]:
     model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
-    cases = [(rate, promise) for rate in options.rates for promise in options.promises_ms]
-    for number, (rate, promise) in enumerate([(options.rates[0], max(options.promises_ms)), *cases]):
+    cases = [(rate, targets) for rate in options.rates for targets in options.slos_ms]
+    for number, (rate, targets) in enumerate([(options.rates[0], max(options.slos_ms)), *cases]):
         is_warm_up = number == 0
-        promised = replace(setup, itl_ms=promise.itl_ms, ttft_ms=promise.ttft_ms)
-        target = LoadTarget(url, model, options.request_timeout_s, promise.itl_ms, promise.ttft_ms)
+        with_slo = replace(setup, itl_ms=targets.itl_ms, ttft_ms=targets.ttft_ms)
+        target = LoadTarget(url, model, options.request_timeout_s, targets.itl_ms, targets.ttft_ms)
         duration_s = min(options.warm_up_s, options.duration_s) if is_warm_up else options.duration_s
         count = max(2, round(rate * duration_s))
         natural = load_trace(options.trace, count=count, length_scale=options.length_scale)
         scale = duration_s / natural.duration_s
         trace = load_trace(options.trace, count=count, length_scale=options.length_scale, time_scale=scale)
         requests = trace_requests(trace, seed=number, token_ids=(options.token_ids[0], options.token_ids[1]))
-        before = _read_by_decode(url)
+        before = _prompts_of_decode(url)
         outcomes = send_all(requests, target, processes=options.clients)
         if is_warm_up or not any(outcome.error is None for outcome in outcomes):
             if not is_warm_up:
-                sys.stderr.write(f"{promised.name} at {rate:g}/s: no request succeeded: {outcomes[0].error}\n")
+                sys.stderr.write(f"{with_slo.name} at {rate:g}/s: no request succeeded: {outcomes[0].error}\n")
             continue
-        measured = Measured(promised, rate, trace.duration_s, outcomes)
-        _report_run(measured, options, _read_by_decode(url) - before)
+        measured = Measured(with_slo, rate, trace.duration_s, outcomes)
+        _report_run(measured, options, _prompts_of_decode(url) - before)
         yield measured
 
 
-def _read_by_decode(url: str) -> int:
-    """Prompts that were computed by decode instances so far."""
+def _prompts_of_decode(url: str) -> int:
+    """Return the number of prompts that decode instances have computed so far, from the router's counters."""
     text = httpx.get(f"{url}/metrics", timeout=10).text
     lines = [line for line in text.splitlines() if line.startswith("baton:placements_total") and "decode_only" in line]
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
 
-def _report_run(measured: Measured, options: argparse.Namespace, num_read_by_decode: int) -> None:
+def _report_run(measured: Measured, options: argparse.Namespace, num_prompts_of_decode: int) -> None:
     good = measured.goodput(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
     causes = measured.causes(options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3)
     first = [measured.first_gap_s(percent) * 1e3 for percent in (50, 99)]
@@ -128,14 +134,14 @@ def _report_run(measured: Measured, options: argparse.Namespace, num_read_by_dec
         f" {measured.mean_ttft_s * 1e3:.4g} ms (held {measured.mean_held_s * 1e3:.3g}), p99 ITL"
         f" {measured.itl_s(99) * 1e3:.4g} ms, first gap median {first[0]:.3g}, p99 {first[1]:.3g} ms; of"
         f" {len(measured.outcomes)} requests {causes.failed} failed, not good by the first token"
-        f" {causes.first_token}, first gap {causes.first_gap}, later gaps {causes.later_gaps}; {num_read_by_decode}"
-        " prompts read by decode\n"
+        f" {causes.first_token}, first gap {causes.first_gap}, later gaps {causes.later_gaps}; {num_prompts_of_decode}"
+        " prompts computed by decode\n"
     )
     sys.stderr.flush()
 
 
 def rows_of(found: Sequence[Measured], options: argparse.Namespace) -> Iterator[Row]:
-    """Goodput, TTFT and ITL of each setup and rate; the layouts' best beside each other; the curve."""
+    """Yield goodput, TTFT and ITL of each setup and rate, then the best of both layouts side by side, and the curve."""
     ttft_s, itl_s = options.goodput_ttft_ms / 1e3, options.goodput_itl_ms / 1e3
     for measured in found:
         case = f"{measured.setup.name}, {measured.rate:g}/s"
@@ -161,7 +167,8 @@ def rows_of(found: Sequence[Measured], options: argparse.Namespace) -> Iterator[
 
 
 def _beside(rate: float, found: Sequence[Measured], ttft_s: float, itl_s: float) -> Iterator[Row]:
-    """At equal load, each layout's setup of best goodput. `ratio` above 1 is better apart."""
+    """Compare the layouts' setups of best goodput at one rate. A `ratio` above 1 means that separate prefill is
+    better."""
     best = {
         layout: max(
             (measured for measured in found if measured.setup.layout == layout),
@@ -184,39 +191,83 @@ def _beside(rate: float, found: Sequence[Measured], ttft_s: float, itl_s: float)
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench pd", description=__doc__)
-    made.add_argument("model", nargs="?", help="a model's folder; without it --shape")
-    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    made.add_argument("--trace", type=Path, help="an Azure .csv or a Mooncake .jsonl")
-    made.add_argument("--from", dest="earlier", type=Path, nargs="+", help="files that --json printed: nothing is run")
-    made.add_argument("--rates", type=float, nargs="+", default=[10.0, 20.0, 30.0], help="requests per second")
-    made.add_argument("--duration-s", type=float, default=30.0, help="of arrivals at each rate")
-    made.add_argument("--warm-up-s", type=float, default=5.0, help="at the first rate, not counted")
-    made.add_argument("--length-scale", type=float, default=1.0, help="multiplies the trace's lengths")
+    made.add_argument("model", nargs="?", help="folder of a model (default: random weights of --shape)")
+    made.add_argument(
+        "--shape",
+        choices=sorted(SHAPES),
+        default="llama-3.1-8b",
+        help="shape of the random weights if no model is given",
+    )
+    made.add_argument("--trace", type=Path, help="trace file: Azure's .csv or Mooncake's .jsonl")
+    made.add_argument(
+        "--from",
+        dest="earlier",
+        type=Path,
+        nargs="+",
+        help="outputs of earlier runs with --json to report again; nothing is run",
+    )
+    made.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[10.0, 20.0, 30.0],
+        help="request rates to measure, in requests per second",
+    )
+    made.add_argument("--duration-s", type=float, default=30.0, help="seconds of arrivals at each rate")
+    made.add_argument("--warm-up-s", type=float, default=5.0, help="seconds of load at the first rate before measuring")
+    made.add_argument("--length-scale", type=float, default=1.0, help="factor for the lengths of the trace")
     made.add_argument(
         "--chunks",
         type=int,
         nargs="*",
         default=[512, 1024, 2048],
-        help="most tokens of a unified step; none: 1P1D only",
+        help="--max-num-batched-tokens of the unified setups; none: measure only 1P1D",
     )
-    made.add_argument("--pd-chunks", type=int, nargs="*", default=[1024], help="the same where prefill is apart")
     made.add_argument(
+        "--pd-chunks",
+        type=int,
+        nargs="*",
+        default=[1024],
+        help="--max-num-batched-tokens of the setups with separate prefill",
+    )
+    made.add_argument(
+        "--slos-ms",
         "--promises-ms",
         type=parse_slo_targets,
         nargs="+",
         default=[SloTargets(0.0)],
-        help="between tokens, to every request; 0: nothing; 12/1000: and 1000 ms to the first",
+        help=(
+            "ITL SLOs of every request in ms, each measured at each rate; 12/1000 adds a TTFT SLO of 1000 ms; 0: no SLO"
+        ),
     )
-    made.add_argument("--goodput-ttft-ms", type=float, default=1000.0)
-    made.add_argument("--goodput-itl-ms", type=float, default=12.0)
-    made.add_argument("--budget-s", type=float, default=480.0, help="setups that would take longer are left out")
-    made.add_argument("--clients", type=int, default=8, help="processes that send and measure")
-    made.add_argument("--request-timeout-s", type=float, default=120.0)
-    made.add_argument("--token-ids", type=int, nargs=2, default=[1000, 30000], help="range of the prompts' tokens")
-    made.add_argument("--baton-args", type=str.split, default=[], help="more flags of `baton serve`, as one text")
-    made.add_argument("--pd-args", type=str.split, default=[], help="the same, where prefill is apart alone")
-    made.add_argument("--plot", type=Path, help="the curve as PNG")
-    made.add_argument("--json", action="store_true")
+    made.add_argument("--goodput-ttft-ms", type=float, default=1000.0, help="TTFT target of a good request in ms")
+    made.add_argument(
+        "--goodput-itl-ms",
+        type=float,
+        default=12.0,
+        help="target for the 99th percentile of a good request's own ITL, in ms",
+    )
+    made.add_argument(
+        "--budget-s", type=float, default=480.0, help="time budget in seconds; a setup that would exceed it is skipped"
+    )
+    made.add_argument("--clients", type=int, default=8, help="number of client processes that send and measure")
+    made.add_argument(
+        "--request-timeout-s", type=float, default=120.0, help="seconds after which a request counts as failed"
+    )
+    made.add_argument(
+        "--token-ids", type=int, nargs=2, default=[1000, 30000], help="range of token IDs for the prompts"
+    )
+    made.add_argument(
+        "--baton-args", type=str.split, default=[], help="more flags of `baton serve` for all setups, as one string"
+    )
+    made.add_argument(
+        "--pd-args",
+        type=str.split,
+        default=[],
+        help="more flags of `baton serve` for the setups with separate prefill, as one string",
+    )
+    made.add_argument("--plot", type=Path, help="PNG file for the curve (needs matplotlib)")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row, and each run for --from")
     return made
 
 
@@ -235,10 +286,10 @@ def run(arguments: Sequence[str]) -> None:
             sys.stdout.flush()
     show(rows_of(found, options), as_json=options.json)
     ttft_s = options.goodput_ttft_ms / 1e3
-    # People read it below the table; programs have the rows.
+    # JSON output must stay one object per line on stdout; programs find the same values in the rows.
     out = sys.stderr if options.json else sys.stdout
-    told = list(losses(found, ttft_s)) or ["nowhere in what was measured"]
-    out.write(f"\nwhere {APART} is worse than {UNIFIED}:\n" + "".join(f"  {text}\n" for text in told))
+    lost = list(losses(found, ttft_s)) or ["nowhere in these measurements"]
+    out.write(f"\nwhere {APART} is worse than {UNIFIED}:\n" + "".join(f"  {text}\n" for text in lost))
     if options.plot is not None:
         plots.objectives(options.plot, OBJECTIVES_MS, lines(found, ttft_s), ttft_ms=options.goodput_ttft_ms)
 
@@ -252,8 +303,9 @@ def _earlier(options: argparse.Namespace) -> list[Measured]:
 
 def _measured(options: argparse.Namespace) -> Iterator[Measured]:
     if options.trace is None:
-        raise SystemExit("baton-bench pd: --trace, or --from with what was measured earlier")
+        raise SystemExit("baton-bench pd: give --trace FILE, or --from FILES with earlier results")
     try:
+        # Check the file before any server is started.
         load_trace(options.trace, count=2)
     except TraceError as exc:
         raise SystemExit(f"baton-bench pd: {exc}") from None

@@ -1,10 +1,10 @@
-"""One prefill and one decode instance against one unified instance, on the same cores of one CPU, at a closed load.
+"""Compare one prefill and one decode instance with one unified instance on the same CPU cores, in a closed loop.
 
 `baton-bench pd-cpu MODEL [--concurrency 8] [--prompt 1024] [--output 128] [--requests 32] [--chunks 128 512] [--json]`
 
-`baton serve` starts each setup in turn, `--rounds` times over, so that none has a better moment of the machine than
-the others; values are medians over rounds. Prompts are fresh random token ids. Throughput counts tokens of answers.
-The ratios at the end set the layout that is apart beside each unified setup: above 1 is better apart.
+`baton serve` starts the setups alternately, `--rounds` times each, so that all of them meet the same other load of the
+machine; values are medians over rounds. Prompts are new random token IDs. Throughput counts output tokens. The last
+rows compare 1P1D with each unified setup: a ratio above 1 means that 1P1D is better.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from baton_serve.bench.serving.workload import BenchRequest
 from baton_serve.child_command import module_command
 
 WARM_UP = 2
+"""Requests that are sent to each new server and not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Values:
 
 
 def setups(options: argparse.Namespace) -> list[CpuSetup]:
-    """What is apart first."""
+    """Return the setups to measure, 1P1D first."""
     apart = ("--prefill", "1", "--decode", "1", *options.pd_args)
     unified = ("--prefill", "0", "--decode", "0", "--unified", "1")
     sized = ((chunk, ("--max-num-batched-tokens", str(chunk))) for chunk in options.chunks)
@@ -54,6 +55,8 @@ def setups(options: argparse.Namespace) -> list[CpuSetup]:
 
 
 def measure(setup: CpuSetup, options: argparse.Namespace, *, seed: int) -> Values:
+    """Start one setup, send the load once and return its values. `seed` determines the prompts. Raises `SystemExit` if
+    a request fails."""
     serve = module_command("baton_serve", "serve", options.model, "--port", "{port}")
     draw = random.Random(seed)
 
@@ -80,7 +83,8 @@ def measure(setup: CpuSetup, options: argparse.Namespace, *, seed: int) -> Value
 
 
 def wait_for_instances(url: str, count: int) -> None:
-    """A router serves as soon as one instance can answer."""
+    """Wait until `count` instances are ready. A router is healthy as soon as one instance can answer. Raises
+    `SystemExit` after `START_S`."""
     deadline = time.monotonic() + START_S
     while len(httpx.get(f"{url}/health", timeout=START_S).json()["instances"]) < count:
         if time.monotonic() > deadline:
@@ -89,7 +93,7 @@ def wait_for_instances(url: str, count: int) -> None:
 
 
 def rows(found: Sequence[tuple[CpuSetup, Sequence[Values]]]) -> Iterator[Row]:
-    """`found`: each setup with its values of every round."""
+    """Yield the medians of each setup, then the comparisons. `found` has each setup with its values of every round."""
     middle = {
         setup: Values(
             *(
@@ -118,16 +122,22 @@ def rows(found: Sequence[tuple[CpuSetup, Sequence[Values]]]) -> Iterator[Row]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench pd-cpu", description=__doc__)
-    made.add_argument("model", help="a folder in Hugging Face's format")
-    made.add_argument("--concurrency", type=int, default=8)
-    made.add_argument("--prompt", type=int, default=1024, help="tokens")
-    made.add_argument("--output", type=int, default=128, help="tokens")
-    made.add_argument("--requests", type=int, default=32)
-    made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--chunks", type=int, nargs="*", default=[128, 512], help="most tokens of a unified step")
-    made.add_argument("--baton-args", type=str.split, default=[], help="more flags of `baton serve`, as one text")
-    made.add_argument("--pd-args", type=str.split, default=[], help="the same, where prefill is apart alone")
-    made.add_argument("--json", action="store_true")
+    made.add_argument("model", help="folder of a model in Hugging Face format")
+    made.add_argument("--concurrency", type=int, default=8, help="number of concurrent requests")
+    made.add_argument("--prompt", type=int, default=1024, help="prompt tokens of each request")
+    made.add_argument("--output", type=int, default=128, help="output tokens of each request")
+    made.add_argument("--requests", type=int, default=32, help="number of measured requests")
+    made.add_argument("--rounds", type=int, default=3, help="how often each setup is started and measured")
+    made.add_argument(
+        "--chunks", type=int, nargs="*", default=[128, 512], help="--max-num-batched-tokens of the unified setups"
+    )
+    made.add_argument(
+        "--baton-args", type=str.split, default=[], help="more flags of `baton serve` for all setups, as one string"
+    )
+    made.add_argument(
+        "--pd-args", type=str.split, default=[], help="more flags of `baton serve` for 1P1D, as one string"
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 

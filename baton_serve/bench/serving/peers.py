@@ -1,10 +1,11 @@
-"""The same weights and the same load on Baton and on other servers, one after another on this machine.
+"""Measure Baton and other servers with the same weights and the same load, one after another on this machine.
 
 `baton-bench peers MODEL [--vllm PATH] [--llama-server PATH --gguf FILE] [--url NAME=URL] [--json]`
 
-Starts `baton serve` with one unified instance, and the peers that are given or found: vLLM, llama.cpp, OpenVINO GenAI,
-`transformers serve`. Prompts are fresh random token ids of exact length. `decode`: tokens per second of all streams
-together, prompts included. `prefill`: prompt tokens divided by the time to the first token. Medians.
+Starts `baton serve` with one unified instance, then each other server that is given or found on the PATH: vLLM,
+llama.cpp, OpenVINO GenAI, `transformers serve`. Prompts are new random token IDs of exact length. `decode` is output
+tokens per second of all streams together, including the time for prompts. `prefill` is prompt tokens divided by TTFT.
+Values are medians.
 """
 
 import argparse
@@ -35,12 +36,13 @@ from baton_serve.child_command import module_command
 START_S, COMPLETE_S, STOP_S = 300.0, 120.0, 15.0
 OPENVINO_SERVER = Path(__file__).with_name("openvino_server.py")
 FIRST_TOKEN, LAST_TOKEN = 100, 8000
-"""Ordinary ids of every vocabulary at hand."""
+"""Range of prompt tokens: ordinary IDs in the vocabulary of every common model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """`argv` is empty where somebody else runs it. `{port}` in it becomes the port."""
+    """A server to measure. `{port}` in `argv` is replaced by a free port. `argv` is empty if the server runs already
+    at `url`."""
 
     name: str
     argv: list[str] = field(default_factory=list)
@@ -50,7 +52,7 @@ class Server:
 
 
 def servers(options: argparse.Namespace) -> list[Server]:
-    """Baton first; then what was given, or found on the PATH."""
+    """Return Baton first, then the servers that were given on the command line or found on the PATH."""
     model, length = options.model, str(options.max_model_len)
     baton = module_command("baton_serve", "serve", model, "--unified", "1", "--prefill", "0", "--decode", "0")
     found = [Server("Baton", [*baton, "--port", "{port}", "--max-model-len", length, *options.baton_args])]
@@ -83,7 +85,8 @@ def servers(options: argparse.Namespace) -> list[Server]:
 
 @contextmanager
 def running(server: Server) -> Iterator[str]:
-    """The server's URL; the process and its children are gone afterwards."""
+    """Start a server, wait until it is ready and yield its URL; on exit stop it with all its child processes. Raises
+    `SystemExit` if it does not start."""
     if not server.argv:
         yield server.url
         return
@@ -93,7 +96,12 @@ def running(server: Server) -> Iterator[str]:
     argv = [part.replace("{port}", port) for part in server.argv]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            argv, stdout=log, stderr=log, env=os.environ | server.variables, start_new_session=True
+            # A session of its own, so that `killpg` reaches the worker processes of the server.
+            argv,
+            stdout=log,
+            stderr=log,
+            env=os.environ | server.variables,
+            start_new_session=True,
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -104,13 +112,13 @@ def running(server: Server) -> Iterator[str]:
 
 
 def wait_complete(url: str, count: int) -> None:
-    """So many instances serve behind this router. Raises SystemExit."""
+    """Wait until the router has `count` instances. Raises `SystemExit` after `COMPLETE_S`."""
     deadline = time.monotonic() + COMPLETE_S
     while time.monotonic() < deadline:
         if len(httpx.get(f"{url}/health", timeout=5).json()["instances"]) == count:
             return
         time.sleep(0.1)
-    raise SystemExit(f"the {count} instances did not appear")
+    raise SystemExit(f"the {count} instances were not ready within {COMPLETE_S:g} s")
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", url: str, name: str, log: IO[bytes]) -> None:
@@ -124,7 +132,7 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, name: str, log: IO
         time.sleep(0.1)
     log.seek(0)
     raise SystemExit(
-        f"baton-bench peers: {name} did not start; its last words:\n{log.read()[-2000:].decode(errors='replace')}"
+        f"baton-bench peers: {name} did not start; the end of its log:\n{log.read()[-2000:].decode(errors='replace')}"
     )
 
 
@@ -139,7 +147,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 class LoadGenerator:
-    """Every prompt is new, the same ones for every server."""
+    """Sends closed-loop load to one server. Prompts never repeat, so that no prefix cache helps; every server gets the
+    same ones."""
 
     def __init__(self, url: str, model: str | None) -> None:
         self._random = random.Random(0)
@@ -148,6 +157,8 @@ class LoadGenerator:
         )
 
     def send(self, count: int, prompt_tokens: int, max_tokens: int) -> tuple[list[RequestOutcome], float]:
+        """Send `count` requests at once; return their outcomes and the seconds until the last one ended. Raises
+        `SystemExit` if one fails."""
         prompts = ([self._random.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(prompt_tokens)] for _ in range(count))
         requests = [BenchRequest(at_s=0.0, prompt=prompt, max_tokens=max_tokens) for prompt in prompts]
         outcomes, seconds = asyncio.run(drive(requests, self._options))
@@ -157,13 +168,15 @@ class LoadGenerator:
 
 
 def measure(server: Server, options: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second of each case."""
+    """Start a server and return tokens per second of each case, and the seconds until it was ready."""
     started = time.monotonic()
     with running(server) as url:
         values = {"ready, s": time.monotonic() - started} if server.argv else {}
         load = LoadGenerator(url, options.served_model_name)
+        # Warm up: the first request may compile kernels.
         load.send(1, 16, 4)
         for concurrency in options.concurrency:
+            # Warm up with this batch size, for servers that compile or capture graphs for each.
             load.send(concurrency, options.prompt, 2)
             runs = [load.send(concurrency, options.prompt, options.output) for _ in range(options.repeats)]
             rates = [sum(o.output_tokens for o in outcomes) / seconds for outcomes, seconds in runs]
@@ -176,13 +189,13 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, float]:
     return values
 
 
-def rows(told: dict[str, dict[str, float]]) -> Iterator[Row]:
-    """One row per case and peer; `ratio` is Baton's value to the peer's."""
-    ours, *others = told
-    for case, value in told[ours].items():
+def rows(values_of: dict[str, dict[str, float]]) -> Iterator[Row]:
+    """Yield one row per case and peer; `ratio` is Baton's value divided by the peer's."""
+    ours, *others = values_of
+    for case, value in values_of[ours].items():
         unit = "s" if case.endswith(", s") else "tok/s"
         for peer in others or [""]:
-            theirs = told[peer].get(case) if peer else None
+            theirs = values_of[peer].get(case) if peer else None
             yield Row(
                 "peers", case, value, unit, None, value / theirs if theirs else None, peer if theirs else None, theirs
             )
@@ -190,23 +203,37 @@ def rows(told: dict[str, dict[str, float]]) -> Iterator[Row]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench peers", description=__doc__)
-    made.add_argument("model", help="a folder in Hugging Face's format")
-    made.add_argument("--vllm", help="the vllm command of an environment; default: the one on the PATH")
-    made.add_argument("--llama-server", help="default: the one on the PATH")
-    made.add_argument("--gguf", help="the same weights for llama.cpp")
-    made.add_argument("--transformers", help="the transformers command of an environment, for `transformers serve`")
-    made.add_argument("--openvino", help="the python of an environment with openvino-genai")
-    made.add_argument("--openvino-model", help="the same weights as `optimum-cli export openvino` writes them")
-    made.add_argument("--url", action="append", default=[], metavar="NAME=URL", help="a server that runs already")
-    made.add_argument("--served-model-name", help="default: the first one that /v1/models lists")
-    made.add_argument("--baton-args", nargs=argparse.REMAINDER, default=[], help="last: more options of `baton serve`")
-    made.add_argument("--max-model-len", type=int, default=4096)
-    made.add_argument("--prompt", type=int, default=128)
-    made.add_argument("--output", type=int, default=64)
-    made.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    made.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
-    made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--json", action="store_true")
+    made.add_argument("model", help="folder of a model in Hugging Face format")
+    made.add_argument("--vllm", help="the `vllm` command of an environment (default: the one on the PATH)")
+    made.add_argument("--llama-server", help="the `llama-server` command (default: the one on the PATH)")
+    made.add_argument("--gguf", help="the same weights as GGUF file, for llama.cpp")
+    made.add_argument("--transformers", help="the `transformers` command of an environment, for `transformers serve`")
+    made.add_argument("--openvino", help="the Python of an environment with openvino-genai")
+    made.add_argument("--openvino-model", help="the same weights, as exported by `optimum-cli export openvino`")
+    made.add_argument(
+        "--url",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="name and URL of a server that is running already; may be repeated",
+    )
+    made.add_argument("--served-model-name", help="model name in requests (default: the first one of /v1/models)")
+    made.add_argument(
+        "--baton-args", nargs=argparse.REMAINDER, default=[], help="more options of `baton serve`; must come last"
+    )
+    made.add_argument("--max-model-len", type=int, default=4096, help="context length of each server")
+    made.add_argument("--prompt", type=int, default=128, help="prompt tokens of the decode cases")
+    made.add_argument("--output", type=int, default=64, help="output tokens of the decode cases")
+    made.add_argument(
+        "--concurrency",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16],
+        help="numbers of concurrent streams of the decode cases",
+    )
+    made.add_argument("--prefill", type=int, nargs="*", default=[512, 2048], help="prompt lengths of the prefill cases")
+    made.add_argument("--repeats", type=int, default=5, help="repetitions of each case")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 

@@ -1,11 +1,11 @@
-"""`baton serve` from the command to all instances ready, on this machine, and where the time goes.
+"""Measure the time from the command `baton serve` until all instances are ready, and its stages.
 
 `baton-bench ready [MODEL] [--prefill 1] [--decode 1] [--unified 0] [--turns 5] [--json]`
 
-Values are medians over turns. The limit, measured in turns with it, is what nobody who computes with torch can leave
-out: a Python that only imports torch, and a read of the weights. Stages are moments since the command was given, told
-by the processes' own debug logs; of several instances the last one counts. Weights lie in the page cache from the first
-turn on, which is not counted.
+Values are medians over rounds. The limit is measured alternately with them: a Python process that only imports torch,
+plus one read of the weights. Nothing that computes with torch can start faster. Stages are seconds since the command,
+from the debug logs of the processes; of several instances the last one counts. A first round, which is not counted,
+brings the weights into the page cache.
 """
 
 import argparse
@@ -39,19 +39,22 @@ STAGES = {
     "start: warming up": "KV cache there",
     "start: ready": "engines warmed up",
 }
+"""Names of the stages in the output, by the start of the log event that begins them."""
 ROUTER, JOINED = "baton_serve.services.router.main", "baton_serve.services.router.cluster.cluster"
+"""Loggers whose events mark that the router serves and that an instance has registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartupRun:
-    """Seconds since the command was given."""
+    """One start of a cluster: seconds since the command was given, until ready and until each stage."""
 
     ready_s: float
     stages: dict[str, float]
 
 
 def stages_of(lines: Sequence[str], *, since: float) -> dict[str, float]:
-    """Of the processes' JSON logs, whose times are those of the wall clock; other lines are passed over."""
+    """Return the seconds of each stage from the JSON logs of the processes, in order. Log times are wall-clock times,
+    as `since`; lines that are not JSON are skipped."""
     found: dict[str, float] = {}
     for line in lines:
         if not line.startswith("{"):
@@ -68,6 +71,7 @@ def stages_of(lines: Sequence[str], *, since: float) -> dict[str, float]:
 
 
 def one_turn(options: argparse.Namespace) -> StartupRun:
+    """Start a cluster, wait until it is ready, stop it and return its times."""
     port = free_port()
     command = module_command("baton_serve", "serve", *filter(None, [options.model]), "--port", str(port))
     for role in ("prefill", "decode", "unified"):
@@ -88,7 +92,7 @@ def one_turn(options: argparse.Namespace) -> StartupRun:
 
 
 def _wait(process: "subprocess.Popen[bytes]", url: str, count: int, log: IO[str]) -> None:
-    """Until the router is healthy with so many instances."""
+    """Wait until the router has `count` instances. Raises `SystemExit` if the command ends or `DEADLINE_S` passes."""
     deadline = time.monotonic() + DEADLINE_S
     with httpx.Client(timeout=5.0) as client:
         while time.monotonic() < deadline:
@@ -106,13 +110,14 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, count: int, log: IO[str]
 
 
 def import_s() -> float:
+    """Return the seconds of a Python process that imports torch and ends."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.perf_counter() - started
 
 
 def read_s(folder: Path) -> float:
-    """Of every byte of the weights once, from the page cache, in one thread."""
+    """Return the seconds to read all weight files once, from the page cache, in one thread."""
     buffer = bytearray(READ_BYTES)
     started = time.perf_counter()
     for path in folder.glob("*.safetensors"):
@@ -123,6 +128,7 @@ def read_s(folder: Path) -> float:
 
 
 def rows(name: str, turns: Sequence[StartupRun], imports: Sequence[float], reads: Sequence[float]) -> Iterator[Row]:
+    """Yield the medians of each stage, of readiness with its limit, and of the limit's parts."""
     limits = [a + b for a, b in zip(imports, reads, strict=True)]
     value, limit = statistics.median(turn.ready_s for turn in turns), statistics.median(limits)
     ratios = [limit / turn.ready_s for limit, turn in zip(limits, turns, strict=True)]
@@ -140,20 +146,20 @@ def parser() -> argparse.ArgumentParser:
         prog="baton-bench ready", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
-        "model", nargs="?", default="", metavar="MODEL", help="a model's folder; default: the bundled one"
+        "model", nargs="?", default="", metavar="MODEL", help="folder of a model; default: the bundled demo model"
     )
-    made.add_argument("--prefill", type=int)
-    made.add_argument("--decode", type=int)
-    made.add_argument("--unified", type=int, default=0)
-    made.add_argument("--turns", type=int, default=5)
-    made.add_argument("--baton-args", type=str.split, default=[], help="more options of baton serve, in one word")
-    made.add_argument("--json", action="store_true")
+    made.add_argument("--prefill", type=int, help="number of prefill instances (default: 1, or 0 with --unified)")
+    made.add_argument("--decode", type=int, help="number of decode instances (default: 1, or 0 with --unified)")
+    made.add_argument("--unified", type=int, default=0, help="number of unified instances")
+    made.add_argument("--turns", type=int, default=5, help="number of measured starts")
+    made.add_argument("--baton-args", type=str.split, default=[], help="more options of `baton serve`, as one string")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 
 def run(arguments: Sequence[str]) -> None:
     options = parser().parse_args(arguments)
-    apart = 0 if options.unified else 1  # one of each, unless something is said
+    apart = 0 if options.unified else 1
     options.prefill = apart if options.prefill is None else options.prefill
     options.decode = apart if options.decode is None else options.decode
     folder = model_folder(options.model) if options.model else DEMO_MODEL

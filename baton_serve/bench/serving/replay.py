@@ -1,10 +1,11 @@
-"""A trace replayed against a server, or against simulated instances, and what `baton-bench serve` would report of it.
+"""Replay a trace against a server, or against simulated instances, and print the report of `baton-bench serve`.
 
 `baton-bench replay --trace conversation_trace.jsonl --base-url http://localhost:8000 --length-scale 0.05`
+
 `baton-bench replay --trace conversation_trace.jsonl --simulate --card B60 --model Qwen3-4B --prefill 8 --decode 4`
 
-Prompts are made up, but share prefixes exactly as the trace's hashes do. Against a server the trace takes its time;
-simulated, an hour takes seconds.
+Prompts are generated, but share prefixes exactly as the hashes of the trace do. Against a server, the replay takes as
+long as the trace; the simulation of an hour takes seconds.
 """
 
 import argparse
@@ -28,10 +29,11 @@ _HIT_COUNTERS = (
     ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     ("baton:prefix_hit_tokens_total", "vllm:prompt_tokens_total"),
 )
-"""(found, asked for) in /metrics, in tokens."""
+"""Counters in /metrics, in tokens: cache hits, and tokens looked up. The first pair is vLLM's, the second Baton's."""
 
 
 def _range(text: str) -> tuple[int, int]:
+    """Parse `LOW:HIGH` as a range of at least two token IDs. Raises `ValueError`."""
     low, _, high = text.partition(":")
     if int(low) < 0 or int(high) - int(low) < 2:
         raise ValueError(text)
@@ -45,22 +47,29 @@ def parser() -> argparse.ArgumentParser:
     shared.add_trace(made, many=False)
     shared.add_objective(made)
     group = made.add_argument_group("server")
-    group.add_argument("--base-url", default="http://127.0.0.1:8000")
-    group.add_argument("--served-model-name", help="default: the first one that /v1/models lists")
-    group.add_argument("--api-key")
+    group.add_argument("--base-url", default="http://127.0.0.1:8000", help="URL of the server")
+    group.add_argument("--served-model-name", help="model name in requests (default: the first one of /v1/models)")
+    group.add_argument("--api-key", help="API key for the server")
     group.add_argument(
         "--token-ids",
         type=_range,
         metavar="LOW:HIGH",
-        help="prompts of token ids from this range, exactly as long as the trace says (default: text, about as long)",
+        help=(
+            "send prompts of token IDs from this range, exactly as long as in the trace (default: text of "
+            "about that length)"
+        ),
     )
-    group.add_argument("--max-concurrency", type=int, help="most requests at once; more wait here")
-    group.add_argument("--no-ignore-eos", action="store_true", help="answers may end before the trace's length")
-    made.add_argument("--simulate", action="store_true", help="simulated instances instead of a server")
-    made.add_argument("--policy", choices=shared.POLICIES, default="prefix", help="with --simulate")
+    group.add_argument(
+        "--max-concurrency", type=int, help="most concurrent requests; others wait in the client (default: no limit)"
+    )
+    group.add_argument(
+        "--no-ignore-eos", action="store_true", help="let answers end before the length given by the trace"
+    )
+    made.add_argument("--simulate", action="store_true", help="use simulated instances instead of a server")
+    made.add_argument("--policy", choices=shared.POLICIES, default="prefix", help="placement policy, with --simulate")
     shared.add_pools(made)
     shared.add_cost(made)
-    made.add_argument("--json", action="store_true")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 
@@ -76,7 +85,7 @@ def run(arguments: Sequence[str]) -> None:
         sys.exit(f"baton-bench replay: {exc}")
     scales = [("Time scale", trace.time_scale), ("Length scale", trace.length_scale)]
     if not options.json:
-        print(trace.told())
+        print(trace.description())
     show([*(Row("replay", case, value, "x") for case, value in scales), *report], as_json=options.json)
 
 
@@ -100,10 +109,13 @@ def _served(options: argparse.Namespace, trace: Trace) -> list[Row]:
 
 
 def hit_rate_of(outcomes: Sequence[RequestOutcome], before: dict[str, float], after: dict[str, float]) -> float | None:
-    """Of prompt tokens: as the answers' usage tells, else as counters have grown. None where the server is silent."""
-    told = [outcome for outcome in outcomes if outcome.error is None and outcome.cached_tokens is not None]
-    if told:
-        return sum(outcome.cached_tokens or 0 for outcome in told) / max(1, sum(o.prompt_tokens for o in told))
+    """Return the cached fraction of all prompt tokens: from the usage of the answers, or else from the server's
+    counters before and after. Return None if the server reports neither."""
+    reporting = [outcome for outcome in outcomes if outcome.error is None and outcome.cached_tokens is not None]
+    if reporting:
+        return sum(outcome.cached_tokens or 0 for outcome in reporting) / max(
+            1, sum(o.prompt_tokens for o in reporting)
+        )
     for hits, queries in _HIT_COUNTERS:
         asked = after.get(queries, 0.0) - before.get(queries, 0.0)
         if hits in after and asked > 0:
@@ -112,7 +124,7 @@ def hit_rate_of(outcomes: Sequence[RequestOutcome], before: dict[str, float], af
 
 
 def _counters(base_url: str) -> dict[str, float]:
-    """Sums over labels of the counters in /metrics; empty where there is no such page."""
+    """Return the counters of /metrics by name, summed over labels; empty if the server has no such page."""
     try:
         answer = httpx.get(f"{base_url}/metrics", timeout=10)
     except httpx.HTTPError:
@@ -121,6 +133,7 @@ def _counters(base_url: str) -> dict[str, float]:
 
 
 def parse_counters(text: str) -> dict[str, float]:
+    """Parse counters (names that end with `_total`) in the Prometheus text format and sum them over labels."""
     totals: dict[str, float] = {}
     for line in text.splitlines():
         name, _, rest = line.partition("{") if "{" in line else line.partition(" ")

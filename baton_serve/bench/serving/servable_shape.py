@@ -1,4 +1,6 @@
-"""A folder that a whole cluster can serve, without weights: a shape's config, and a vocabulary of plain words."""
+"""Write a model folder without weights that a whole cluster can serve: the config of a shape, and a generated
+vocabulary.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +13,8 @@ END = "<|end|>"
 
 
 def write_servable_shape(name: str, folder: Path) -> Path:
-    """For `--load-format dummy`. Every token but the end has text of its own, so that each one is streamed."""
+    """Write config and tokenizer for `--load-format dummy` and return the folder. Every token except the end token
+    decodes to text, so that each one appears in the stream."""
     write_shape(name, folder)
     size = SHAPES[name]["vocab_size"]
     assert isinstance(size, int)

@@ -1,6 +1,7 @@
-"""Load on any OpenAI-compatible completions endpoint, reported as `vllm bench serve` reports it.
+"""Send load to any OpenAI-compatible completions endpoint and print the report of `vllm bench serve`.
 
-Token counts come from the server's own usage; a chunk's arrival is one token's arrival, as that benchmark defines it.
+Token counts come from the server's usage. As in vLLM's benchmark, the arrival of a chunk counts as the arrival of one
+token.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from baton_serve.bench.serving.workload import BenchRequest, random_requests, tr
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """One request's times in seconds; `itls_s` are the gaps between chunks."""
+    """Times of one request in seconds; `itls_s` are the gaps between chunks. `error` is None if it succeeded."""
 
     ttft_s: float = 0.0
     latency_s: float = 0.0
@@ -28,13 +29,13 @@ class RequestOutcome:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
-    """Of the prompt, where the server tells."""
+    """Prompt tokens found in the prefix cache; None if the server does not report them."""
     to_step_s: float | None = None
-    """From prefill's end to decode's first step, where Baton was asked to explain itself."""
+    """Seconds from prefill's end to decode's first step; only with the header x-baton-explain."""
     held_s: float = 0.0
-    """Of the time to the first token, likewise: it was held back in the router."""
+    """Part of TTFT for which the router held back the first token; only with x-baton-explain."""
     decision: str = ""
-    """Who served it, likewise."""
+    """Placement decision, such as `disaggregated`; only with x-baton-explain."""
     error: str | None = None
 
     @property
@@ -43,6 +44,7 @@ class RequestOutcome:
 
 
 async def send(client: httpx.AsyncClient, request: BenchRequest, options: argparse.Namespace) -> RequestOutcome:
+    """Stream one request and return its outcome. HTTP errors go to `error`; they are not raised."""
     outcome = RequestOutcome()
     body = {
         "model": options.model,
@@ -83,8 +85,10 @@ async def send(client: httpx.AsyncClient, request: BenchRequest, options: argpar
 
 
 async def drive(requests: list[BenchRequest], options: argparse.Namespace) -> tuple[list[RequestOutcome], float]:
-    """Sends each request at its time, at most `max_concurrency` at once. Returns outcomes and the duration."""
+    """Send each request at its time, at most `max_concurrency` at once. Return outcomes in order, and the seconds
+    until the last one ended."""
     gate = asyncio.Semaphore(options.max_concurrency or len(requests))
+    # httpx allows 100 connections by default, which would limit the concurrency unnoticed.
     limits = httpx.Limits(max_connections=None)
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     if getattr(options, "explain", False):
@@ -106,6 +110,7 @@ async def drive(requests: list[BenchRequest], options: argparse.Namespace) -> tu
 
 
 def percentile(values: list[float], percent: float) -> float:
+    """Return a percentile with linear interpolation, to a tenth of a percent."""
     return (
         statistics.quantiles(values, n=1000, method="inclusive")[round(percent * 10) - 1]
         if len(values) > 1
@@ -114,6 +119,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def summarise(outcomes: list[RequestOutcome], duration_s: float, options: argparse.Namespace) -> list[Row]:
+    """Return the rows of `vllm bench serve`'s report. Raises `SystemExit` if no request succeeded."""
     good = [o for o in outcomes if o.error is None]
     if not good:
         raise SystemExit(f"baton-bench serve: no request succeeded; the first error was {outcomes[0].error}")
@@ -149,25 +155,38 @@ def summarise(outcomes: list[RequestOutcome], duration_s: float, options: argpar
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench serve", description=__doc__)
-    made.add_argument("--base-url", default="http://127.0.0.1:8000")
-    made.add_argument("--model", help="default: the first one that /v1/models lists")
-    made.add_argument("--api-key")
-    made.add_argument("--dataset-name", choices=("random", "trace"), default="random")
-    made.add_argument("--dataset-path", type=Path, help="an Azure .csv or a Mooncake .jsonl, with --dataset-name trace")
-    made.add_argument("--length-scale", type=float, default=1.0, help="multiplies a trace's lengths")
-    made.add_argument("--time-scale", type=float, default=1.0, help="multiplies a trace's times")
-    made.add_argument("--num-prompts", type=int, default=100)
-    made.add_argument("--random-input-len", type=int, default=1024)
-    made.add_argument("--random-output-len", type=int, default=128)
-    made.add_argument("--random-range-ratio", type=float, default=0.0)
-    made.add_argument("--request-rate", type=float, default=float("inf"))
-    made.add_argument("--max-concurrency", type=int)
-    made.add_argument("--ignore-eos", action="store_true")
-    made.add_argument("--goodput-ttft-ms", type=float, default=float("inf"))
-    made.add_argument("--goodput-tpot-ms", type=float, default=float("inf"))
-    made.add_argument("--num-warmups", type=int, default=1)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--json", action="store_true")
+    made.add_argument("--base-url", default="http://127.0.0.1:8000", help="URL of the server")
+    made.add_argument("--model", help="model name in requests (default: the first one of /v1/models)")
+    made.add_argument("--api-key", help="API key for the server")
+    made.add_argument(
+        "--dataset-name", choices=("random", "trace"), default="random", help="random prompts, or a trace file"
+    )
+    made.add_argument(
+        "--dataset-path", type=Path, help="trace file for --dataset-name trace: Azure's .csv or Mooncake's .jsonl"
+    )
+    made.add_argument("--length-scale", type=float, default=1.0, help="factor for the lengths of a trace")
+    made.add_argument("--time-scale", type=float, default=1.0, help="factor for the times of a trace")
+    made.add_argument("--num-prompts", type=int, default=100, help="number of requests")
+    made.add_argument(
+        "--random-input-len", type=int, default=1024, help="prompt tokens of random requests, approximately"
+    )
+    made.add_argument("--random-output-len", type=int, default=128, help="output tokens of random requests")
+    made.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="relative variation of the lengths: 0.1 means ±10 %%"
+    )
+    made.add_argument(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        help="requests per second with Poisson arrivals (default: all at once)",
+    )
+    made.add_argument("--max-concurrency", type=int, help="most concurrent requests (default: no limit)")
+    made.add_argument("--ignore-eos", action="store_true", help="generate all output tokens, even after the end token")
+    made.add_argument("--goodput-ttft-ms", type=float, default=float("inf"), help="TTFT target of a good request in ms")
+    made.add_argument("--goodput-tpot-ms", type=float, default=float("inf"), help="TPOT target of a good request in ms")
+    made.add_argument("--num-warmups", type=int, default=1, help="requests that are sent first and not counted")
+    made.add_argument("--seed", type=int, default=0, help="seed of prompts and arrival times")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 

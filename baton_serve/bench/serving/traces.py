@@ -1,7 +1,7 @@
-"""Public traces of requests: Azure's (`.csv`) and Mooncake's (`.jsonl`), with lengths and times scaled.
+"""Read public traces of requests, Azure's (`.csv`) and Mooncake's (`.jsonl`), and scale their lengths and times.
 
-A Mooncake request names each 512 tokens of its prompt by a hash; equal hashes mean equal prefixes. Scaled lengths keep
-that exactly: every hash then stands for fewer tokens.
+A Mooncake request has one hash for each 512 tokens of its prompt; equal hashes mean equal prefixes. Scaled lengths
+preserve this exactly: each hash then stands for fewer tokens.
 """
 
 import csv
@@ -13,16 +13,17 @@ from datetime import datetime
 from pathlib import Path
 
 MOONCAKE_HASH_TOKENS = 512
+"""Prompt tokens per hash in Mooncake's traces."""
 
 
 class TraceError(Exception):
-    """A file that is no trace. The message names the file, the line and what was expected."""
+    """The file is not a trace. The message names the file, the line and the expected format."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """Sent `at_s` after the trace's start. `hashes` name its prompt's tokens, `Trace.hash_tokens` of them each, the
-    last one fewer; empty where the trace tells none: such a prompt shares nothing."""
+    """One request, sent `at_s` seconds after the start of the trace. Each of `hashes` stands for `Trace.hash_tokens`
+    prompt tokens, the last one for the rest. Without hashes, the prompt shares no prefix with others."""
 
     at_s: float
     prompt_tokens: int
@@ -32,6 +33,8 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
+    """The requests of a trace in order of time, already scaled."""
+
     name: str
     requests: list[TraceRequest]
     length_scale: float
@@ -43,14 +46,14 @@ class Trace:
     def duration_s(self) -> float:
         return self.requests[-1].at_s if self.requests else 0.0
 
-    def told(self) -> str:
-        """For the output: what was replayed, and how it differs from what was recorded."""
+    def description(self) -> str:
+        """Return one line for the output: number and rate of requests, and how they differ from the recorded trace."""
         rate = len(self.requests) / self.duration_s if self.duration_s else 0.0
         return (
             f"{self.name}: {len(self.requests)} requests in {self.duration_s:,.0f} s ({rate:.3g}/s); "
             f"lengths x {self.length_scale:g}, times x {self.time_scale:g}"
             + (f" after moving each by up to {self.spread_s:g} s" if self.spread_s else "")
-            + ("" if self.hash_tokens is None else f"; {self.hash_tokens} tokens a hash")
+            + ("" if self.hash_tokens is None else f"; {self.hash_tokens} tokens per hash")
         )
 
 
@@ -62,14 +65,15 @@ def load_trace(
     time_scale: float = 1.0,
     spread_s: float = 0.0,
 ) -> Trace:
-    """The first `count` requests, in order of time. Each comes up to `spread_s` later, always the same: for traces with
-    rounded times, as Mooncake's are to 3 s. Raises `TraceError`."""
+    """Read the first `count` requests and return them in order of time. `spread_s` delays each by a random time up to
+    that many seconds, the same in every run; use it for traces with rounded times (Mooncake's: 3 s). Raises
+    `TraceError`."""
     try:
         rows = list(_limited(_azure(path) if path.suffix == ".csv" else _mooncake(path), count))
     except OSError as exc:
         raise TraceError(f"cannot read {path}: {exc.strerror}") from exc
     if not rows:
-        raise TraceError(f"{path} holds no request")
+        raise TraceError(f"{path} has no requests")
     has_hashes = any(row.hashes for row in rows)
     hash_tokens = max(1, round(MOONCAKE_HASH_TOKENS * length_scale)) if has_hashes else None
     start = min(row.at_s for row in rows)
@@ -95,6 +99,7 @@ def _limited(rows: Iterator[TraceRequest], count: int | None) -> Iterator[TraceR
 
 
 def _scaled_prompt(row: TraceRequest, scale: float, hash_tokens: int | None) -> int:
+    """Return the scaled prompt length. Only the last, partial hash is rounded, so that shared prefixes stay aligned."""
     if hash_tokens is None or not row.hashes:
         return max(1, round(row.prompt_tokens * scale))
     whole = len(row.hashes) - 1
@@ -106,7 +111,7 @@ def _azure(path: Path) -> Iterator[TraceRequest]:
     with path.open(newline="") as lines:
         for number, row in enumerate(csv.DictReader(lines), start=2):
             try:
-                # Seven digits of a second: Python reads six.
+                # The traces have seven digits after the second; Python parses at most six.
                 at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
                 yield TraceRequest(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
             except (KeyError, TypeError, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""Requests to send: random prompts of a length, or a public trace; and when to send them."""
+"""Requests to send: random prompts, or the requests of a public trace, with their arrival times."""
 
 import random
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ WORDS = (
     "the a one block of tokens moves from prefill to decode while prompt router cache copy link memory step layer "
     "model answer question time place pool load prefix stream batch head page name host device key value"
 ).split()
+"""Common words that most tokenizers encode as one token each."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """`at_s` is when it is sent, counted from the start. Of text, lengths in tokens are approximate."""
+    """A request to send `at_s` seconds after the start. For a prompt of text, its length in tokens is approximate."""
 
     at_s: float
     prompt: str | list[int]
@@ -21,14 +22,15 @@ class BenchRequest:
 
 
 def random_prompt(rng: random.Random, tokens: int) -> str:
-    """Fresh words, so that no server's prefix cache can answer; the first word is unique per prompt."""
+    """Return random words of about `tokens` tokens. The first word is unique, so no prefix cache has the prompt."""
     return " ".join([f"{rng.getrandbits(40):x}", *(rng.choice(WORDS) for _ in range(max(tokens - 8, 1)))])
 
 
 def random_requests(
     *, count: int, input_tokens: int, output_tokens: int, rate_per_s: float, range_ratio: float, seed: int
 ) -> list[BenchRequest]:
-    """Poisson arrivals at `rate_per_s` (inf: all at once); lengths uniform in ± `range_ratio`."""
+    """Return requests with Poisson arrivals at `rate_per_s` (inf: all at once). Lengths vary uniformly by ±
+    `range_ratio`."""
     rng = random.Random(seed)
     clock = 0.0
     requests = []
@@ -41,10 +43,8 @@ def random_requests(
 
 
 def trace_requests(trace: Trace, *, seed: int, token_ids: tuple[int, int] | None = None) -> list[BenchRequest]:
-    """Prompts of words, or of token ids in the range `token_ids`, that share prefixes exactly as the trace's hashes do.
-
-    Prompts of a trace without hashes share nothing.
-    """
+    """Return the requests of a trace with generated prompts that share prefixes exactly as the trace's hashes do.
+    Prompts are text, or token IDs of the range `token_ids`. Without hashes, prompts share nothing."""
     prompts = TracePrompts(trace, seed=seed, token_ids=token_ids)
     return [
         BenchRequest(at_s=request.at_s, prompt=prompts.prompt(number), max_tokens=request.output_tokens)
@@ -53,9 +53,12 @@ def trace_requests(trace: Trace, *, seed: int, token_ids: tuple[int, int] | None
 
 
 _DIGITS = 6
+"""Number of leading symbols that encode a hash's number."""
 
 
 class TracePrompts:
+    """Generates the prompts of a trace. The tokens of each hash are generated once and kept."""
+
     def __init__(self, trace: Trace, *, seed: int, token_ids: tuple[int, int] | None) -> None:
         self._trace = trace
         self._seed = seed
@@ -64,6 +67,7 @@ class TracePrompts:
         self._known: dict[str, list[int]] = {}
 
     def prompt(self, number: int) -> str | list[int]:
+        """Return the prompt of the request with this index."""
         request, hash_tokens = self._trace.requests[number], self._trace.hash_tokens
         symbols: list[int] = []
         if hash_tokens is not None and request.hashes:
@@ -77,7 +81,8 @@ class TracePrompts:
         return " ".join(WORDS[symbol] for symbol in symbols)
 
     def _symbols(self, key: str, number: int, count: int) -> list[int]:
-        """Random, but for the first few: these are the number's digits, so that two never begin alike for long."""
+        """Return `count` symbols for a hash or request. They are random except for the first few, which are the digits
+        of its number: two different ones never share a long prefix by chance."""
         known = self._known.get(key)
         if known is None:
             rng = random.Random(f"{self._seed} {key}")

@@ -1,1 +1,1 @@
-"""A cluster in virtual time: the router's own code over instances that only know how long work takes."""
+"""A cluster in virtual time: the router's own code with simulated instances, which only know how long work takes."""

@@ -1,8 +1,8 @@
-"""The chart's autoscaling in virtual time: its signals, and Kubernetes' rule for how many instances they ask for.
+"""Simulate the chart's autoscaling: its signals, and the rule by which Kubernetes computes the number of replicas.
 
-A pool wants ceil(size x signal / target), the greatest of its signals; a tenth more or less changes nothing
-(kubernetes.io, "Horizontal Pod Autoscaling", algorithm details). The behaviour is the chart's: after 30 s of
-more load two more in a minute at most, after `stabilization_s` of less load one fewer in two minutes.
+A pool needs ceil(size x signal / target) instances, for its largest signal; a deviation of up to a tenth changes
+nothing (kubernetes.io, "Horizontal Pod Autoscaling", algorithm details). The behaviour is the chart's: after 30 s of
+higher load at most two more per minute, after `stabilization_s` of lower load one fewer per two minutes.
 """
 
 import asyncio
@@ -19,18 +19,22 @@ from baton_serve.bench.simulation.instance import SimulatedInstance
 from baton_serve.contracts.instance import Role
 
 POLL_S = 15.0
+"""Interval of the autoscaler, as in Kubernetes."""
 TOLERANCE = 0.1
+"""Relative deviation from the target that changes nothing, as in Kubernetes."""
 UP_STABILIZATION_S, UP_COUNT, UP_PERIOD_S = 30.0, 2, 60.0
+"""Limits of growth: the size must have been needed for this long; at most `UP_COUNT` new instances per period."""
 DOWN_COUNT, DOWN_PERIOD_S = 1, 120.0
+"""Limits of shrinking: at most `DOWN_COUNT` fewer instances per period."""
 
 
 class ScalingError(Exception):
-    """Values that hold no autoscaling of a pool."""
+    """The file of chart values does not describe autoscaling of the pools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRules:
-    """As `prefill.autoscaling` in the chart's values."""
+    """Bounds and targets of one pool, as `prefill.autoscaling` in the chart's values."""
 
     min_replicas: int = 1
     max_replicas: int = 4
@@ -42,19 +46,24 @@ class PoolRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRules:
+    """Rules of all pools that are scaled."""
+
     pools: Mapping[Role, PoolRules]
     start_s: float = 60.0
-    """From the decision until a new instance takes work: image, weights, warm-up."""
+    """Seconds from the decision until a new instance takes work: image, weights, warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
+    """Number of instances per role from `at_s` on."""
+
     at_s: float
     sizes: dict[Role, int]
 
 
 def rules_from_values(path: Path | None, *, start_s: float, roles: list[Role]) -> ScalingRules:
-    """Of the chart's values in a file; without one, the chart's defaults. Raises `ScalingError`."""
+    """Read the rules from a file of chart values, or return the chart's defaults if `path` is None. Raises
+    `ScalingError`."""
     if path is None:
         return ScalingRules(pools={role: PoolRules() for role in roles}, start_s=start_s)
     try:
@@ -82,21 +91,24 @@ def _pool(autoscaling: Mapping[str, object]) -> PoolRules:
 
 @dataclass(slots=True)
 class PoolScaler:
-    """One pool's autoscaler: sizes wanted before, and when it changed last. Pure."""
+    """The autoscaler of one pool, without I/O. It remembers earlier recommendations and changes."""
 
     rules: PoolRules
     _wanted: deque[tuple[float, int]] = field(default_factory=deque)
+    """Recommended sizes with their times, as far back as the longer stabilization window."""
     _changes: deque[tuple[float, int]] = field(default_factory=deque)
+    """Changes of the size with their times."""
 
     def size(self, now: float, current: int, ratio: float) -> int:
-        """`ratio`: the greatest of signal / target. Returns how many there should be."""
-        if not self._wanted:  # as Kubernetes: what there is when it begins was wanted
+        """Return the new number of instances. `ratio` is the largest of signal / target."""
+        if not self._wanted:  # as in Kubernetes: the initial size counts as a recommendation
             self._wanted.append((now, current))
         wanted = current if abs(ratio - 1) <= TOLERANCE else ceil(current * ratio)
         self._wanted.append((now, max(self.rules.min_replicas, min(self.rules.max_replicas, wanted))))
         longest = max(UP_STABILIZATION_S, self.rules.stabilization_s)
         while self._wanted[0][0] < now - longest:
             self._wanted.popleft()
+        # Grow only to what was needed during the whole window; shrink only to the most that was needed in it.
         lowest = min(size for at, size in self._wanted if at >= now - UP_STABILIZATION_S)
         highest = max(size for at, size in self._wanted if at >= now - self.rules.stabilization_s)
         size = min(max(current, lowest), highest)
@@ -107,11 +119,12 @@ class PoolScaler:
         return size
 
     def _changed(self, now: float, period_s: float, *, up: bool) -> int:
+        """Return by how many instances the pool grew (`up`) or shrank in the last `period_s`."""
         return sum(abs(by) for at, by in self._changes if at > now - period_s and (by > 0) == up)
 
 
 class Autoscaler:
-    """Acts on a simulated cluster; every change of a pool goes to `history`."""
+    """Scales the pools of a simulated cluster; every change of a size is appended to `history`."""
 
     def __init__(self, cluster: SimulatedCluster, rules: ScalingRules, history: list[PoolSizes]) -> None:
         self._cluster = cluster
@@ -130,6 +143,7 @@ class Autoscaler:
         for role, scaler in self._scalers.items():
             pool = self._cluster.pool(role)
             current = len(pool) + self._starting[role]
+            # A pool without instances reports nothing.
             if not pool:
                 continue
             size = scaler.size(self._loop.time(), current, _ratio(role, pool, self._rules.pools[role]))
@@ -152,7 +166,7 @@ class Autoscaler:
 
 
 def _ratio(role: Role, pool: list[SimulatedInstance], rules: PoolRules) -> float:
-    """The greatest of the role's signals over its target; a signal is the mean over instances."""
+    """Return the largest of the role's signals divided by its target. A signal is the mean over instances."""
     loads = [instance.load() for instance in pool]
     ratios = []
     if role != "decode":

@@ -1,4 +1,4 @@
-"""The registry and the connections of a simulated cluster, as the router's `Cluster` expects them."""
+"""Registry and connections of a simulated cluster, with the interfaces that the router's `Cluster` expects."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,10 +19,12 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import ToInstance, ToRouter
 
 REPORT_S = 1.0
-"""As often as routers ask."""
+"""Interval of load reports: the router's heartbeat interval."""
 
 
 class _Link:
+    """Connection to a simulated instance: messages are direct calls."""
+
     def __init__(self, instance: SimulatedInstance, on_message: Callable[[ToRouter], None]) -> None:
         self._instance = instance
         self._on_message = on_message
@@ -39,6 +41,8 @@ class _Link:
 
 
 class _Subscriber:
+    """Subscription to the block events of a simulated instance."""
+
     def __init__(self, instance: SimulatedInstance, on_batch: Callable[[EventBatch], None]) -> None:
         self._instance = instance
         self._on_batch = on_batch
@@ -47,23 +51,23 @@ class _Subscriber:
         self._instance.subscriber = self._on_batch
 
     def rebase(self, sequence: int) -> None:
-        """No event is ever lost here."""
+        """Do nothing: events are never lost here."""
 
     async def close(self) -> None:
         self._instance.subscriber = None
 
 
 class SimulatedCluster:
-    """View and connector in one. Instances come and go by `add` and `drain`."""
+    """Registry view and connector of the simulation. `add` and `drain` create and remove instances."""
 
     def __init__(self, cost: CostModel, *, block_tokens: int, gaps: Gaps, num_sharers: int = 0) -> None:
-        """With `num_sharers`, so many prefill instances have one cache of their sizes' sum, as if every block were
-        everywhere and moving one cost nothing."""
+        """Create an empty cluster. With `num_sharers`, that many prefill instances share one cache with the sum of
+        their sizes: a bound for any placement, as if each block were everywhere and transfers were free."""
         self.instances: dict[InstanceId, SimulatedInstance] = {}
         self.gone: list[SimulatedInstance] = []
         self._cost = cost
         self._gaps = gaps
-        # One head of one layer: only the bytes of a token matter.
+        # A layout with one head of one layer is enough: the simulation uses only the bytes per token.
         self._layout = KVLayout(
             fingerprint="simulated",
             num_layers=1,
@@ -81,10 +85,11 @@ class SimulatedCluster:
         self._loop.call_later(REPORT_S, self._report)
 
     def pool(self, role: Role) -> list[SimulatedInstance]:
-        """Those of the role that take new work."""
+        """Return the instances of a role that accept new work."""
         return [i for i in self.instances.values() if i.record.role == role and not i.record.draining]
 
     def add(self, role: Role) -> None:
+        """Start an instance of this role."""
         number = next(self._numbers.setdefault(role, count()))
         name = InstanceId(f"{role}-{number:04}")
         total = self._cost.kv_tokens // self._layout.block_tokens
@@ -112,12 +117,12 @@ class SimulatedCluster:
         self._on_change()
 
     def drain(self, instance: SimulatedInstance) -> None:
-        """It takes no new work, and leaves when what runs has ended."""
+        """Give the instance no new work; `_report` removes it once its work has ended."""
         instance.record = msgspec.structs.replace(instance.record, draining=True)
         self._on_change()
 
     def check_idle(self) -> None:
-        """Nothing is left of any request."""
+        """Assert that no request has left anything behind: all blocks are free and no handoff is open."""
         for instance in self.instances.values():
             instance.engine.cache.check_invariants()
             assert instance.is_idle, f"{instance.record.instance} still has work"
@@ -147,6 +152,7 @@ class SimulatedCluster:
         return _Subscriber(self.instances[record.instance], on_batch)
 
     def _report(self) -> None:
+        """Remove drained instances and send load reports, every `REPORT_S`."""
         left = [name for name, i in self.instances.items() if i.record.draining and i.is_idle]
         for name in left:
             self.instances[name].ended_at = self._loop.time()

@@ -1,4 +1,4 @@
-"""How long an instance takes: from a card's data sheet (`bench.cards`) or from what `baton-bench engine` measured."""
+"""Durations of an instance's work, from a card's data sheet (`bench.cards`) or from results of `baton-bench engine`."""
 
 import json
 from bisect import bisect_left
@@ -20,18 +20,19 @@ from baton_serve.bench.cards import (
 )
 
 PromptStep = Literal["alone", "beside"]
-"""Prompts alone, or beside sequences that write."""
+"""Kind of a step with prompts: alone, or beside decoding sequences."""
 Points = tuple[tuple[int, float], ...]
+"""Pairs of a number of tokens and seconds, sorted."""
 
 
 class CostError(Exception):
-    """A cost model that cannot be made. The message says what is missing and where to get it."""
+    """A cost model cannot be built. The message says what is missing and where to get it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Times in seconds. Prefill is compute: so much a token, and so much for each earlier token that it attends to.
-    A decode step reads weights (`base_steps`: seconds by batch size) and K and V."""
+    """Durations in seconds. Prefill costs a constant per token, plus a constant for each earlier token that it attends
+    to. A decode step reads the weights (`base_steps`: seconds by batch size) and the KV cache."""
 
     name: str
     prefill_s_per_token: float
@@ -41,19 +42,21 @@ class CostModel:
     kv_tokens: int
     kv_bytes_per_token: int
     link_bytes_per_s: float = 10e9
-    """Of an instance, in each direction."""
+    """Bandwidth of an instance in each direction."""
     prompt_steps: Mapping[PromptStep, Points] = field(default_factory=dict)
-    """Seconds of steps with prompts by their tokens, sequences that write among them, up to the next number that is
-    known: without what they read of earlier tokens. Empty: as long as the prompts and the others would take apart."""
+    """Measured seconds of steps with prompts, by number of tokens including those of decoding sequences, without
+    attention to earlier tokens. A size between two points takes the time of the next larger one. If empty, such a step
+    takes as long as its prompts and its decoding sequences separately."""
     max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = 2048
 
     def prefill_s(self, start: int, length: int) -> float:
-        """Of `length` tokens after `start` tokens whose KV is there."""
+        """Return the seconds for `length` prompt tokens after `start` tokens whose KV is present."""
         return length * (self.prefill_s_per_token + self.prefill_s_per_pair * (start + length / 2))
 
     def chunks_s(self, chunks: Sequence[tuple[int, int]], batch: int, num_kv_tokens: float) -> float:
-        """Of a step with these chunks, (start, length), beside `batch` sequences that write and their KV tokens."""
+        """Return the seconds of a step with these chunks (start, length) and `batch` decoding sequences with that many
+        KV tokens."""
         apart_s = sum([self.prefill_s(start, length) for start, length in chunks])
         if not self.prompt_steps:
             return apart_s + (self.step_s(batch, num_kv_tokens) if batch else 0.0)
@@ -66,7 +69,8 @@ class CostModel:
         return known_s + beyond_s + earlier_s + num_kv_tokens * self.step_s_per_kv_token
 
     def base_step_s(self, batch: int) -> float:
-        """Linear between the batches that are known, and beyond the last."""
+        """Return the seconds of a decode step without KV reads: linear between measured batch sizes, and extrapolated
+        beyond the last one."""
         points = self.base_steps
         at = bisect_left(points, (batch, 0.0))
         if at == 0 or len(points) == 1:
@@ -75,33 +79,35 @@ class CostModel:
         return low_s + (high_s - low_s) * (batch - low) / (high - low)
 
     def step_s(self, batch: int, num_kv_tokens: float) -> float:
+        """Return the seconds of a decode step."""
         return self.base_step_s(batch) + num_kv_tokens * self.step_s_per_kv_token
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Of short prompts: what an instance's warm-up would measure."""
+        """Return the prefill rate of short prompts, as the warm-up of an instance would measure it."""
         return 1.0 / (self.prefill_s_per_token + self.prefill_s_per_pair * self.max_num_batched_tokens / 2)
 
 
 def card_named(name: str) -> GpuSpec:
-    """`B60` or `B60 24 GB`. Raises `CostError`."""
+    """Return a card by name, such as `B60` or `B60 24 GB`. Raises `CostError`."""
     for card in CARDS:
         if name.lower() in (card.name.lower(), card.name.split()[0].lower()):
             return card
-    raise CostError(f"no card is named {name!r}; there are {', '.join(c.name.split()[0] for c in CARDS)}")
+    raise CostError(f"unknown card {name!r}; choose one of {', '.join(c.name.split()[0] for c in CARDS)}")
 
 
 def model_named(name: str) -> ModelSpec:
+    """Return a model by name. Raises `CostError`."""
     for model in MODELS:
         if model.name.lower() == name.lower():
             return model
-    raise CostError(f"no model is named {name!r}; there are {', '.join(m.name for m in MODELS)}")
+    raise CostError(f"unknown model {name!r}; choose one of {', '.join(m.name for m in MODELS)}")
 
 
 def from_card(card: GpuSpec, model: ModelSpec) -> CostModel:
-    """Raises `CostError` if the weights do not fit."""
-    room = kv_tokens(card, model)
-    if not room:
+    """Compute the cost model of a model on a card from data sheets. Raises `CostError` if the weights do not fit."""
+    cache_tokens = kv_tokens(card, model)
+    if not cache_tokens:
         raise CostError(f"{model.name} does not fit a {card.name} card")
     read = DECODE_EFFICIENCY * card.bytes_per_s
     return CostModel(
@@ -109,17 +115,17 @@ def from_card(card: GpuSpec, model: ModelSpec) -> CostModel:
         prefill_s_per_token=1 / prefill_tokens_per_s(card, model),
         base_steps=((1, WEIGHT_BYTES * model.parameters / read),),
         step_s_per_kv_token=model.kv_bytes_per_token / read,
-        kv_tokens=room,
+        kv_tokens=cache_tokens,
         kv_bytes_per_token=model.kv_bytes_per_token,
     )
 
 
 def from_measurements(path: Path, model: ModelSpec) -> CostModel:
-    """From the lines that `baton-bench engine --json` printed for that model. They do not tell `kv_tokens`: it is 0.
+    """Build the cost model from the output of `baton-bench engine --json` for that model. Raises `CostError` if cases
+    are missing. The output does not contain the size of the cache, so `kv_tokens` is 0.
 
-    Raises `CostError`.
-    Prefill: a line through seconds per token over prompt length. Decode: the measured steps at their context; what
-    another amount of KV costs comes from steps at two contexts, or else from the measured read bandwidth.
+    Prefill is a line fitted to seconds per token over prompt length. Decode is the measured steps at their context;
+    the cost per KV token comes from steps at two contexts, or else from the measured read bandwidth.
     """
     values = _values(path)
     prefill = [(int(length), 1 / value) for case, length, value in _cases(values, "prefill")]
@@ -130,7 +136,7 @@ def from_measurements(path: Path, model: ModelSpec) -> CostModel:
     if per_kv is None and "read bandwidth" in values:
         per_kv = model.kv_bytes_per_token / (values["read bandwidth"] * 1e9)
     if per_kv is None:
-        raise CostError(f"{path} tells neither steps at two contexts nor the read bandwidth")
+        raise CostError(f"{path} has neither decode steps at two contexts nor the read bandwidth")
     per_token, per_pair = _line([(length / 2, seconds) for length, seconds in prefill])
     context = min(context for _, context, _ in steps)
     base = {batch: max(1e-6, seconds - batch * at * per_kv) for batch, at, seconds in steps if at == context}
@@ -146,12 +152,12 @@ def from_measurements(path: Path, model: ModelSpec) -> CostModel:
 
 
 def prompt_steps(path: Path) -> dict[PromptStep, Points]:
-    """Of a JSON file: milliseconds by tokens, of steps with prompts `alone` and `beside` sequences that write. Raises
-    `CostError`."""
+    """Read the durations of steps with prompts from a JSON file: milliseconds by number of tokens, for steps `alone`
+    and `beside` decoding sequences. Raises `CostError`."""
     try:
-        told = json.loads(path.read_text())
+        content = json.loads(path.read_text())
         return {
-            kind: tuple(sorted((int(tokens), float(ms) / 1e3) for tokens, ms in told[kind].items()))
+            kind: tuple(sorted((int(tokens), float(ms) / 1e3) for tokens, ms in content[kind].items()))
             for kind in get_args(PromptStep)
         }
     except OSError as exc:
@@ -169,11 +175,12 @@ def adjusted(
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> CostModel:
-    """With what was given instead. Raises `CostError` if the size of the cache is not known."""
+    """Return the cost model with the values given on the command line. Raises `CostError` if the size of the cache is
+    unknown."""
     if prefill_tokens_per_s is not None:
         cost = replace(cost, prefill_s_per_token=1 / prefill_tokens_per_s, prefill_s_per_pair=0.0)
     if kv_tokens is None and not cost.kv_tokens:
-        raise CostError("measured rates do not tell the size of the cache: give --kv-cache-tokens")
+        raise CostError("the size of the KV cache is not part of measured rates: give --kv-cache-tokens")
     return replace(
         cost,
         kv_tokens=kv_tokens or cost.kv_tokens,
@@ -190,17 +197,17 @@ def _values(path: Path) -> dict[str, float]:
     except OSError as exc:
         raise CostError(f"cannot read {path}: {exc.strerror}") from exc
     except (KeyError, TypeError, ValueError) as exc:
-        raise CostError(f"{path} is not what `baton-bench engine --json` prints") from exc
+        raise CostError(f"{path} is not output of `baton-bench engine --json`") from exc
 
 
 def _cases(values: dict[str, float], kind: str) -> list[tuple[str, str, float]]:
-    """(count, length, value) of the cases `kind count x length`."""
+    """Return (count, length, value) of all cases named `kind count x length`."""
     words = ((case.split(), value) for case, value in values.items())
     return [(case[1], case[3], value) for case, value in words if len(case) == 4 and case[0] == kind]
 
 
 def _kv_slope(steps: Sequence[tuple[int, int, float]]) -> float | None:
-    """Seconds per token of KV, from the greatest batch that was measured at two contexts."""
+    """Return the seconds per KV token, from the largest batch that was measured at two contexts, or None."""
     for batch in sorted({batch for batch, _, _ in steps}, reverse=True):
         at = sorted((batch * context, seconds) for number, context, seconds in steps if number == batch)
         if len(at) > 1 and at[-1][1] > at[0][1]:
@@ -209,7 +216,7 @@ def _kv_slope(steps: Sequence[tuple[int, int, float]]) -> float | None:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares: the value at 0 and the slope, which is not negative."""
+    """Fit a line with least squares; return its value at 0 and its slope, which is at least 0."""
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread) if spread else 0.0

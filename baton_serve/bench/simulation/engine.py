@@ -1,9 +1,10 @@
-"""A simulated engine: schedules as the real one does, but a step only takes time.
+"""A simulated engine: it schedules as the real one does, but a step only takes time.
 
-Decodes come first, one token each; prompts fill the rest of a step's token budget in chunks, first come first served
-(those for another instance by `request_table.DUE_TOKENS_PER_PROMPT_TOKEN`), and enter only when all their blocks are
-there. A decode that finds no block takes those of the newest sequence, which is computed again later. Steps that only
-decode are taken many at once: their lengths are known beforehand.
+Decoding sequences come first, with one token each. Prompts fill the rest of a step's token budget in chunks, first
+come first served (prompts that are handed off are ordered by `request_table.DUE_TOKENS_PER_PROMPT_TOKEN`). A prompt
+starts only when all its blocks are available. If a decoding sequence finds no free block, the newest sequence is
+preempted and computed again later. Steps without prompts are simulated many at once, because their durations are known
+in advance.
 """
 
 import asyncio
@@ -21,19 +22,21 @@ from baton_serve.engine.core.step_time_model import StepTimeModel
 
 
 class EngineListener(Protocol):
-    """Hears what the engine has done, at the moment it is done."""
+    """Receives the engine's events, at the virtual time at which they happen."""
 
     def on_reserved(self, sequence: SimulatedSequence) -> None: ...
     def on_chunk(self, sequence: SimulatedSequence) -> None: ...
     def on_first_token(self, sequence: SimulatedSequence) -> None: ...
     def on_second_token(self, sequence: SimulatedSequence) -> None:
-        """Of a handed-over sequence that goes on after it."""
+        """A handed-off sequence has its second token and continues after it."""
 
     def on_finished(self, sequence: SimulatedSequence) -> None: ...
     def on_step(self) -> None: ...
 
 
 class SimulatedEngine:
+    """The engine of one instance. All methods run on the virtual event loop."""
+
     def __init__(
         self,
         cost: CostModel,
@@ -44,7 +47,7 @@ class SimulatedEngine:
         gaps: Gaps,
         max_stretch: float = inf,
     ) -> None:
-        """`max_stretch`: as `engine.core.step_time_model.StepTimeModel`."""
+        """Create an idle engine. `max_stretch` is that of `engine.core.step_time_model.StepTimeModel`."""
         self.cost = cost
         self.cache = cache
         self.waiting: list[SimulatedSequence] = []
@@ -61,32 +64,34 @@ class SimulatedEngine:
         self._is_deciding = False
         self._started_at = 0.0
         self._first_s = 0.0
-        """Length of the first of the steps that run now."""
+        """Seconds of the first of the steps that are running."""
         self._longer_s = 0.0
-        """By how much each is longer than the one before."""
+        """Seconds by which each of these steps is longer than the previous one: the KV that it reads grows."""
         self._num_steps = 0
         self._chunks: list[tuple[SimulatedSequence, int]] = []
         self._batch: list[SimulatedSequence] = []
-        """Who writes in the steps that run now; of `decoding`, the others have come since."""
+        """Sequences that decode in the running steps. Others in `decoding` have joined since the steps began."""
         self._num_planned_tokens = 0
 
     @property
     def queued_tokens(self) -> int:
+        """Return the prompt tokens that are waiting or not yet computed."""
         waiting = sum(s.num_tokens for s in self.waiting if s.mode != "decode")
         return waiting + sum(s.num_tokens - s.computed for s in self.prompts)
 
     @property
     def spare_tokens_per_s(self) -> float:
-        """As the scheduler's."""
-        writers = self.decoding
-        if not writers:
+        """Return the prompt tokens per second that fit beside the decoding sequences, as the real scheduler reports
+        them."""
+        decoding = self.decoding
+        if not decoding:
             return self.step_time_model.prefill_tokens_per_s
-        itl_slos_s = [s.itl_s for s in writers]
+        itl_slos_s = [s.itl_s for s in decoding]
         if None in itl_slos_s or not self.step_time_model.meets_itl_slos(itl_slos_s):
             return 0.0
-        most = self.cost.max_num_batched_tokens - len(writers)
+        most = self.cost.max_num_batched_tokens - len(decoding)
         return self.step_time_model.tokens_per_s(
-            min(self.step_time_model.chunk_budget(itl_slos_s) or most, most), len(writers)
+            min(self.step_time_model.chunk_budget(itl_slos_s) or most, most), len(decoding)
         )
 
     @property
@@ -98,7 +103,8 @@ class SimulatedEngine:
         return not (self.waiting or self.num_running)
 
     def add(self, sequence: SimulatedSequence) -> None:
-        # Memory for a handoff does not wait for prompts that have it already.
+        """Put a request into the queue."""
+        # A decode request only reserves memory: it does not queue behind prompts that have theirs already.
         sequence.due = self._num_planned_tokens if sequence.mode != "decode" else -1
         if sequence.mode == "prefill":
             sequence.due += DUE_TOKENS_PER_PROMPT_TOKEN * sequence.num_tokens
@@ -106,19 +112,20 @@ class SimulatedEngine:
         self._look()
 
     def join(self, sequence: SimulatedSequence) -> None:
-        """The blocks of a reserved sequence have come."""
+        """Start decoding a reserved sequence whose blocks have arrived."""
         if sequence in self.reserved:
             self.reserved.discard(sequence)
             self.cache.name(sequence.holding, sequence.names[sequence.cached // self._block_tokens :])
-            self._write_on(sequence)
+            self._start_decoding(sequence)
             self._look()
 
     def release(self, sequence: SimulatedSequence) -> None:
-        """Its blocks are wanted no more."""
+        """Release the blocks of a sequence that were kept for a handoff."""
         self.cache.release(sequence.holding)
         self._look()
 
     def cancel(self, request_id: RequestId) -> None:
+        """Remove all sequences of a request and release their blocks."""
         for group in (self.waiting, self.prompts, self.decoding):
             for sequence in [s for s in group if s.request_id == request_id]:
                 group.remove(sequence)
@@ -131,7 +138,7 @@ class SimulatedEngine:
         self._look()
 
     def _look(self) -> None:
-        """Something has changed: begins a step, or ends the running ones at the next token."""
+        """React to a change: begin a step, or end the running steps at the next token."""
         if self._is_deciding:
             return
         if self._timer is None:
@@ -140,7 +147,9 @@ class SimulatedEngine:
             self._end_soon()
 
     def _end_soon(self) -> None:
+        """Cut the running steps off after the one that is computed now."""
         elapsed = self._loop.time() - self._started_at
+        # Binary search for the step that is running now.
         low, high = 1, self._num_steps
         while low < high:
             middle = (low + high) // 2
@@ -152,6 +161,7 @@ class SimulatedEngine:
             self._timer = self._loop.call_at(self._started_at + self._seconds(low), self._end)
 
     def _seconds(self, num_steps: int) -> float:
+        """Return the seconds of the first `num_steps` steps: an arithmetic series."""
         return num_steps * self._first_s + self._longer_s * num_steps * (num_steps - 1) / 2
 
     def _begin(self) -> None:
@@ -161,7 +171,7 @@ class SimulatedEngine:
         self._is_deciding = False
         if self._chunks:
             self._num_steps = 1
-        elif any([s.is_fresh for s in self.decoding]):  # its token is told of when it comes
+        elif any([s.is_fresh for s in self.decoding]):  # its next token is reported at once
             self._num_steps = min(1, self._num_steps)
         if not self._num_steps:
             return
@@ -198,6 +208,7 @@ class SimulatedEngine:
                 budget -= self._append_chunk(head, budget)
 
     def _append_chunk(self, sequence: SimulatedSequence, budget: int) -> int:
+        """Schedule as many tokens of a prompt as the budget allows; return their number."""
         length = min(budget, sequence.num_tokens - sequence.computed)
         if length > 0:
             self._chunks.append((sequence, length))
@@ -205,12 +216,13 @@ class SimulatedEngine:
         return max(0, length)
 
     def _place(self, sequence: SimulatedSequence) -> bool:
-        """Gives it all its blocks, if they are there."""
+        """Give the sequence all its blocks and return True, or return False if not enough are free."""
         num_tokens = sequence.num_tokens
-        # Who computes must compute the last token at least.
+        # Even a fully cached prompt must compute its last token, whose logits give the first output token.
         reusable = (num_tokens if sequence.mode == "decode" else num_tokens - 1) // self._block_tokens
         cached = sequence.names[: self.cache.match(sequence.names[:reusable])]
         fresh = ceil(num_tokens / self._block_tokens) - len(cached)
+        # Keep a reserve for running sequences to grow, as the real scheduler does.
         reserve = self.cache.num_total // 100 if self.num_running else 0
         if self.cache.num_free - self.cache.num_needed(cached, fresh) < reserve:
             return False
@@ -219,7 +231,8 @@ class SimulatedEngine:
         return True
 
     def _grow(self) -> int:
-        """Blocks for as many tokens of every decode as it has to write, or as there is room for. Returns how many."""
+        """Give each decoding sequence blocks for as many steps as possible and return that number of steps. Preempt
+        sequences if there are not enough blocks for one step."""
         while self.decoding:
             num_steps = min(s.remaining for s in self.decoding)
             while num_steps and self._missing(num_steps) > self.cache.num_free:
@@ -238,7 +251,7 @@ class SimulatedEngine:
         return max(0, ceil((sequence.kv_tokens + num_steps) / self._block_tokens) - sequence.holding.num_blocks)
 
     def _preempt(self) -> None:
-        """The newest gives up its blocks; one that is alone can never go on, and ends."""
+        """Preempt the newest sequence. A sequence that runs alone could never continue, so it ends."""
         running = self.decoding + [s for s in self.prompts if s.mode == "generate"]
         victim = max(running, key=lambda s: (s.arrived_at, s.request_id))
         (self.decoding if victim in self.decoding else self.prompts).remove(victim)
@@ -253,6 +266,7 @@ class SimulatedEngine:
         self.waiting.insert(0, victim)
 
     def _end(self) -> None:
+        """Account for the steps that have ended, call the listener and begin the next steps."""
         self._is_deciding = True
         self._timer = None
         now, num_steps = self._loop.time(), self._num_steps
@@ -281,6 +295,7 @@ class SimulatedEngine:
         self._begin()
 
     def _measure(self, seconds: float) -> None:
+        """Update the step-time model and record the gaps between tokens."""
         self.busy_s += seconds
         num_prompt_tokens = sum(length for _, length in self._chunks)
         if not num_prompt_tokens:
@@ -298,6 +313,7 @@ class SimulatedEngine:
         self._gaps.add([s.request_id for s in fresh], step_s, self._num_steps - 1)
 
     def _computed(self, sequence: SimulatedSequence, length: int) -> None:
+        """Account for a computed chunk; at the end of its prompt, report the first token."""
         before = sequence.computed // self._block_tokens
         sequence.computed += length
         self.cache.name(sequence.holding, sequence.names[before : sequence.computed // self._block_tokens])
@@ -315,12 +331,13 @@ class SimulatedEngine:
             self._gaps.add([sequence.request_id], sequence.last_token_at - last_token_at)
         if sequence.mode == "generate":
             if sequence.remaining:
-                self._write_on(sequence)
+                self._start_decoding(sequence)
             else:
                 self.cache.release(sequence.holding)
                 self._owner.on_finished(sequence)
 
-    def _write_on(self, sequence: SimulatedSequence) -> None:
+    def _start_decoding(self, sequence: SimulatedSequence) -> None:
+        """Add a sequence to the decoding batch; its first token is already counted."""
         sequence.written = 1
         sequence.is_fresh = True
         self.decoding.append(sequence)

@@ -1,4 +1,6 @@
-"""Handoffs in virtual time: blocks travel chunk by chunk while prefill computes, and share both instances' links."""
+"""Handoffs in virtual time: blocks are sent chunk by chunk while prefill computes, and transfers share the links of
+both instances.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from baton_serve.services.router.placement.prefix_pull import PULL_LATENCY_S
 
 @dataclass(frozen=True, slots=True)
 class TransferArrival:
-    """What the sink is told when the last block is there. `first_token_at`: when prefill was done."""
+    """Result of a handoff for its sink when the last block has arrived. `first_token_at` is the time at which prefill
+    ended."""
 
     handoff_s: float
     exposed_s: float
@@ -22,9 +25,11 @@ class TransferArrival:
 
 @dataclass(slots=True)
 class _Handoff:
+    """State of one handoff. Source and sink may create it in either order."""
+
     produced: int = 0
     sent: int = 0
-    """Tokens that have left, or that the sink has already."""
+    """Tokens that have been sent, or that the sink had already."""
     reserved_at: float | None = None
     first_token_at: float | None = None
     ends_at: float = 0.0
@@ -34,7 +39,8 @@ class _Handoff:
 
 
 class Fabric:
-    """Every instance sends and receives at its own speed; a transfer takes both ends' links."""
+    """The network of the cluster. An instance has one link per direction; a transfer occupies the source's and the
+    sink's."""
 
     def __init__(self, *, bytes_per_token: int, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -42,7 +48,7 @@ class Fabric:
         self._loop = asyncio.get_running_loop()
         self._handoffs: dict[TicketId, _Handoff] = {}
         self.caches: dict[InstanceId, BlockCache] = {}
-        """Of all instances: what can be pulled from them."""
+        """Caches of all instances, from which prefixes can be pulled."""
         self._sending_until: dict[InstanceId, float] = {}
         self._receiving_until: dict[InstanceId, float] = {}
 
@@ -51,33 +57,33 @@ class Fabric:
         return len(self._handoffs)
 
     def produced(self, ticket: Ticket, num_tokens: int) -> None:
-        """The source has computed the first `num_tokens`."""
+        """The source has computed the first `num_tokens` tokens."""
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
         handoff.produced = num_tokens
         self._send(ticket, handoff)
 
     def finished(self, ticket: Ticket, on_sent: Callable[[], None]) -> None:
-        """The source has computed all; it holds the blocks until `on_sent`."""
+        """The source has computed the whole prompt. It keeps the blocks until `on_sent` is called."""
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
         handoff.first_token_at = self._loop.time()
         handoff.on_sent.append(on_sent)
         self._end(ticket, handoff)
 
     def reserved(self, ticket: Ticket, num_cached: int, on_arrived: Callable[[TransferArrival], None]) -> None:
-        """The sink has room, and the first `num_cached` tokens already."""
+        """The sink has reserved memory and has the first `num_cached` tokens already."""
         handoff = self._handoffs.setdefault(ticket.ticket, _Handoff())
         handoff.sent, handoff.reserved_at, handoff.on_arrived = num_cached, self._loop.time(), on_arrived
         self._send(ticket, handoff)
         self._end(ticket, handoff)
 
     def pull(self, ticket: Ticket, num_tokens: int, on_arrived: Callable[[], None]) -> None:
-        """Tokens that the source has cached go to the sink."""
+        """Send tokens that the source has cached to the sink."""
         ends_at = self._link_free_at(ticket) + PULL_LATENCY_S + num_tokens * self._seconds_per_token
         self._sending_until[ticket.source] = self._receiving_until[ticket.sink] = ends_at
         self._loop.call_at(ends_at, on_arrived)
 
     def forget(self, ticket: Ticket) -> None:
-        """The sink wants it no more: the source's blocks are free."""
+        """End a handoff for which the sink has no use any more: the source can release its blocks."""
         handoff = self._handoffs.pop(ticket.ticket, None)
         for on_sent in handoff.on_sent if handoff is not None else []:
             on_sent()
@@ -97,7 +103,7 @@ class Fabric:
         )
 
     def _end(self, ticket: Ticket, handoff: _Handoff) -> None:
-        """Once both are ready."""
+        """Schedule the arrival once source and sink are both ready."""
         if handoff.on_arrived is None or handoff.first_token_at is None:
             return
         self._loop.call_at(max(self._loop.time(), handoff.ends_at), self._arrived, ticket)

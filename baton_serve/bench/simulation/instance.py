@@ -1,4 +1,4 @@
-"""A simulated instance: speaks `contracts.messages` with the router, and has a simulated engine for its work."""
+"""A simulated instance: exchanges `contracts.messages` with the router and gives the work to a simulated engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,18 +35,19 @@ from baton_serve.contracts.messages import (
 from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
 
 _TOKEN = 0
-"""What every simulated token is."""
+"""Value of every simulated token."""
 
 
 class SimulatedInstance:
-    """The router's messages come by `on_message`; the answers go to `router` and `subscriber`, once they are set."""
+    """Receives the router's messages through `on_message`. Answers go to `router` and block events to `subscriber`,
+    once these are set."""
 
     def __init__(self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Gaps, cache: BlockCache) -> None:
         self.record = record
         self.router: Callable[[ToRouter], None] | None = None
         self.subscriber: Callable[[EventBatch], None] | None = None
         self.sharers: list[SimulatedInstance] = [self]
-        """All whose cache this is, itself included."""
+        """Instances that share this cache, including this one."""
         self.engine = SimulatedEngine(
             cost,
             cache=cache,
@@ -62,10 +63,10 @@ class SimulatedInstance:
         self._works: dict[RequestId, Work] = {}
         self._tickets: dict[RequestId, Ticket] = {}
         self._held: dict[RequestId, SimulatedSequence] = {}
-        """Streams whose blocks wait to be fetched."""
+        """Sequences whose blocks are kept until the decode instance has fetched them."""
         self._num_pulls = 0
         self._peers: dict[InstanceId, None] = {}
-        """Those that blocks have come from."""
+        """Instances from which blocks have been received; a dict keeps their order."""
         self._fabric.caches[record.instance] = self.engine.cache
         self._sequence = 0
         self._reported: Load | None = None
@@ -75,6 +76,7 @@ class SimulatedInstance:
         return self.engine.is_idle and not self._held and not self._num_pulls
 
     def load(self) -> Load:
+        """Return the load as a real instance reports it."""
         engine = self.engine
         return Load(
             free_blocks=engine.cache.num_free,
@@ -89,7 +91,7 @@ class SimulatedInstance:
         )
 
     def report(self) -> None:
-        """Tells the router its load, if that has changed."""
+        """Send a load report to the router if the load has changed."""
         load = self.load()
         if load != self._reported:
             self._reported = load
@@ -143,21 +145,21 @@ class SimulatedInstance:
         self._publish()
         self._send(report)
         if sequence.mode == "prefill":
-            # Before the token: it may end the request.
+            # Hold the blocks before the token is sent: the token may end the request, and the router then cancels it.
             self._hold(sequence)
         self._send_tokens(work, 1, is_last=work.sampling.max_tokens == self._offset(work) + 1)
 
     def on_second_token(self, sequence: SimulatedSequence) -> None:
         work = self._works[sequence.request_id]
         self._send_tokens(work, 1, position=self._offset(work) + 1, is_last=False)
-        sequence.told = 2
+        sequence.num_reported = 2
 
     def on_finished(self, sequence: SimulatedSequence) -> None:
         work = self._works.pop(sequence.request_id, None)
         self._tickets.pop(sequence.request_id, None)
         if work is None:
             return
-        sent = self._offset(work) + sequence.told
+        sent = self._offset(work) + sequence.num_reported
         if work.sampling.max_tokens > sent:
             self._send_tokens(work, work.sampling.max_tokens - sent, position=sent, is_last=True)
 
@@ -186,7 +188,7 @@ class SimulatedInstance:
             self._pull(stream, pull)
 
     def _pull(self, stream: SimulatedSequence, pull: Pull) -> None:
-        """What the source has by now comes first; the prompt is added then."""
+        """Receive the prefix that the source has now, then add the request to the engine."""
         own, source = self.engine.cache, self._fabric.caches[pull.ticket.source]
         self._peers[pull.ticket.source] = None
         names = list(stream.names[: pull.num_blocks])
@@ -202,7 +204,8 @@ class SimulatedInstance:
         self._fabric.pull(pull.ticket, len(missing) * self.record.layout.block_tokens, arrived)
 
     def _hold(self, stream: SimulatedSequence) -> None:
-        """Until the blocks have been fetched, or at once where nobody will."""
+        """Keep the blocks of a computed prompt until they have been fetched. Without a handoff, release them
+        at once."""
         del self._works[stream.request_id]
         ticket = self._tickets.pop(stream.request_id, None)
         if ticket is None:
@@ -210,13 +213,14 @@ class SimulatedInstance:
             return
         self._held[stream.request_id] = stream
 
-        def let_go() -> None:
+        def release() -> None:
             if self._held.pop(stream.request_id, None) is not None:
                 self.engine.release(stream)
 
-        self._fabric.finished(ticket, let_go)
+        self._fabric.finished(ticket, release)
 
     def _arrived(self, stream: SimulatedSequence, arrival: TransferArrival) -> None:
+        """Report a handoff and start decoding, unless the request was cancelled."""
         if stream.request_id not in self._works:
             return
         token_bytes, block_tokens = self.record.layout.token_bytes, self.record.layout.block_tokens
@@ -239,11 +243,12 @@ class SimulatedInstance:
         self._works.pop(request_id, None)
         ticket = self._tickets.pop(request_id, None)
         self.engine.cancel(request_id)
+        # Only the sink ends the handoff: the source has to keep the blocks for a fetch that may be running.
         if ticket is not None and ticket.sink == self.record.instance:
             self._fabric.forget(ticket)
 
     def _offset(self, work: Work) -> int:
-        """Tokens that were written before, elsewhere."""
+        """Return the number of tokens that were generated before, on other instances (after a replay)."""
         return len(work.token_ids) - work.num_prompt_tokens
 
     def _send_tokens(self, work: Work, count: int, *, position: int | None = None, is_last: bool) -> None:
@@ -273,12 +278,14 @@ class SimulatedInstance:
         )
 
     def _publish(self) -> None:
+        """Send the cache's events to the subscribers of all instances that share it."""
         events = self.engine.cache.take_events()
         if events:
             for sharer in self.sharers:
-                sharer.tell(events)
+                sharer.publish(events)
 
-    def tell(self, events: list[BlockEvent]) -> None:
+    def publish(self, events: list[BlockEvent]) -> None:
+        """Send block events to this instance's subscriber."""
         self._sequence += 1
         if self.subscriber is not None:
             self.subscriber(EventBatch(self.record.instance, self.record.generation, self._sequence, events))

@@ -1,9 +1,9 @@
-"""What a cluster will do with a trace, before there is one: the router's own code over simulated instances.
+"""Predict how a cluster handles a trace before it exists: the router's own code with simulated instances.
 
 `baton-bench plan --trace conversation_trace.jsonl --card B60 --model Qwen3-4B --prefill 8 --decode 4`
 
-Virtual time: an hour takes seconds, and the same command always prints the same. Not simulated: the router's own time,
-answers that become the prefix of a later turn, and host tiers.
+Time is virtual: an hour takes seconds, and the same command always prints the same result. Not simulated: the router's
+own time, answers that become the prefix of a later turn, and host tiers.
 """
 
 import argparse
@@ -33,27 +33,39 @@ def parser() -> argparse.ArgumentParser:
     shared.add_cost(made)
     shared.add_pools(made)
     shared.add_objective(made)
-    group = made.add_argument_group("what to find out")
-    group.add_argument("--policy", nargs="+", choices=shared.POLICIES, default=["prefix"], help="several are compared")
+    group = made.add_argument_group("result")
+    group.add_argument(
+        "--policy",
+        nargs="+",
+        choices=shared.POLICIES,
+        default=["prefix"],
+        help="placement policies; several are compared",
+    )
     group.add_argument(
         "--bound",
         action="store_true",
-        help="also the policy shared_cache: all prefill instances have one cache of their sizes' sum and the shortest "
-        "queue takes each prompt, so a block found anywhere is found everywhere",
+        help="also simulate shared_cache, a bound for any policy: all prefill instances share one cache of their total "
+        "size, and each prompt goes to the shortest queue",
     )
     group.add_argument(
         "--search",
         action="store_true",
-        help="the smallest pools that meet the objective; with --instances, the split with the most goodput",
+        help=("find the smallest pools that meet the targets; with --instances, the split with the most goodput"),
     )
-    group.add_argument("--instances", type=int, help="with --search: prefill and decode instances together")
-    group.add_argument("--attainment", type=float, default=0.9, help="with --search: fraction that must meet it")
+    group.add_argument("--instances", type=int, help="with --search: total number of prefill and decode instances")
+    group.add_argument(
+        "--attainment", type=float, default=0.9, help="with --search: fraction of requests that must be good"
+    )
     group.add_argument("--most", type=int, default=64, help="with --search: largest pool to try")
-    group.add_argument("--autoscale", action="store_true", help="replay the chart's autoscaling of the pools")
-    group.add_argument("--values", type=Path, help="with --autoscale: values of the chart (default: its own)")
-    group.add_argument("--start-s", type=float, default=60.0, help="with --autoscale: until a new instance is ready")
-    group.add_argument("--plot", type=Path, help="a PNG of the results (needs matplotlib: the extra `bench`)")
-    made.add_argument("--json", action="store_true", help="an object per case, one a line")
+    group.add_argument("--autoscale", action="store_true", help="simulate the chart's autoscaling of the pools")
+    group.add_argument(
+        "--values", type=Path, help="with --autoscale: values file of the chart (default: the chart's defaults)"
+    )
+    group.add_argument(
+        "--start-s", type=float, default=60.0, help="with --autoscale: seconds until a new instance is ready"
+    )
+    group.add_argument("--plot", type=Path, help="PNG file for the results (needs matplotlib: the extra `bench`)")
+    made.add_argument("--json", action="store_true", help="print one JSON object per case")
     return made
 
 
@@ -79,6 +91,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _wrong(options: argparse.Namespace) -> str | None:
+    """Return an error message if the options contradict each other, or else None."""
     if options.search:
         if options.unified or options.prefill or options.decode:
             return "--search finds the pools: leave out --prefill, --decode and --unified"
@@ -145,18 +158,20 @@ def _search(options: argparse.Namespace, cost: CostModel, trace: Trace) -> None:
     if options.plot is not None:
         plots.search(options.plot, tried, found)
     if found is None:
-        sys.exit(f"baton-bench plan: {options.most} prefill and {options.most} decode instances do not meet it")
+        sys.exit(
+            f"baton-bench plan: {options.most} prefill and {options.most} decode instances do not meet the targets"
+        )
 
 
 def _show_setting(options: argparse.Namespace, cost: CostModel, traces: Sequence[Trace]) -> None:
     for trace in traces:
-        print(trace.told())
+        print(trace.description())
     print(
         f"{cost.name}: prefill {cost.prefill_tokens_per_s:,.0f} tok/s, decode step {cost.step_s(1, 0) * 1e3:.1f} ms + "
         f"{cost.step_s_per_kv_token * 1e9:.0f} ns per KV token, {cost.kv_tokens:,} tokens of KV cache, "
         f"link {cost.link_bytes_per_s / 1e9:g} GB/s"
     )
-    print(f"{shared.objective(options).told()}; times in ms\n")
+    print(f"{shared.objective(options).description()}; times in ms\n")
 
 
 def _show(options: argparse.Namespace, summaries: Sequence[Summary]) -> None:

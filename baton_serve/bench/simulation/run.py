@@ -1,4 +1,4 @@
-"""One trace through the router's own dispatcher, placement and index, over simulated instances."""
+"""Run one trace through the router's own dispatcher, placement and block index, with simulated instances."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -27,11 +27,14 @@ from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.settings import RouterSettings
 
 _UNSHARED = 1 << 30
-"""Tokens of prompts whose trace tells no hashes: one of their own each, beyond all hashes."""
+"""First token ID of prompts without hashes in the trace. Each such prompt repeats an ID of its own, larger than all
+hashes, so that it shares no prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
+    """Inputs of one simulation."""
+
     trace: Trace
     cost: CostModel
     num_prefill: int
@@ -42,28 +45,28 @@ class Scenario:
     disaggregation_min_tokens: int = 32
     pull: PullPolicy = "auto"
     itl_s: float | None = None
-    """Promised to every request, between tokens."""
+    """ITL SLO of every request; None without one."""
     ttft_s: float | None = None
-    """Likewise, to the first token."""
+    """TTFT SLO of every request; None without one."""
     dispatch_ahead_s: float = 1.0
-    """As the router's setting: what is more waits in the router. inf: nothing does."""
+    """As the router's setting: work beyond these seconds waits in the router; inf: none does."""
     seed: int = 0
     shares_cache: bool = False
-    """All prefill instances have one cache of their sizes' sum."""
+    """Let all prefill instances share one cache with the sum of their sizes."""
     scaling: ScalingRules | None = None
     keeps_own_gaps: bool = False
-    """For `Served.itl_p99_s`."""
+    """Keep the gaps of each request, for `Served.itl_p99_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Times in seconds from the request's arrival. `tpot_s` is None for an answer of one token."""
+    """Times of one answered request in seconds from its arrival. `tpot_s` is None for an answer of one token."""
 
     at_s: float
     ttft_s: float
     tpot_s: float | None
     itl_p99_s: float | None
-    """Of its own gaps between tokens; None if there are none, or they were not kept."""
+    """99th percentile of its own gaps between tokens; None without gaps, or if they were not kept."""
     e2e_s: float
     prompt_tokens: int
     output_tokens: int
@@ -76,20 +79,23 @@ class Served:
 
 @dataclass(slots=True)
 class SimulationResult:
+    """Outcome of one simulation."""
+
     scenario: Scenario
     served: list[Served] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """Why, of each request that got no answer."""
+    """Error message of each request without an answer."""
     gaps: Distribution = field(default_factory=Distribution)
-    """Seconds between tokens."""
+    """Seconds between tokens, over all requests."""
     duration_s: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
-    """By role, the fraction of its instances' time that they computed."""
+    """Fraction of time in which the instances of each role computed."""
     sizes: list[PoolSizes] = field(default_factory=list)
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Always the same for the same scenario. Takes no virtual time for the router's own work."""
+    """Run a scenario. The result is always the same for the same scenario; the router's own work takes no virtual
+    time."""
     return run_virtually(lambda: _simulate(scenario))
 
 
@@ -121,6 +127,7 @@ async def _simulate(scenario: Scenario) -> SimulationResult:
         clock=loop.time,
     )
     await cluster.start()
+    # Let the cluster connect to all instances before the first request.
     await asyncio.sleep(0.001)
     began = loop.time()
     autoscaler = Autoscaler(simulated, scenario.scaling, result.sizes) if scenario.scaling is not None else None
@@ -142,7 +149,8 @@ async def _simulate(scenario: Scenario) -> SimulationResult:
 
 
 def _settings(scenario: Scenario) -> RouterSettings:
-    """The router's own, without its deadlines and its bounds on what waits: a plan shows how late, not who gave up."""
+    """Return router settings without deadlines and queue limits: a plan shows how late answers are, not which clients
+    give up."""
     return RouterSettings(
         model="simulated",
         placement_policy=scenario.policy,
@@ -157,7 +165,7 @@ def _settings(scenario: Scenario) -> RouterSettings:
 
 
 def prompt_tokens(trace: Trace, number: int, request: TraceRequest) -> list[int]:
-    """Token ids that are equal as far as the trace's hashes are."""
+    """Return token IDs of which two requests share a prefix exactly as far as their hashes in the trace do."""
     if trace.hash_tokens is None or not request.hashes:
         return [_UNSHARED + number] * request.prompt_tokens
     tokens: list[int] = []
@@ -178,6 +186,7 @@ def _prompt_request(scenario: Scenario, number: int, request: TraceRequest) -> P
 async def _client(
     dispatcher: Dispatcher, prompt_request: PromptRequest, slo: Slo, result: SimulationResult, gaps: Gaps
 ) -> None:
+    """Send one request and record its outcome."""
     loop = asyncio.get_running_loop()
     token_queue, now = TokenQueue(), loop.time()
     try:
@@ -214,6 +223,7 @@ def _served(lifecycle: RequestLifecycle, prompt_request: PromptRequest, gaps: Ga
 
 
 def _busy(simulated: SimulatedCluster, now: float) -> dict[str, float]:
+    """Return by role the fraction of the instances' lifetime in which they computed."""
     totals: dict[str, tuple[float, float]] = {}
     for instance in [*simulated.instances.values(), *simulated.gone]:
         busy_s, lived_s = totals.get(instance.record.role, (0.0, 0.0))

@@ -1,6 +1,7 @@
-"""How many prefill and decode instances: the smallest pools that meet an objective, or the best split of so many.
+"""Search the number of prefill and decode instances: the smallest pools that meet the targets, or the best split of a
+given number.
 
-Every trial is a whole simulation, so none is run twice.
+Each trial is a whole simulation, so that no trial runs twice.
 """
 
 from collections.abc import Callable
@@ -9,13 +10,15 @@ from functools import partial
 from baton_serve.bench.simulation.summary import Summary
 
 Trial = Callable[[int, int], Summary]
-"""(prefill, decode) -> what such a cluster does."""
+"""Simulates a cluster with this number of prefill and decode instances."""
 _COARSE = 8
+"""Number of splits in the first pass of `best_split`."""
 _MORE_PREFILLS = 3
+"""How many prefill instances beyond the minimum are tried: they may save decode instances."""
 
 
 class Trials:
-    """Remembers. `all` is in the order in which they were asked for."""
+    """Runs trials and remembers their results. `all` has them in the order in which they were requested."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -32,8 +35,8 @@ class Trials:
 
 
 def best_split(trials: Trials, instances: int) -> Summary:
-    """The split with the most goodput, then with the lowest mean TTFT: all of few, every so many and those near the
-    best of many."""
+    """Return the split with the most goodput, then the lowest mean TTFT. Try all splits of few instances; of many, try
+    some at equal distances and then those near the best one."""
     step = max(1, (instances - 1) // _COARSE)
     tried = range(1, instances, step)
     best = _best(trials, instances, tried)
@@ -45,9 +48,9 @@ def best_split(trials: Trials, instances: int) -> Summary:
 
 
 def smallest_pools(trials: Trials, *, attainment: float, most: int) -> Summary | None:
-    """The fewest prefills whose first tokens are in time, then the fewest decodes with which the whole objective is
-    met by the fraction `attainment`; a few more prefills where the two together miss it. None: `most` of each are
-    not enough."""
+    """Return the smallest pools for which the fraction `attainment` of the requests is good, or None if `most`
+    instances of each role are not enough. First find the fewest prefill instances that meet the TTFT target, then the
+    fewest decode instances that meet all targets; also try a few more prefill instances."""
     first = _fewest(lambda prefill: trials(prefill, most).ttft_attainment >= attainment, most)
     if first is None:
         return None
@@ -77,7 +80,8 @@ def _best(trials: Trials, instances: int, prefills: range | list[int]) -> Summar
 
 
 def _fewest(is_enough: Callable[[int], bool], most: int) -> int | None:
-    """Doubles until enough, then halves the gap: more instances are taken never to do worse."""
+    """Return the smallest sufficient number, by doubling and then bisection. It assumes that more instances are never
+    worse."""
     low, high = 0, 1
     while not is_enough(high):
         if high == most:

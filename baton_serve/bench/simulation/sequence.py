@@ -1,4 +1,4 @@
-"""What a simulated engine knows of one request."""
+"""State of one request in a simulated engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,35 +10,37 @@ from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """One request here. `prefill` ends with its first token, `decode` begins with the second, `generate` does both."""
+    """One request on one instance. A `prefill` sequence ends with its first token, `decode` begins with the second,
+    and `generate` does both."""
 
     request_id: RequestId
     mode: Literal["prefill", "decode", "generate"]
     num_tokens: int
-    """To have in the cache before the next token."""
+    """Tokens that must be in the cache before the next token can be computed."""
     remaining: int
-    """Tokens still to write here."""
+    """Tokens still to generate on this instance."""
     names: Sequence[BlockHash]
-    """Of its full blocks."""
+    """Hashes of its full blocks."""
     arrived_at: float
     due: int = 0
-    """When it is its turn, in tokens of prompts computed here."""
+    """Position in the queue, counted in prompt tokens computed on this instance."""
     itl_s: float | None = None
-    """What was promised to it."""
+    """Its ITL SLO; None without one."""
     ticket: TicketId | None = None
     holding: Holding = field(default_factory=Holding)
     computed: int = 0
     cached: int = 0
     written: int = 0
-    """Tokens after `num_tokens`, the one from prefill included."""
-    told: int = 1
-    """Of the tokens of this request that its instances write; the first is told of by who computes the prompt."""
+    """Tokens generated after the first `num_tokens`, including the one from prefill."""
+    num_reported: int = 1
+    """Tokens of this request that have been reported to the router. The first one is reported where the prompt is
+    computed."""
     started_at: float | None = None
     last_token_at: float | None = None
     is_fresh: bool = True
-    """The gap before its next token also holds what went before it joined the batch."""
+    """True until its first token in this batch: the gap before that token includes the time before it joined."""
 
     @property
     def kv_tokens(self) -> int:
-        """The newest token has no KV yet."""
+        """Return the tokens with KV in the cache. The newest token has none yet."""
         return self.num_tokens + max(0, self.written - 1)

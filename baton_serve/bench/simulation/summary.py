@@ -1,4 +1,4 @@
-"""A simulated run in numbers: those of `baton-bench serve`, and what only a simulation sees."""
+"""Summarize a simulation: the report of `baton-bench serve`, and values that only a simulation has."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -12,13 +12,13 @@ from baton_serve.bench.simulation.run import Served, SimulationResult
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A request is good if its first token comes within `ttft_s`, the others `tpot_s` apart on average,
-    and 99 % of its gaps are no longer than `itl_s`."""
+    """Targets of a good request: its TTFT is at most `ttft_s`, its mean time per further token at most `tpot_s`, and
+    99 % of its gaps are at most `itl_s`."""
 
     ttft_s: float = float("inf")
     tpot_s: float = float("inf")
     itl_s: float = float("inf")
-    """Needs `Scenario.keeps_own_gaps`."""
+    """This target is checked only if `Scenario.keeps_own_gaps` is set."""
 
     def is_met_by(self, served: Served) -> bool:
         return (
@@ -27,7 +27,8 @@ class Objective:
             and (served.itl_p99_s is None or served.itl_p99_s <= self.itl_s)
         )
 
-    def told(self) -> str:
+    def description(self) -> str:
+        """Return the targets as one line for the output."""
         if self == Objective():
             return "no objective: every answered request counts as good"
         limits = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("p99 of its ITL", self.itl_s))
@@ -36,13 +37,15 @@ class Objective:
 
 
 class Spread(msgspec.Struct, frozen=True):
+    """Mean, median and 99th percentile of a distribution in milliseconds."""
+
     mean_ms: float
     median_ms: float
     p99_ms: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates are per second of the run's duration, its last answer included. Fractions lie in [0, 1]."""
+    """The result of one simulation. Rates are per second of the run, until its last answer. Fractions lie in [0, 1]."""
 
     bench: str = "plan"
     trace: str
@@ -61,7 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     offered_per_s: float
     goodput_per_s: float
     attainment: float
-    """Fraction of all requests that met the objective."""
+    """Fraction of all requests that were good."""
     ttft_attainment: float
     output_tokens_per_s: float
     ttft: Spread
@@ -72,14 +75,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     exposed_handoff: Spread
     ttft_prediction_error: Spread
     block_hit_rate: float
-    """Of the blocks of all prompts, the last of each included even if it is not full."""
+    """Cached fraction of the blocks of all prompts; a partial last block counts as one."""
     busy: dict[str, float]
     decisions: dict[str, int]
     mean_instances: dict[str, float] = {}
-    """With autoscaling: over time."""
+    """With autoscaling: mean number of instances by role, over time."""
 
 
 def summarise(result: SimulationResult, objective: Objective) -> Summary:
+    """Compute the summary of a simulation."""
     scenario, served = result.scenario, result.served
     num_requests = len(scenario.trace.requests)
     good = sum(objective.is_met_by(one) for one in served)
@@ -121,7 +125,7 @@ def summarise(result: SimulationResult, objective: Objective) -> Summary:
 
 
 def rows(summary: Summary) -> list[Row]:
-    """The report of `baton-bench serve`."""
+    """Return the rows of `baton-bench serve`'s report."""
     plain = [
         ("Successful requests", summary.requests - summary.refused, ""),
         ("Failed requests", summary.refused, ""),
@@ -144,10 +148,11 @@ HEADER = (
     "policy", "P", "D", "U", "time x", "req/s", "goodput/s", "good %", "TTFT mean", "p50", "p99", "TPOT p99",
     "ITL mean", "p99", "hit %", "busy P/D/U %", "refused",
 )  # fmt: skip
-"""Times in milliseconds."""
+"""Column titles of the table; times are in milliseconds."""
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
+    """Return one row of the table."""
     busy = "/".join(f"{summary.busy[role] * 100:.0f}" if role in summary.busy else "-" for role in _ROLES)
     return (
         summary.policy,
@@ -178,6 +183,7 @@ def _spread(values: Distribution) -> Spread:
 
 
 def _mean_instances(result: SimulationResult) -> dict[str, float]:
+    """Return the time-weighted mean size of each pool, or nothing without autoscaling."""
     totals: dict[str, float] = {}
     if not result.sizes:
         return {}

@@ -1,4 +1,6 @@
-"""An asyncio event loop whose clock jumps to the next timer: an hour of waiting takes no time, and always the same."""
+"""An asyncio event loop with virtual time: its clock jumps to the next timer, so that waiting takes no time and every
+run is the same.
+"""
 
 import asyncio
 import selectors
@@ -9,19 +11,20 @@ Result = TypeVar("Result")
 
 
 class _Skipping(selectors.SelectSelector):
-    """Nothing outside is ever waited for: instead of sleeping, time passes."""
+    """A selector that never waits for files: it advances the clock by the timeout instead of sleeping."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("the simulation waits for something that will never happen")
+            raise RuntimeError("the simulation is stuck: tasks are waiting, but no timer is pending")
         self.now += max(0.0, timeout)
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and moves only when all that is due has run. No sockets, no threads."""
+    """An event loop whose `time()` starts at 0 and advances only when no callback is ready. It has no sockets and no
+    threads."""
 
     def __init__(self) -> None:
         self._clock = _Skipping()
@@ -32,5 +35,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(main: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run a coroutine to its end in virtual time and return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main())

@@ -1,1 +1,1 @@
-"""Benchmarks of block transfer."""
+"""Benchmarks of KV block transfer between processes."""

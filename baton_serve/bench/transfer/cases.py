@@ -1,4 +1,4 @@
-"""What the transfer benchmarks move: shapes of blocks, their names and contents, and the tickets to fetch them with."""
+"""Inputs of the transfer benchmarks: block layouts, hashes and contents of blocks, and tickets to fetch them."""
 
 import ctypes
 
@@ -11,9 +11,10 @@ MIB = 1 << 20
 
 
 def layout_of(block_bytes: int) -> KVLayout:
-    """Blocks of 64 tokens; 8 MiB is the 8B shape (32 layers, 8 KV heads of 128, bf16)."""
+    """Return a layout with blocks of 64 tokens. 8 MiB is the block of an 8B model (32 layers, 8 KV heads of 128,
+    bf16). Raises `ValueError` if the size is not a multiple of 4 KiB."""
     if block_bytes % (2 * 2 * 64 * 16):
-        raise ValueError(f"{block_bytes} bytes are no multiple of 4 KiB")
+        raise ValueError(f"{block_bytes} bytes are not a multiple of 4 KiB")
     return KVLayout(
         fingerprint="bench",
         num_layers=block_bytes // (2 * 2 * 64 * 16),
@@ -25,11 +26,12 @@ def layout_of(block_bytes: int) -> KVLayout:
 
 
 def block_name(index: int) -> BlockHash:
+    """Return a hash for the block with this index."""
     return BlockHash(index.to_bytes(16, "big"))
 
 
 def tickets_to(address: str, count: int) -> list[Ticket]:
-    """`count` tickets to fetch from the producer at `address`, each with a minute."""
+    """Return `count` tickets to fetch from the producer at `address`, with a timeout of one minute each."""
     return [
         Ticket(
             ticket=new_ticket_id(),
@@ -45,7 +47,7 @@ def tickets_to(address: str, count: int) -> list[Ticket]:
 
 
 def fill(memory: HostMemory) -> None:
-    """Every block differs, and every page is touched."""
+    """Write different content into each block. This also touches every page, so that no page fault is measured."""
     pattern = _pattern(memory.block_bytes)
     for index in range(memory.num_blocks):
         block = memory.block(index)
@@ -54,7 +56,7 @@ def fill(memory: HostMemory) -> None:
 
 
 def is_filled(memory: HostMemory, num_blocks: int) -> bool:
-    """Every byte of the first blocks is what `fill` writes."""
+    """Return whether each byte of the first blocks is the one that `fill` writes."""
     rest = _pattern(memory.block_bytes)[16:]
     blocks = ((i, memory.block(i)) for i in range(num_blocks))
     return all(bytes(block[:16]) == block_name(i) and bytes(block[16:]) == rest for i, block in blocks)
@@ -65,7 +67,8 @@ def _pattern(num_bytes: int) -> bytes:
 
 
 def clear(memory: HostMemory) -> None:
-    """Touches every page, so that the first transfer pays no page faults of the destination."""
+    """Write zeros to the whole memory, so that no data of an earlier transfer is found and no page fault
+    is measured."""
     assert memory.host_view is not None
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory.host_view))
     ctypes.memset(address, 0, memory.num_blocks * memory.block_bytes)

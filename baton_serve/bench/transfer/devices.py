@@ -1,12 +1,12 @@
-"""Block transfer between two accelerators, in two processes, against what they allow, measured in the same run.
+"""Measure block transfer between two accelerators, in two processes, against limits measured in the same run.
 
 `baton-bench kv-device [--devices cuda:0 cuda:1] [--transports oneccl usm zeromq] [--prompt-mib 1024] [--json]`
 
-8B-shaped KV: blocks of 8 MiB. Limits: one large NCCL message at a time (`oneccl`), a pinned copy one way (`usm`,
-`zeromq`). Every byte of every transfer is checked on the device where it lands. Exposed: the producer publishes the
-prompt chunk by chunk while its device multiplies matrices for as long as prefill would, then says `finish`; exposed is
-the time from there to the end of the fetch. With `--tail-parts` the last chunk leaves in so many groups of layers
-while the later ones are computed. With one device both processes share it; with `cpu` the paths run.
+KV of an 8B model: blocks of 8 MiB. Limits: one large NCCL message at a time (`oneccl`), a pinned copy in one direction
+(`usm`, `zeromq`). All transferred bytes are verified on the receiving device. Exposed time: the producer publishes a
+prompt chunk by chunk while its device multiplies matrices for as long as prefill would take, then calls `finish`; the
+exposed time is from there to the end of the fetch. With `--tail-parts N` the last chunk is sent in N groups of layers
+while later layers are computed. With one device both processes share it; with `cpu` only the code paths are tested.
 """
 
 import argparse
@@ -36,11 +36,13 @@ from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend, 
 from baton_serve.kvtransfer.transports.staged import pinned
 
 PREFILL_S = 0.218
-"""An 8,192-token prompt of the 8B shape on an H200 (docs/performance.md)."""
+"""Seconds of prefill of an 8,192-token prompt of an 8B model on an H200 (docs/performance.md)."""
 
 
 @dataclass
 class DeviceNodePair:
+    """The producing process and the consuming node in this process."""
+
     process: asyncio.subprocess.Process
     node: TransferNode
     memory: BenchDeviceMemory
@@ -48,6 +50,7 @@ class DeviceNodePair:
     is_scattered: bool
 
     async def order(self, order: DeviceOrder) -> Any:
+        """Send a command to the producer and return its answer."""
         assert self.process.stdin is not None and self.process.stdout is not None
         order = msgspec.structs.replace(order, is_scattered=self.is_scattered)
         self.process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -64,6 +67,7 @@ class DeviceNodePair:
 async def pair_of(
     options: argparse.Namespace, num_blocks: int, settings: TransferSettings
 ) -> AsyncIterator[DeviceNodePair]:
+    """Start the producer, connect a consuming node to it and stop both on exit."""
     layout, (source, target) = layout_of(options.block_kib << 10), options.devices
     arguments = [msgspec.json.encode(value).decode() for value in (layout, settings)]
     process = await asyncio.create_subprocess_exec(
@@ -88,7 +92,7 @@ async def pair_of(
 
 
 async def throughput(pair: DeviceNodePair, concurrency: int, num_blocks: int, digest: Sequence[int]) -> float:
-    """Seconds for so many prompts of `num_blocks` at once."""
+    """Return the seconds to fetch `concurrency` prompts of `num_blocks` blocks at once."""
     tickets, each = pair.tickets(concurrency), num_blocks
     order = DeviceOrder(op="open", tickets=tickets, blocks_each=each)
     pair.memory.device_tensor.zero_()
@@ -104,12 +108,13 @@ async def throughput(pair: DeviceNodePair, concurrency: int, num_blocks: int, di
 
 
 async def exposed(pair: DeviceNodePair, num_blocks: int, seconds: float, parts: int, digest: Sequence[int]) -> float:
-    """Seconds from the producer's `finish` to the end of the fetch."""
+    """Return the seconds from the producer's `finish` to the end of the fetch."""
     order = DeviceOrder(op="open", tickets=pair.tickets(1), blocks_each=num_blocks, seconds=seconds, parts=parts)
     pair.memory.device_tensor.zero_()
     _synchronize(pair.memory)
     await pair.order(order)
     fetch = asyncio.create_task(_fetch(pair, order.tickets[0], 0, num_blocks))
+    # Give the fetch time to reach the producer, as in a real handoff, where it is sent before prefill begins.
     await asyncio.sleep(0.002)
     await pair.order(msgspec.structs.replace(order, op="prefill"))
     result = await fetch
@@ -119,13 +124,14 @@ async def exposed(pair: DeviceNodePair, num_blocks: int, seconds: float, parts: 
 
 
 def _compare(pair: DeviceNodePair, count: int, digest: Sequence[int]) -> None:
+    """Compare the received blocks with the producer's. Raises `SystemExit` if bytes differ."""
     found, where = pair.memory.digest(), [place for _, place in pair.places(0, count)]
     if [found[place] for place in where] != [digest[place] for place in where]:
         raise SystemExit("wrong bytes arrived")
 
 
 async def large_messages(pair: DeviceNodePair, options: argparse.Namespace) -> float:
-    """Bytes per second of one large message after another, through the same library, nothing else."""
+    """Return bytes per second of large messages, one after another, through the same library without anything else."""
     blocks = DeviceBlocks(pair.memory)
     backend = DeviceBackend(options.backend, blocks)
     meeting = await pair.order(DeviceOrder(op="meet", backend=options.backend))
@@ -145,7 +151,7 @@ async def large_messages(pair: DeviceNodePair, options: argparse.Namespace) -> f
 
 
 def pinned_copy(memory: BenchDeviceMemory, *, to_host: bool) -> float:
-    """Bytes per second of large copies from or to pinned memory."""
+    """Return bytes per second of large copies from or to pinned memory."""
     blocks, size = DeviceBlocks(memory), memory.block_bytes
     count = max(min(LARGE // size, memory.num_blocks), 1)
     area, best = HostArea(pinned(count * size, blocks.device), size, blocks.device, is_pinned=True), float("inf")
@@ -160,6 +166,7 @@ def pinned_copy(memory: BenchDeviceMemory, *, to_host: bool) -> float:
 
 
 def peer_copy(options: argparse.Namespace) -> float:
+    """Return bytes per second of large copies between the devices within one process."""
     source, target = (torch.zeros(LARGE, dtype=torch.uint8, device=device) for device in options.devices)
     best = float("inf")
     for _ in range(10):
@@ -222,12 +229,14 @@ async def _measure_one(
 
 
 async def _limit(pair: DeviceNodePair, options: argparse.Namespace, settings: TransferSettings) -> float:
+    """Measure the limit of the transport, close in time to the transfers."""
     if settings.transports == ("oneccl",):
         return await large_messages(pair, options)
     return min(pinned_copy(pair.memory, to_host=True), pinned_copy(pair.memory, to_host=False))
 
 
 def _cases(options: argparse.Namespace) -> list[tuple[str, str, str, int, int]]:
+    """Return all combinations of transport, dialect, checksum, batch and parts."""
     cases: list[tuple[str, str, str, int, int]] = []
     chosen = itertools.product(options.transports, options.checksum, options.batch_mib, options.tail_parts)
     for transport, checksum, batch, parts in chosen:
@@ -253,6 +262,7 @@ async def _answer_of(stdout: asyncio.StreamReader) -> bytes:
 
 
 def default_devices() -> list[str]:
+    """Return two accelerators if there are, or one device twice."""
     kind = next((k for k in ("xpu", "cuda") if hasattr(torch, k) and getattr(torch, k).is_available()), "cpu")
     if kind == "cpu":
         return ["cpu", "cpu"]
@@ -260,24 +270,42 @@ def default_devices() -> list[str]:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Entry point for `baton-bench kv-device`."""
+    """Run `baton-bench kv-device` with these arguments."""
     parser = argparse.ArgumentParser(prog="baton-bench kv-device", description=__doc__)
-    parser.add_argument("--devices", nargs=2, default=default_devices())
-    parser.add_argument("--transports", nargs="+", default=["oneccl", "usm", "zeromq"])
-    parser.add_argument("--dialects", nargs="+", default=["auto"], help="of oneccl: nccl, nccl+staging, …")
-    parser.add_argument("--backend", default="", help="library of the limit: nccl, xccl, gloo")
-    parser.add_argument("--batch-mib", nargs="+", type=int, default=[256])
-    parser.add_argument("--tail-parts", nargs="+", type=int, default=[1, 8], help="of the last chunk; 1: whole")
-    parser.add_argument("--ring-mib", type=int, default=256)
-    parser.add_argument("--block-kib", type=int, default=8192)
-    parser.add_argument("--scattered", action="store_true", help="a prompt's blocks are nowhere neighbours")
-    parser.add_argument("--prompt-mib", type=int, default=1024, help="of each handoff")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--checksum", nargs="+", default=["sampled", "off"], choices=["full", "sampled", "off"])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prefill-s", type=float, default=PREFILL_S)
-    parser.add_argument("--timeout-s", type=float, default=60.0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--devices", nargs=2, default=default_devices(), help="source and destination device")
+    parser.add_argument("--transports", nargs="+", default=["oneccl", "usm", "zeromq"], help="KV transports to measure")
+    parser.add_argument("--dialects", nargs="+", default=["auto"], help="dialects of oneccl: nccl, nccl+staging, …")
+    parser.add_argument("--backend", default="", help="library used to measure the limit: nccl, xccl or gloo")
+    parser.add_argument(
+        "--batch-mib", nargs="+", type=int, default=[256], help="sizes of the batches that the transport sends, in MiB"
+    )
+    parser.add_argument(
+        "--tail-parts",
+        nargs="+",
+        type=int,
+        default=[1, 8],
+        help="numbers of layer groups in which the last chunk is sent; 1: whole blocks",
+    )
+    parser.add_argument("--ring-mib", type=int, default=256, help="size of the staging buffer in MiB")
+    parser.add_argument("--block-kib", type=int, default=8192, help="size of a block in KiB")
+    parser.add_argument(
+        "--scattered", action="store_true", help="scatter the blocks of a prompt over the memory, without neighbours"
+    )
+    parser.add_argument("--prompt-mib", type=int, default=1024, help="KV of one prompt in MiB")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16], help="numbers of concurrent handoffs")
+    parser.add_argument(
+        "--checksum",
+        nargs="+",
+        default=["sampled", "off"],
+        choices=["full", "sampled", "off"],
+        help="checksum modes of the transfer",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each case")
+    parser.add_argument(
+        "--prefill-s", type=float, default=PREFILL_S, help="seconds of simulated prefill for the exposed time"
+    )
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="seconds after which a case is given up")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     options = parser.parse_args(argv)
     kind = options.devices[0].partition(":")[0]
     options.backend = options.backend or {"cuda": "nccl", "xpu": "xccl"}.get(kind, "gloo")

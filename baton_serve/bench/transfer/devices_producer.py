@@ -1,4 +1,6 @@
-"""The producing process of `bench.transfer.devices`: does what lines of JSON on stdin say, one answer a line."""
+"""The producing process of `bench.transfer.devices`. It executes commands, one JSON line each on stdin, and answers
+with one line each.
+"""
 
 import asyncio
 import json
@@ -23,11 +25,13 @@ from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
 from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend
 
 CHUNKS = 4
+"""Number of chunks of the simulated prefill."""
 LARGE = 256 * MIB
+"""Bytes of one large message or copy, for limits."""
 
 
 class BenchDeviceMemory:
-    """`kvtransfer.memory.BenchDeviceMemory`."""
+    """KV memory on a device, with the interface `kvtransfer.memory.DeviceMemory`."""
 
     shared_fd = None
     host_view = None
@@ -38,13 +42,14 @@ class BenchDeviceMemory:
         self._computed: Any = None
 
     def fill(self) -> None:
+        """Write random bytes, the same in every run."""
         torch.manual_seed(7)
         for block in self.device_tensor:
             block.copy_(torch.randint(0, 256, block.shape, dtype=torch.uint8, device=block.device))
         self.mark()
 
     def mark(self) -> None:
-        """All that was computed so far may be sent."""
+        """Record an event: blocks may be sent once the work queued so far is done."""
         if self.device_tensor.device.type != "cpu":
             self._computed = torch.get_device_module(self.device_tensor.device).Event()
             self._computed.record()
@@ -53,11 +58,13 @@ class BenchDeviceMemory:
         return () if self._computed is None else (self._computed,)
 
     def digest(self) -> list[int]:
-        """One number a block, made on the device."""
+        """Return one checksum per block, computed on the device."""
         return sums_of(DeviceBlocks(self), range(self.num_blocks), sample=False)
 
 
 class DeviceOrder(msgspec.Struct, kw_only=True):
+    """A command for the producer."""
+
     op: str
     tickets: list[Ticket] = []
     blocks_each: int = 0
@@ -66,7 +73,7 @@ class DeviceOrder(msgspec.Struct, kw_only=True):
     backend: str = ""
     is_scattered: bool = False
     parts: int = 1
-    """In which the last chunk leaves."""
+    """Number of layer groups in which the last chunk is sent."""
 
 
 def node_of(
@@ -78,7 +85,7 @@ def node_of(
 
 
 async def produce(device: str, num_blocks: int, layout: KVLayout, settings: TransferSettings) -> None:
-    """The other process: does what lines of JSON on stdin say."""
+    """Create the node and execute commands from stdin until it ends."""
     memory = BenchDeviceMemory(num_blocks, layout.block_bytes, device)
     memory.fill()
     node = node_of("prefill-0", 1, layout, memory, settings)
@@ -120,9 +127,10 @@ def _publish(
 
 
 def places_of(first: int, count: int, num_blocks: int, *, is_scattered: bool) -> list[tuple[BlockHash, int]]:
-    """Where a prompt's blocks lie, at both ends."""
+    """Return hash and index of each block of a prompt, the same at both ends."""
     step = 1
     if is_scattered:
+        # A step without a common divisor visits each block exactly once, and never a neighbour.
         step = num_blocks * 2 // 3 + 1
         while math.gcd(step, num_blocks) > 1:
             step += 1
@@ -130,8 +138,8 @@ def places_of(first: int, count: int, num_blocks: int, *, is_scattered: bool) ->
 
 
 async def _prefill(node: TransferNode, memory: BenchDeviceMemory, order: DeviceOrder) -> None:
-    """As an engine does: each chunk's blocks are published when it is computed, while the next one is; of the last
-    one, with parts, each group of layers."""
+    """Publish blocks as an engine does: each chunk after its computation, while the next one is computed; with parts,
+    the last chunk group by group of layers."""
     (ticket,), each = order.tickets, order.blocks_each // CHUNKS
     for chunk in range(CHUNKS - 1):
         await asyncio.to_thread(_compute, memory, order.seconds / CHUNKS)
@@ -147,6 +155,7 @@ async def _prefill(node: TransferNode, memory: BenchDeviceMemory, order: DeviceO
 
 
 def _compute(memory: BenchDeviceMemory, seconds: float) -> None:
+    """Keep the device busy for this time (on a CPU: sleep)."""
     device = memory.device_tensor.device
     if device.type == "cpu":
         time.sleep(seconds)
@@ -183,6 +192,7 @@ def main() -> None:
     device, count, layout, settings = sys.argv[1:]
     decoded = msgspec.json.decode(layout, type=KVLayout), msgspec.json.decode(settings, type=TransferSettings)
     asyncio.run(produce(device, int(count), *decoded))
+    # Threads of the communication library may never end.
     os._exit(0)
 
 

@@ -1,15 +1,17 @@
-"""Block transfer between two processes of this host, against what the machine allows, measured in the same run.
+"""Measure block transfer between two processes of this host, against limits measured in the same run.
 
 `baton-bench kv [--transports usm zeromq] [--block-kib 256 8192] [--concurrency 1 4 16] [--prompt-mib N]
 [--zeromq-connections N] [--peers nixl mooncake] [--plot FILE.png] [--json]`
 
-Throughput: the producer has published everything, then the consumer fetches; the prompt is divided among the concurrent
-fetches. Limits: one memcpy of the prompt in one thread (`usm`, `memory`), and the prompt through a plain TCP socket
-on loopback, straight into the destination (`zeromq`). Installed peers (extra `peers`) read the same bytes in the same
-turns: rows of their own, and the fastest of the same medium beside each of Baton's. Every byte is compared.
-Blocks are new to their producer each time; with `--checksum kept` it knows their checksums from sending them before.
-Short handoffs: from the producer's `finish` to the consumer's `fetch` returning, fetch sent before. Best of the repeats
-for throughput, median for short handoffs.
+Throughput: the producer has published everything, then the consumer fetches; the prompt is divided among the
+concurrent fetches. Limits: one memcpy of the prompt in one thread (`usm`, `memory`), and the prompt through one TCP
+connection on loopback, straight into the destination (`zeromq`). Installed peers (extra `peers`) transfer the same
+bytes alternately with Baton: they have rows of their own, and the fastest of the same medium stands beside each row of
+Baton. All bytes are verified. Blocks are new to the producer each time; with `--checksum kept` it knows their
+checksums from an earlier transfer.
+
+Short handoffs: seconds from the producer's `finish` until the consumer's `fetch` returns; the fetch was sent before.
+The best repetition counts for throughput, the median for short handoffs.
 """
 
 import argparse
@@ -41,11 +43,12 @@ from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import FetchResult, HostMemory, TransferNode, TransferSettings
 
 SHORT = ((64 << 10, 1), (192 << 10, 4))
-"""Block bytes and number of blocks of a 64-token prompt: a tiny model, and a 0.5B one with blocks of 16 tokens."""
+"""Block bytes and number of blocks of a 64-token prompt: a tiny model, and a 0.5B model with blocks of 16 tokens."""
 
 
 KEPT = "kept"
-"""`full`, of blocks that were sent before: their producer knows the sums. In all other rows it does not."""
+"""Checksum mode `full` for blocks that were sent before, whose checksums the producer knows. All other rows use new
+blocks."""
 
 
 @dataclass
@@ -58,6 +61,7 @@ class HostNodePair:
     address: str
 
     async def order(self, order: HostOrder) -> str:
+        """Send a command to the producer and return its answer."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(msgspec.json.encode(order) + b"\n")
         return str(json.loads(await self.process.stdout.readline()))
@@ -68,6 +72,7 @@ class HostNodePair:
 
 @contextlib.asynccontextmanager
 async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings) -> AsyncIterator[HostNodePair]:
+    """Start the producer, connect a consuming node to it and stop both on exit."""
     layout = layout_of(block_bytes)
     arguments = [msgspec.json.encode(layout).decode(), msgspec.json.encode(settings).decode(), str(num_blocks)]
     process = await asyncio.create_subprocess_exec(
@@ -98,8 +103,8 @@ async def pair_of(block_bytes: int, num_blocks: int, settings: TransferSettings)
 
 
 async def throughput(pair: HostNodePair, concurrency: int, *, is_fresh: bool, compares: bool = True) -> float:
-    """Seconds for all blocks, divided among `concurrency` fetches. `is_fresh`: none was sent before. `compares`: not
-    what an earlier transfer has left is what is found."""
+    """Return the seconds to fetch all blocks with `concurrency` fetches. With `is_fresh` the blocks are new to the
+    producer. With `compares` the memory is cleared first and verified afterwards."""
     if compares:
         clear(pair.memory)
     tickets = pair.tickets(concurrency)
@@ -117,11 +122,12 @@ async def throughput(pair: HostNodePair, concurrency: int, *, is_fresh: bool, co
 
 
 async def short_handoff(pair: HostNodePair) -> float:
-    """Seconds from the producer's `finish` to the end of the fetch."""
+    """Return the seconds from the producer's `finish` to the end of the fetch."""
     tickets = pair.tickets(1)
     order = HostOrder(op="open", tickets=tickets, blocks_each=pair.memory.num_blocks)
     await pair.order(order)
     fetch = asyncio.create_task(_fetch(pair, tickets[0], 0, pair.memory.num_blocks))
+    # Give the fetch time to reach the producer, as in a real handoff, where it is sent before prefill begins.
     await asyncio.sleep(0.002)
     await pair.order(msgspec.structs.replace(order, op="publish"))
     result = await fetch
@@ -130,7 +136,7 @@ async def short_handoff(pair: HostNodePair) -> float:
 
 
 async def raw_tcp(pair: HostNodePair) -> float:
-    """Seconds for the same bytes through one TCP connection into the same memory."""
+    """Return the seconds to receive the same bytes through one TCP connection into the same memory."""
     assert pair.memory.host_view is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sending = asyncio.create_task(pair.order(HostOrder(op="tcp", port=listener.getsockname()[1])))
@@ -141,14 +147,14 @@ async def raw_tcp(pair: HostNodePair) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InterleavedTimes:
-    """Best seconds of each."""
+    """Shortest seconds of the limit, the transfer and each peer."""
 
     limit: float
     transfer: float
     peers: list[float]
 
 
-async def in_turns(
+async def measure_interleaved(
     pair: HostNodePair,
     transport: str,
     concurrency: int,
@@ -157,7 +163,7 @@ async def in_turns(
     *,
     is_fresh: bool,
 ) -> InterleavedTimes:
-    """Limit, transfer and peers one after another: other load on the machine meets all of them."""
+    """Measure limit, transfer and peers alternately, so that other load on the machine affects all of them equally."""
     found: list[list[float]] = []
     source = HostMemory(1, pair.memory.num_blocks * pair.memory.block_bytes)
     clear(source)
@@ -176,7 +182,7 @@ async def in_turns(
 
 
 async def quiet(patience_s: float) -> None:
-    """Wait, within reason, for a moment in which nothing else uses the processors."""
+    """Wait until other processes use less than a tenth of the processors, at most `patience_s`."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         before = _cpu_times()
@@ -187,7 +193,8 @@ async def quiet(patience_s: float) -> None:
 
 
 def memcpy(source: HostMemory, target: HostMemory) -> float:
-    """Seconds for one memcpy of everything in one thread: the better of one call and calls of 8 MiB."""
+    """Return the seconds to copy everything in one thread: the better of one call and of calls of 8 MiB, which stay in
+    the cache."""
     assert source.host_view is not None and target.host_view is not None
     start = ctypes.addressof(ctypes.c_char.from_buffer(source.host_view))
     end = ctypes.addressof(ctypes.c_char.from_buffer(target.host_view))
@@ -210,7 +217,7 @@ async def measure(options: argparse.Namespace, peers: Sequence[Peer]) -> tuple[l
                 found = await measure_transport(options, transport, kib, checksum, beside)
                 rows += [own.row(others) for own, others in found]
                 points += [own for own, _ in found]
-            # Peers know no checksums: their rows are those of the last turns.
+            # Peers have no checksums: of their measurements, those beside the last checksum mode are reported.
             rows += [other.row() for _, others in found for other in others]
             points += [other for _, others in found for other in others]
     return [*rows, *await measure_short(options)], points
@@ -219,7 +226,7 @@ async def measure(options: argparse.Namespace, peers: Sequence[Peer]) -> tuple[l
 async def measure_transport(
     options: argparse.Namespace, transport: str, kib: int, checksum: str, beside: Sequence[PeerReader]
 ) -> list[tuple[Point, list[Point]]]:
-    """For each concurrency: the transport, and the peers that took turns with it."""
+    """Return for each concurrency the result of the transport and those of the peers measured alternately with it."""
     found: list[tuple[Point, list[Point]]] = []
     prompt = options.prompt_mib * MIB
     settings = msgspec.convert(
@@ -233,7 +240,7 @@ async def measure_transport(
     by = f" by {options.zeromq_connections}" if transport == "zeromq" and options.zeromq_connections > 1 else ""
     async with pair_of(kib << 10, prompt // (kib << 10), settings) as pair:
         for concurrency in options.concurrency:
-            turns = await in_turns(pair, transport, concurrency, beside, options, is_fresh=checksum != KEPT)
+            turns = await measure_interleaved(pair, transport, concurrency, beside, options, is_fresh=checksum != KEPT)
             limit = prompt / turns.limit
             own = Point(f"{transport}{by} checksum={checksum}", kib, concurrency, prompt / turns.transfer, limit)
             others = zip(beside, turns.peers, strict=True)
@@ -266,33 +273,52 @@ def _receive_raw(listener: socket.socket, view: memoryview) -> float:
 
 
 def _cpu_times() -> tuple[int, int]:
-    """Busy and all ticks of all processors."""
+    """Return busy and total ticks of all processors."""
     with open("/proc/stat") as file:
         ticks = [int(value) for value in file.readline().split()[1:9]]
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
 def _default_prompt_mib() -> int:
-    """1 GiB if a sixth of the free memory holds it: both caches and the memcpy's two buffers must fit."""
+    """Return 1024 if a sixth of the free memory is that large, or else less: both caches and the two buffers of the
+    memcpy must fit."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(max(min(1024, free // 6 // MIB // 64 * 64), 64))
 
 
 def run(argv: Sequence[str]) -> None:
-    """Entry point for `baton-bench kv`."""
+    """Run `baton-bench kv` with these arguments."""
     parser = argparse.ArgumentParser(prog="baton-bench kv", description=__doc__)
-    parser.add_argument("--transports", nargs="+", default=["usm", "zeromq"])
-    parser.add_argument("--block-kib", nargs="+", type=int, default=[256, 8192])
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", KEPT, "sampled", "off"])
-    parser.add_argument("--zeromq-connections", type=int, default=1, help="of a link, which blocks take in turns")
-    parser.add_argument("--prompt-mib", type=int, default=_default_prompt_mib())
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--patience-s", type=float, default=3.0, help="how long each waits for idle processors")
-    parser.add_argument("--handoffs", type=int, default=200)
-    parser.add_argument("--peers", nargs="*", choices=NAMES, help="default: those that are installed")
-    parser.add_argument("--plot", type=Path, help="GB/s and ratio as PNG (needs matplotlib: the extra `bench`)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--transports", nargs="+", default=["usm", "zeromq"], help="KV transports to measure")
+    parser.add_argument("--block-kib", nargs="+", type=int, default=[256, 8192], help="block sizes in KiB")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16], help="numbers of concurrent fetches")
+    parser.add_argument(
+        "--checksum",
+        nargs="+",
+        default=["full", "off"],
+        choices=["full", KEPT, "sampled", "off"],
+        help="checksum modes; kept: full, of blocks whose checksums the producer knows",
+    )
+    parser.add_argument(
+        "--zeromq-connections",
+        type=int,
+        default=1,
+        help="connections of a zeromq link, among which blocks are distributed",
+    )
+    parser.add_argument("--prompt-mib", type=int, default=_default_prompt_mib(), help="size of the prompt's KV in MiB")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each case")
+    parser.add_argument(
+        "--patience-s",
+        type=float,
+        default=3.0,
+        help="longest wait for idle processors before each measurement, in seconds",
+    )
+    parser.add_argument("--handoffs", type=int, default=200, help="number of short handoffs")
+    parser.add_argument(
+        "--peers", nargs="*", choices=NAMES, help="libraries to compare with (default: all installed ones)"
+    )
+    parser.add_argument("--plot", type=Path, help="PNG file for GB/s and ratio (needs matplotlib: the extra `bench`)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     options = parser.parse_args(argv)
     try:
         peers = chosen(options.peers)

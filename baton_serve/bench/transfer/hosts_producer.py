@@ -1,4 +1,6 @@
-"""The producing process of `bench.transfer.hosts`: a transfer node that does what lines of JSON on stdin say."""
+"""The producing process of `bench.transfer.hosts`: a transfer node that executes commands, one JSON line each on
+stdin.
+"""
 
 import asyncio
 import json
@@ -19,17 +21,20 @@ from baton_serve.kvtransfer import HostMemory, TransferNode, TransferSettings
 
 
 class HostOrder(msgspec.Struct, kw_only=True):
+    """A command for the producer."""
+
     op: str
     tickets: list[Ticket] = []
     blocks_each: int = 0
     port: int = 0
     is_fresh: bool = False
-    """The blocks hold something else than when they were sent before, as far as the node is told."""
+    """Count up the versions of all blocks, so that the node computes their checksums again."""
     hashes: bool = False
-    """The plain connection's sender hashes what it sends."""
+    """Hash the bytes before they are sent over the plain TCP connection."""
 
 
 async def serve(node: TransferNode, memory: HostMemory) -> None:
+    """Execute commands from stdin until it ends, with one answer line each."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -56,7 +61,7 @@ async def serve(node: TransferNode, memory: HostMemory) -> None:
 
 
 def thread_seconds() -> dict[str, float]:
-    """Processor time of this process's threads so far, those of one kind together."""
+    """Return the CPU time of this process's threads so far, summed over threads with the same name."""
     names = {thread.native_id: thread.name.rstrip("0123456789-_") for thread in threading.enumerate()}
     found: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
@@ -64,7 +69,7 @@ def thread_seconds() -> dict[str, float]:
             name = names.get(int(task.name)) or (task / "comm").read_text().strip()
             seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
         except OSError:
-            continue  # it has ended
+            continue  # the thread has ended
         found[name] = found.get(name, 0.0) + seconds
     return found
 
@@ -115,4 +120,5 @@ async def main() -> None:
 
 if __name__ == "__main__":
     asyncio.run(main())
+    # Threads of the transport may never end.
     os._exit(0)

@@ -1,10 +1,10 @@
-"""How a pair of accelerators comes to its transport: handoffs run one after another while the probe runs beside them.
+"""Show how a pair of accelerators chooses its transport: handoffs run one after another while the probe runs.
 
 `baton-bench kv-ladder [--devices cuda:0 cuda:1] [--seconds 25] [--peer-access 0|1] [--json]`
 
-Two processes, a device each, `--kv-transport auto`. A row for each transport in its turn: when its first handoff began,
-and the best of its handoffs, each checked whole on the device where it lands. The last rows say what the link itself
-tells in `/health`. With `cpu` in place of devices the paths run.
+Two processes with one device each and `--kv-transport auto`. There is one row for each transport, in order of use:
+when its first handoff began, and the speed of its best handoff. Each handoff is verified on the receiving device. The
+last rows are the link's own report, as in `/health`. With `cpu` as devices only the code paths are tested.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from baton_serve.kvtransfer import TransferSettings
 
 @dataclass
 class TransportPeriod:
-    """Handoffs by one transport, one after another."""
+    """Successive handoffs with the same transport."""
 
     transport: str
     began_s: float
@@ -34,6 +34,7 @@ class TransportPeriod:
 
 
 async def watch(pair: DeviceNodePair, num_blocks: int, seconds: float, num_bytes: int) -> list[TransportPeriod]:
+    """Run handoffs for `seconds` and return the periods of each transport."""
     digest, began = await pair.order(DeviceOrder(op="digest")), time.perf_counter()
     turns: list[TransportPeriod] = []
     while (elapsed := time.perf_counter() - began) < seconds:
@@ -47,6 +48,7 @@ async def watch(pair: DeviceNodePair, num_blocks: int, seconds: float, num_bytes
 
 
 def link_of(pair: DeviceNodePair) -> LinkStatus:
+    """Return the only link of the consuming node."""
     (link,) = pair.node.links()
     return link
 
@@ -70,16 +72,18 @@ async def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Entry point for `baton-bench kv-ladder`."""
+    """Run `baton-bench kv-ladder` with these arguments."""
     parser = argparse.ArgumentParser(prog="baton-bench kv-ladder", description=__doc__)
-    parser.add_argument("--devices", nargs=2, default=default_devices())
-    parser.add_argument("--seconds", type=float, default=25.0)
-    parser.add_argument("--peer-access", default="", choices=["", "0", "1"], help="as CCL_TOPO_P2P_ACCESS")
-    parser.add_argument("--checksum", default="sampled", choices=["full", "sampled", "off"])
-    parser.add_argument("--prompt-mib", type=int, default=1024)
-    parser.add_argument("--block-kib", type=int, default=8192)
-    parser.add_argument("--timeout-s", type=float, default=120.0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--devices", nargs=2, default=default_devices(), help="source and destination device")
+    parser.add_argument("--seconds", type=float, default=25.0, help="duration of the measurement")
+    parser.add_argument("--peer-access", default="", choices=["", "0", "1"], help="value of CCL_TOPO_P2P_ACCESS")
+    parser.add_argument(
+        "--checksum", default="sampled", choices=["full", "sampled", "off"], help="checksum mode of the transfer"
+    )
+    parser.add_argument("--prompt-mib", type=int, default=1024, help="KV of one handoff in MiB")
+    parser.add_argument("--block-kib", type=int, default=8192, help="size of a block in KiB")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="seconds after which the benchmark is given up")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     options = parser.parse_args(argv)
     options.scattered = False
     show(asyncio.run(measure(options)), as_json=options.json)

@@ -1,8 +1,10 @@
-"""One end of a peer's transfer: `python -m baton_serve.bench.transfer.peer_process ENGINE END BLOCKS BLOCK_BYTES`.
+"""One end of a peer library's transfer: `python -m baton_serve.bench.transfer.peer_process ENGINE END BLOCKS
+BLOCK_BYTES`.
 
-The holder fills its blocks, prints what a reader must know and stays until stdin ends. The reader gets that as its
-first line, then reads all blocks for each line of JSON `{"concurrency": n}` and answers with the seconds. Both
-libraries print to stdout: the answers go to a copy of it, and stdout becomes stderr.
+The holder fills its blocks, prints a card with the data that the other end needs to connect, and stays until stdin
+ends. The other end receives the card as its first line. For each further line of JSON `{"concurrency": n}` it reads
+all blocks and answers with the seconds. Both libraries print to stdout; so answers go to a copy of stdout, and stdout
+itself becomes stderr.
 """
 
 import base64
@@ -21,6 +23,7 @@ from baton_serve.kvtransfer import HostMemory
 from baton_serve.kvtransfer.memory import address_of
 
 POLL_S = 2e-5
+"""Interval at which the state of a NIXL transfer is polled."""
 HOST = "127.0.0.1"
 
 
@@ -28,17 +31,20 @@ class PeerEngine(Protocol):
     """A library that moves bytes between the registered memories of two processes."""
 
     def card(self) -> dict[str, str]:
-        """What the reading end must know."""
+        """Return the data that the other end needs to connect."""
         ...
 
     def meet(self, card: Mapping[str, str]) -> None: ...
 
     def read(self, parts: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        """Parts at the same time, each (here, there, size) by (here, there, size); back when all bytes are here."""
+        """Read all parts concurrently. Each part is a list of (local address, remote address, size). Return when all
+        bytes have arrived."""
         ...
 
 
 class Nixl:
+    """NIXL with the UCX backend."""
+
     def __init__(self, name: str, address: int, size: int) -> None:
         api = importlib.import_module("nixl._api")
         self._agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
@@ -70,7 +76,7 @@ class Nixl:
 
 
 class Mooncake:
-    """Over TCP, without a metadata server. Parts are calls from as many threads."""
+    """Mooncake's Transfer Engine over TCP, without a metadata server. Each part is a call from a thread of its own."""
 
     def __init__(self, name: str, address: int, size: int) -> None:
         self._engine = importlib.import_module("mooncake.engine").TransferEngine()
@@ -97,12 +103,14 @@ ENGINES: dict[str, type[Nixl] | type[Mooncake]] = {"nixl": Nixl, "mooncake": Moo
 
 
 def hold(engine: PeerEngine, memory: HostMemory, address: int) -> None:
+    """Fill the memory, print the card and wait until stdin ends."""
     fill(memory)
     _answer({**engine.card(), "address": str(address)})
     sys.stdin.read()
 
 
 def read_by_order(engine: PeerEngine, memory: HostMemory, address: int) -> None:
+    """Read all blocks for each line of stdin, verify them and answer with the seconds."""
     card = json.loads(sys.stdin.readline())
     engine.meet(card)
     size, there = memory.block_bytes, int(card["address"])
@@ -146,4 +154,4 @@ if __name__ == "__main__":
     os.dup2(2, 1)
     main()
     sys.stderr.flush()
-    os._exit(0)  # neither library's threads need end
+    os._exit(0)  # threads of either library may never end

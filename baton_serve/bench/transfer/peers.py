@@ -1,7 +1,7 @@
 """Other libraries that move blocks between processes of this host, measured beside Baton's transports.
 
-NIXL (UCX) by the way it chooses itself, which is the other process's memory, and over TCP; Mooncake's Transfer Engine
-over TCP. None of them checks its bytes; whether they arrived is looked at here, outside of the measured time.
+NIXL (UCX) with the path that it chooses itself, which is the memory of the other process, and over TCP; Mooncake's
+Transfer Engine over TCP. None of them verifies its bytes; this benchmark does, outside of the measured time.
 """
 
 import asyncio
@@ -22,14 +22,16 @@ READ_S = 120.0
 
 
 class PeerError(Exception):
-    """This peer cannot be measured here."""
+    """The peer cannot be measured on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
+    """A library with its environment."""
+
     name: str
     engine: str
-    """As `bench.transfer.peer_process` calls it, and `--peers`."""
+    """Its name in `bench.transfer.peer_process` and in `--peers`."""
     module: str
     transport: str
     """Baton's transport of the same medium."""
@@ -43,10 +45,12 @@ PEERS = (
 )
 NAMES = tuple(dict.fromkeys(peer.engine for peer in PEERS))
 QUIET = {"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error", "MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
+"""Environment that keeps the libraries' logs short."""
 
 
 def chosen(names: Collection[str] | None) -> list[Peer]:
-    """The peers of these names; None: those that are installed. Raises `PeerError` for one that is named and is not."""
+    """Return the peers with these names, or all installed ones if `names` is None. Raises `PeerError` if a named peer
+    is not installed."""
     missing = [peer.engine for peer in PEERS if importlib.util.find_spec(peer.module) is None]
     if asked := sorted(set(missing) & set(names or ())):
         raise PeerError(f"not installed: {', '.join(asked)} (pip install 'baton-serve[peers]')")
@@ -54,7 +58,7 @@ def chosen(names: Collection[str] | None) -> list[Peer]:
 
 
 class PeerReader:
-    """A holding and a reading process of a peer."""
+    """The holding and the reading process of a peer."""
 
     def __init__(self, peer: Peer, log: IO[bytes]) -> None:
         self.peer = peer
@@ -63,6 +67,7 @@ class PeerReader:
 
     @classmethod
     async def start(cls, peer: Peer, num_blocks: int, block_bytes: int) -> Self:
+        """Start both processes and read all blocks once, to connect them. Raises `PeerError`."""
         reading = cls(peer, tempfile.TemporaryFile())  # noqa: SIM115
         try:
             holder = await reading._spawn("hold", num_blocks, block_bytes)
@@ -77,10 +82,10 @@ class PeerReader:
         return reading
 
     async def seconds(self, concurrency: int) -> float:
-        """To read all blocks, divided among so many transfers."""
+        """Return the seconds to read all blocks, divided among `concurrency` transfers."""
         reader = self._ends[1]
         assert reader.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it ended; its last words are read below
+        with contextlib.suppress(ConnectionError):  # it has ended; the end of its log is read below
             reader.stdin.write(json.dumps({"concurrency": concurrency}).encode() + b"\n")
             await reader.stdin.drain()
         return float(json.loads(await self._line(reader, READ_S))["seconds"])
@@ -113,21 +118,23 @@ class PeerReader:
         except TimeoutError:
             raise PeerError(f"no answer within {timeout_s:g} s") from None
         if not line:
-            raise PeerError(self._last_words())
+            raise PeerError(self._end_of_log())
         return line
 
-    def _last_words(self) -> str:
+    def _end_of_log(self) -> str:
+        """Return the last line of the peer's log."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(size - 2000, 0))
         lines = self._log.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without any output")
 
 
 @contextlib.asynccontextmanager
 async def readings(
     peers: Sequence[Peer], transport: str, num_blocks: int, block_bytes: int
 ) -> AsyncIterator[list[PeerReader]]:
-    """The peers of the transport's medium, started; one that cannot run here is left out, with a line on stderr."""
+    """Start the peers with the transport's medium and yield them; stop them on exit. A peer that cannot run is
+    reported on stderr and skipped."""
     started: list[PeerReader] = []
     try:
         for peer in peers:

@@ -1,10 +1,10 @@
-"""Where the processor time of a transfer between two processes of this host goes: milliseconds per GB, by thread.
+"""Measure the CPU time of a transfer between two processes of this host: milliseconds per GB, by thread.
 
 `baton-bench kv-profile [--transports usm zeromq] [--checksum full off] [--block-kib 8192] [--prompt-mib N] [--json]`
 
-Beside each transfer the same for what bounds it: one memcpy, one hash, the plain TCP connection that `baton-bench kv`
-measures against, and that connection with a hash at each end, which is as much as a verified transfer must do. The
-limit is the speed at which the work of both ends would keep all processors of this process busy: with that work no
+Beside each transfer the same is measured for its parts: one memcpy, one hash, the plain TCP connection of `baton-bench
+kv`, and that connection with a hash at each end, which is the least work of a verified transfer. The limit is the
+speed at which the work of both ends would keep all processors of this process busy: with that amount of work, no
 transfer between two processes of this host can be faster.
 """
 
@@ -30,11 +30,12 @@ from baton_serve.kvtransfer import HostMemory, TransferSettings
 from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 Times = dict[str, float]
+"""CPU seconds by end and thread."""
 GB = 1e9
 
 
 async def spent(pair: HostNodePair, work: Callable[[], object]) -> tuple[float, Times]:
-    """Seconds that `work` takes, and processor seconds of the threads of both ends meanwhile."""
+    """Return the seconds that `work` takes, and the CPU seconds of the threads of both ends in that time."""
     before, there = thread_seconds(), await _producer_seconds(pair)
     began = time.perf_counter()
     result = work()
@@ -53,7 +54,8 @@ async def _producer_seconds(pair: HostNodePair) -> Times:
 
 
 def rows_of(case: str, num_bytes: int, samples: Sequence[tuple[float, Times]]) -> list[Row]:
-    """Medians, so that other work on the machine, which takes time but no processor time of ours, changes little."""
+    """Return the medians per GB, so that other work on the machine, which costs time but no CPU time of these
+    processes, matters little."""
     each = num_bytes / GB
     names = sorted({name for _, times in samples for name in times})
     medians = {name: statistics.median(times.get(name, 0.0) for _, times in samples) * 1e3 / each for name in names}
@@ -68,7 +70,7 @@ def rows_of(case: str, num_bytes: int, samples: Sequence[tuple[float, Times]]) -
 
 
 async def by_tcp(pair: HostNodePair, *, hashes: bool) -> None:
-    """One TCP connection, straight into place, perhaps with one hash of every byte at each end."""
+    """Transfer everything over one TCP connection, with `hashes` also one hash of each byte at each end."""
     view = pair.memory.host_view
     assert view is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -89,6 +91,7 @@ def _receive(listener: socket.socket, view: memoryview, hashes: bool) -> None:
 
 
 def hash_all(memory: HostMemory) -> None:
+    """Hash all blocks once, in one thread."""
     assert memory.host_view is not None
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory.host_view))
     copy_hash().checksums([start + i * memory.block_bytes for i in range(memory.num_blocks)], memory.block_bytes)
@@ -110,6 +113,7 @@ async def measure(options: argparse.Namespace) -> list[Row]:
 
 
 async def limits(pair: HostNodePair, num_bytes: int, repeats: int) -> list[Row]:
+    """Measure the parts of a transfer; the first run of each is not counted."""
     source = HostMemory(pair.memory.num_blocks, pair.memory.block_bytes)
     works: dict[str, Callable[[], object]] = {
         "memcpy, twice": lambda: memcpy(source, pair.memory),
@@ -126,7 +130,8 @@ async def limits(pair: HostNodePair, num_bytes: int, repeats: int) -> list[Row]:
 
 
 async def _transfer(pair: HostNodePair, concurrency: int) -> tuple[float, Times]:
-    """The time is that of the fetches alone; processor time includes their preparation, and the comparison not."""
+    """Return the seconds of the fetches alone, and CPU time including their preparation. The received bytes are not
+    compared."""
     taken: list[float] = []
 
     async def fetch() -> None:
@@ -137,15 +142,21 @@ async def _transfer(pair: HostNodePair, concurrency: int) -> tuple[float, Times]
 
 
 def run(argv: Sequence[str]) -> None:
-    """Entry point for `baton-bench kv-profile`."""
+    """Run `baton-bench kv-profile` with these arguments."""
     parser = argparse.ArgumentParser(prog="baton-bench kv-profile", description=__doc__)
-    parser.add_argument("--transports", nargs="+", default=["usm", "zeromq"])
-    parser.add_argument("--checksum", nargs="+", default=["full", "off"], choices=["full", "sampled", "off"])
-    parser.add_argument("--block-kib", type=int, default=8192)
-    parser.add_argument("--prompt-mib", type=int, default=256)
-    parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--transports", nargs="+", default=["usm", "zeromq"], help="KV transports to measure")
+    parser.add_argument(
+        "--checksum",
+        nargs="+",
+        default=["full", "off"],
+        choices=["full", "sampled", "off"],
+        help="checksum modes of the transfer",
+    )
+    parser.add_argument("--block-kib", type=int, default=8192, help="size of a block in KiB")
+    parser.add_argument("--prompt-mib", type=int, default=256, help="size of the prompt's KV in MiB")
+    parser.add_argument("--concurrency", type=int, default=1, help="number of concurrent fetches")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each case")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     options = parser.parse_args(argv)
     show(asyncio.run(measure(options)), as_json=options.json)
 

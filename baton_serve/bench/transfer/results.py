@@ -1,4 +1,4 @@
-"""Results of `baton-bench kv` as values: one point for each transport or peer, block size and number of fetches."""
+"""Results of `baton-bench kv`: one point for each transport or peer, block size and number of fetches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from baton_serve.bench.report import Row
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Best speeds in bytes per second: of the transfer, and of the limit that was taken in turns with it."""
+    """Best speeds in bytes per second of a transfer and of the limit measured alternately with it."""
 
     name: str
-    """Of a transport with its checksums, or of a peer with its medium."""
+    """A transport with its checksum mode, or a peer with its medium."""
     block_kib: int
     concurrency: int
     speed: float
@@ -22,7 +22,7 @@ class Point:
         return self.speed / self.limit
 
     def row(self, peers: Sequence["Point"] = ()) -> Row:
-        """Beside the fastest of `peers`."""
+        """Return the row for the output, beside the fastest of `peers`."""
         fastest = max(peers, key=lambda point: point.speed, default=None)
         return Row(
             "kv",

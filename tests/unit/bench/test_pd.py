@@ -92,18 +92,18 @@ def test_setups_are_the_same_but_for_roles_and_chunks() -> None:
     ]
 
 
-def test_a_promise_is_part_of_a_setup_and_of_its_line() -> None:
-    plain, promised = PdSetup(APART, 512, ()), PdSetup(APART, 512, (), 12.0)
-    assert promised.name == "1P1D, chunk 512, 12 ms promised"
+def test_an_slo_is_part_of_the_name_of_a_setup() -> None:
+    plain, with_slo = PdSetup(APART, 512, ()), PdSetup(APART, 512, (), 12.0)
+    assert with_slo.name == "1P1D, chunk 512, ITL SLO 12 ms"
     found = [
         Measured(plain, 1.0, 2.0, [outcome(0.1, [7])] * 2),
-        Measured(promised, 1.0, 2.0, [outcome(0.1, [11])] * 2),
-        Measured(promised, 4.0, 2.0, [outcome(0.1, [11])] * 8),
+        Measured(with_slo, 1.0, 2.0, [outcome(0.1, [11])] * 2),
+        Measured(with_slo, 4.0, 2.0, [outcome(0.1, [11])] * 8),
     ]
     drawn = lines(found, 1.0)
     at = OBJECTIVES_MS.index
     assert [drawn[plain.name][at(ms)] for ms in (6, 8, 12)] == [0.0, 1.0, 1.0]
-    assert [drawn[promised.name][at(ms)] for ms in (6, 8, 12)] == [0.0, 0.0, 4.0]
+    assert [drawn[with_slo.name][at(ms)] for ms in (6, 8, 12)] == [0.0, 0.0, 4.0]
 
 
 def test_an_earlier_run_gives_the_same_curve_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def test_an_objective_of_gaps_is_for_each_requests_own() -> None:
     assert other.itl_p99_s < 0.02
     objective = Objective(itl_s=0.1)
     assert [objective.is_met_by(one) for one in (stalled, other)] == [False, True]
-    assert objective.told() == "objective: p99 of its ITL <= 100 ms"
+    assert objective.description() == "objective: p99 of its ITL <= 100 ms"
     apart = simulate(replace(own, num_prefill=1, num_decode=1, num_unified=0))
     assert all(objective.is_met_by(one) for one in apart.served)
 

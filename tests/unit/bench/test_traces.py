@@ -22,7 +22,7 @@ def test_azure_lengths_and_times_are_scaled(tmp_path: Path) -> None:
     (tmp_path / "azure.csv").write_text(AZURE)
     trace = load_trace(tmp_path / "azure.csv", length_scale=0.5, time_scale=2.0)
     assert [(r.at_s, r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(0, 187, 22), (8, 198, 54)]
-    assert "lengths x 0.5, times x 2" in trace.told()
+    assert "lengths x 0.5, times x 2" in trace.description()
     assert shared(*(prompt_tokens(trace, n, r) for n, r in enumerate(trace.requests))) == 0
 
 
@@ -32,7 +32,7 @@ def test_rounded_times_are_spread_and_always_alike(tmp_path: Path) -> None:
     assert 0 <= first.at_s < second.at_s <= 6.0
     assert load_trace(tmp_path / "azure.csv", spread_s=3.0, time_scale=2.0).requests == [first, second]
     assert {r.at_s for r in load_trace(tmp_path / "azure.csv").requests} == {0.0}
-    assert "each by up to 3 s" in load_trace(tmp_path / "azure.csv", spread_s=3.0).told()
+    assert "each by up to 3 s" in load_trace(tmp_path / "azure.csv", spread_s=3.0).description()
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1])
