@@ -1,1 +1,1 @@
-"""Benchmarks of single parts: kernels, engine, grammars, weight loading."""
+"""Benchmarks of single components without a server: kernels, engine, grammars, weight loading."""

@@ -1,4 +1,6 @@
-"""Compares every Triton kernel with its twin on a real device, over dtypes, head sizes and rules."""
+"""Compare each Triton kernel with its reference implementation on a real device, over dtypes, head sizes and attention
+rules.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -14,10 +16,13 @@ from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.attention import TritonAttention
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Largest relative error (Frobenius norm) per dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
+    """Shape and attention rules of one comparison."""
+
     heads: int
     kv_heads: int
     head_dim: int
@@ -31,6 +36,8 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
+    """Number of new tokens, and of all tokens, of each sequence in a batch."""
+
     queries: list[int]
     contexts: list[int]
 
@@ -65,13 +72,17 @@ RAGGED = [
 
 
 def check_all(device: torch.device, shard: int, shards: int) -> None:
+    """Run the checks of one of `shards` shards and print the failures."""
     failures = 0
     for index, (case, ragged) in enumerate(itertools.product(CASES, RAGGED)):
         if index // len(RAGGED) % shards != shard:
             continue
         try:
             message = _check(case, ragged, device)
-        except (RuntimeError, triton.runtime.errors.TritonError) as error:  # must not hide the other cases
+        except (
+            RuntimeError,
+            triton.runtime.errors.TritonError,
+        ) as error:  # a failed compilation must not hide the other cases
             message = f"{type(error).__name__}: {str(error)[:200]}"
         if message:
             failures += 1
@@ -82,6 +93,7 @@ def check_all(device: torch.device, shard: int, shards: int) -> None:
 
 
 def make_batch(ragged: Ragged, block: int, device: torch.device) -> AttentionMetadata:
+    """Build attention metadata with blocks in random order."""
     per_seq = -(-max(ragged.contexts) // block)
     tables = torch.randperm(per_seq * len(ragged.contexts)).int().view(-1, per_seq)
     starts = torch.tensor([0, *itertools.accumulate(ragged.queries)], dtype=torch.int32)
@@ -101,7 +113,8 @@ def make_batch(ragged: Ragged, block: int, device: torch.device) -> AttentionMet
 
 
 def _check(case: AttentionCase, ragged: Ragged, device: torch.device) -> str:
-    """Empty when all is well. Memory behind the last token of each sequence holds NaN."""
+    """Return a description of the first difference, or an empty string. The memory behind the last token of each
+    sequence holds NaN, so that a kernel that reads too far is found."""
     meta = make_batch(ragged, case.block, device)
     tokens = sum(ragged.queries)
     shape = (meta.block_tables.numel(), 3, 2, case.kv_heads, case.block, case.head_dim)
@@ -131,7 +144,8 @@ def _check(case: AttentionCase, ragged: Ragged, device: torch.device) -> str:
 
 
 def _check_graph(device: torch.device) -> int:
-    """A decode step captured once serves other lengths, other blocks and padding sequences."""
+    """Check that a decode step captured once serves other lengths, other blocks and padded sequences. Return the
+    number of failures."""
     batch, block, capacity = 6, 64, 5000
     meta = make_batch(Ragged([1] * batch, [capacity] * batch), block, device)
     cache = torch.randn(meta.block_tables.numel(), 2, 2, 8, block, 128, device=device).to(BF16)[:, 1]
@@ -165,6 +179,7 @@ def _check_graph(device: torch.device) -> int:
 
 
 def _check_layers(device: torch.device) -> int:
+    """Compare the fused layer kernels with the reference. Return the number of failures."""
     failures = 0
     for dtype, tokens in itertools.product((FP32, FP16, BF16), (1, 77)):
         x, residual = (torch.randn(tokens, 2560, device=device).to(dtype) for _ in range(2))
@@ -197,6 +212,7 @@ def _check_layers(device: torch.device) -> int:
 
 
 def _error(got: Tensor, wanted: Tensor) -> float:
+    """Return the relative error, or the absolute one if all wanted values are 0."""
     if wanted.float().norm() == 0:
         return float(got.float().norm())
     return float((got.float() - wanted.float()).norm() / wanted.float().norm())

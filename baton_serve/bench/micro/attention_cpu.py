@@ -1,9 +1,10 @@
-"""CPU attention against what the machine allows, both measured in one run.
+"""Measure CPU attention against limits of the machine that are measured in the same run.
 
-`baton-bench attention-cpu [--kv-cache-dtype fp8_e4m3] [--json] [--threads N] [--seconds S]`: decode against the bytes
-of KV divided by the read bandwidth, prefill against its products at the speed of torch's own matrix product; the peer
-is torch's SDPA on contiguous K and V, never in codes, with the query group folded (decode) or the KV heads repeated
-(prefill).
+`baton-bench attention-cpu [--kv-cache-dtype fp8_e4m3] [--json] [--threads N] [--seconds S]`
+
+The limit of decode is the bytes of KV divided by the read bandwidth; the limit of prefill is its products at the speed
+of torch's matrix product. The peer is torch's SDPA on contiguous K and V, which are never quantized, with the query
+group folded (decode) or the KV heads repeated (prefill).
 """
 
 import argparse
@@ -22,12 +23,13 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec, attention_backend, kv_codes
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
-ROTATED_LAYERS = 8  # caches visited in turn, so that none stays in the processor's cache
+ROTATED_LAYERS = 8  # layers visited alternately, so that no KV stays in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Times are medians; `best` is the fastest call. `ratio` is value / limit, 1.0 at the limit of the machine."""
+    """One case. Times are medians; `best` is the fastest call. `ratio` is value / limit: 1.0 means that the limit was
+    reached."""
 
     bench: str
     case: str
@@ -42,20 +44,23 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionShape:
+    """Head counts, block size and dtypes of one case."""
+
     num_heads: int = 14
     num_kv_heads: int = 2
     head_dim: int = 64
     block_tokens: int = 16
     dtype: torch.dtype = torch.bfloat16
     codes: torch.dtype | None = None
-    """Of K and V in one byte."""
+    """One-byte dtype of a quantized KV cache; None for `dtype`."""
 
     def token_bytes(self) -> int:
+        """Return the bytes of one token's K and V in one layer, with scales."""
         row = self.head_dim * self.dtype.itemsize if self.codes is None else self.head_dim + 2
         return 2 * self.num_kv_heads * row
 
     def cache(self, num_blocks: int, num_layers: int) -> Tensor:
-        """Random content: [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim]."""
+        """Return a cache with random content: [num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_dim]."""
         shape = (num_blocks, num_layers, 2, self.num_kv_heads)
         if self.codes is None:
             return torch.randn(*shape, self.block_tokens, self.head_dim, dtype=self.dtype)
@@ -73,10 +78,10 @@ class CpuAttentionShape:
 
 def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--kv-cache-dtype", choices=["auto", *KV_DTYPES], default="auto", help="of K and V")
-    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each case")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="number of CPU threads")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", *KV_DTYPES], default="auto", help="dtype of the KV cache")
+    parser.add_argument("--seconds", type=float, default=2.0, help="measuring time of each case in seconds")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -116,7 +121,7 @@ def show(result: Result, *, as_json: bool) -> None:
 
 
 def decode(shape: CpuAttentionShape, batch: int, context: int, bytes_per_s: float, seconds: float) -> Result:
-    """One token for each of `batch` sequences of `context` tokens, whose blocks lie in random order."""
+    """Measure one token for each of `batch` sequences with `context` tokens, whose blocks lie in random order."""
     num_blocks = batch * -(-context // shape.block_tokens)
     layers = ROTATED_LAYERS if batch * context <= 1 << 16 else 2
     cache = shape.cache(num_blocks, layers)
@@ -137,7 +142,8 @@ def decode(shape: CpuAttentionShape, batch: int, context: int, bytes_per_s: floa
 
 
 def prefill(shape: CpuAttentionShape, tokens: int, prefix: int, seconds: float) -> Result:
-    """`tokens` new tokens of one sequence after `prefix` cached ones; SDPA gets the same by a mask, or `is_causal`."""
+    """Measure `tokens` new tokens of one sequence after `prefix` cached ones. SDPA computes the same with a mask or
+    `is_causal`."""
     context = tokens + prefix
     num_blocks = -(-context // shape.block_tokens)
     cache = shape.cache(num_blocks, 2)
@@ -179,14 +185,14 @@ def time_attend(
 
 
 def read_bandwidth(seconds: float) -> float:
-    """Bytes per second of a sum over more than any cache holds."""
+    """Return the bytes per second of a sum over more memory than any cache holds."""
     numbers = torch.ones(64 << 20)
     return numbers.nbytes / measure(numbers.sum, seconds)[1] * 1e3
 
 
 def product_speed(dtype: torch.dtype, seconds: float) -> float:
-    """Floating-point operations per second of torch's matrix product at a model's sizes, in `dtype` or float32: some
-    CPUs multiply bf16 more slowly."""
+    """Return the floating-point operations per second of torch's matrix product at the sizes of a model, in `dtype` or
+    in float32, whichever is faster: some CPUs multiply bf16 more slowly."""
     rows, inner, columns = 512, 896, 4864
 
     def product_ms(dtype: torch.dtype) -> float:
@@ -197,7 +203,7 @@ def product_speed(dtype: torch.dtype, seconds: float) -> float:
 
 
 def measure(call: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """(median, best) of a call in ms."""
+    """Return median and best time of a call in ms."""
     for _ in range(3):
         call()
     times: list[float] = []

@@ -1,8 +1,8 @@
-"""Checks and times the Triton kernels on a real device: `python -m baton_serve.bench.micro.attention_gpu [--part all]`.
+"""Check and time the Triton kernels on a real device: `python -m baton_serve.bench.micro.attention_gpu [--part all]`.
 
-One call does it all: every kernel against its twin, then tile variants for decode and prefill with the limits of the
-device and torch's own attention measured beside them. Parts run in processes of their own, so that compilation uses
-every core and a kernel that hangs costs its part only. Needs torch, triton and engine.kernels, nothing else.
+One call checks each kernel against its reference, then times variants of the tile sizes for decode and prefill, beside
+the limits of the device and torch's own attention. Parts run in processes of their own, so that compilation uses all
+cores, and a kernel that hangs stops only its part. Needs torch, triton and engine.kernels, nothing else.
 """
 
 import argparse
@@ -33,13 +33,16 @@ from baton_serve.engine.kernels.triton.tiles import DecodeTiles, PrefillTiles
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
 SPEC = AttentionSpec(scale=HEAD_DIM**-0.5)
 SHARDS = 8
+"""Number of processes that compile the variants of one part."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuAttentionShape:
+    """Batch size and context of a decode step."""
+
     batch: int
     context: int
-    layers: int  # the cache's layers are visited in turn, so that no layer is read from the L2
+    layers: int  # layers are visited alternately, so that no KV is read from the L2 cache
 
 
 DECODES = [
@@ -60,6 +63,7 @@ PREFILLS = [512, 2048, 8192]
 
 
 def accelerator() -> torch.device:
+    """Return the first accelerator. Raises `SystemExit` without one."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         raise SystemExit("no accelerator here: this benchmark needs one")
@@ -71,6 +75,7 @@ def processors() -> int:
 
 
 def decode_variants(default: DecodeTiles, num_processors: int) -> dict[str, DecodeTiles]:
+    """Return tile sizes to compare, by name; the default is the first."""
     variants = {"default": default}
     for tile, warps, stages, per in [
         (32, 4, 3, 4),
@@ -98,6 +103,7 @@ def decode_variants(default: DecodeTiles, num_processors: int) -> dict[str, Deco
 
 
 def prefill_variants(default: PrefillTiles) -> dict[str, PrefillTiles]:
+    """Return tile sizes to compare, by name; the default is the first."""
     variants = {"default": default}
     for rows, tile, warps, stages, paired in [
         (128, 64, 8, 3, False),
@@ -163,7 +169,8 @@ def random(*shape: int) -> Tensor:
 
 
 def graph_ms(call: Callable[[int], object], layers: int, rounds: int = 4) -> float:
-    """Milliseconds of one call inside a captured graph; median of replays. `call` gets the layer's index."""
+    """Return the milliseconds of one call inside a captured graph, as the median of replays. `call` receives the index
+    of the layer. A graph leaves out the launch overhead of the host."""
     call(0)
     torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -184,6 +191,7 @@ def graph_ms(call: Callable[[int], object], layers: int, rounds: int = 4) -> flo
 
 
 def time_decode(shapes: list[GpuAttentionShape], shard: int | None) -> None:
+    """Measure decode variants in TB/s of KV. With a shard, only compile that part of the variants."""
     table: dict[str, list[str]] = {}
     for shape in shapes:
         work = workload(shape.batch, 1, shape.context, shape.layers)
@@ -204,6 +212,7 @@ def time_decode(shapes: list[GpuAttentionShape], shard: int | None) -> None:
 
 
 def time_prefill(shard: int | None) -> None:
+    """Measure prefill variants in TFLOP/s. With a shard, only compile that part of the variants."""
     table: dict[str, list[str]] = {}
     for length in PREFILLS:
         work = workload(1, length, length, 2)
@@ -234,7 +243,7 @@ def _peer(kind: SDPBackend, query: Tensor, key: Tensor, value: Tensor, _: int) -
 
 
 def time_layers() -> None:
-    """Fused layers of the 8B shape at a decode and a prefill batch."""
+    """Measure the fused layers of an 8B model with a decode and a prefill batch."""
     table: dict[str, list[str]] = {}
     for tokens in (64, 8192):
         work = workload(64, 1, 1088, 1) if tokens == 64 else workload(1, tokens, tokens, 1)
@@ -263,6 +272,7 @@ def _ignoring_layer(call: Callable[[], object], _: int) -> object:
 
 
 def time_limits() -> None:
+    """Measure copy and read bandwidth, matrix products and launch time of the device."""
     device = accelerator()
     source = torch.empty(2**32, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
@@ -279,14 +289,18 @@ def time_limits() -> None:
 
 
 def _measured(call: Callable[[int], object], layers: int, shard: int | None, work: float, unit: str) -> str:
-    """`work` in units of 1e9 (bytes or operations); with a shard only compiles."""
+    """Return a table cell with milliseconds and rate. `work` is in units of 1e9 bytes or operations. With a shard,
+    only compile."""
     try:
         if shard is not None:
             call(0)
             torch.accelerator.synchronize()
             return "-"
         elapsed = graph_ms(call, layers)
-    except (RuntimeError, triton.runtime.errors.TritonError) as error:  # does not fit the device: a result too
+    except (
+        RuntimeError,
+        triton.runtime.errors.TritonError,
+    ) as error:  # a variant that does not fit on the device is a result, too
         return f"{type(error).__name__:.14}"
     rate = work / elapsed
     return f"{elapsed:.4f} {rate:6.2f}" if unit == "TB/s" else f"{elapsed:.4f} {rate:5.0f}"
@@ -312,15 +326,17 @@ PARTS: dict[str, Callable[[int | None], None]] = {
 
 def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["all", *PARTS], default="all")
-    parser.add_argument("--shard", type=int)
-    parser.add_argument("--limit-s", type=float, default=100.0, help="seconds that one part may take")
+    parser.add_argument(
+        "--part", choices=["all", *PARTS], default="all", help="part to run; all: every part in processes of its own"
+    )
+    parser.add_argument("--shard", type=int, help="compile only this shard of the variants")
+    parser.add_argument("--limit-s", type=float, default=100.0, help="seconds after which a part is stopped")
     options = parser.parse_args(arguments)
     if options.part != "all":
         PARTS[options.part](options.shard)
         return
     start = time.monotonic()
-    # Checks first, with all variants compiling beside them; then the timings, alone on the device.
+    # First the checks, while all variants are compiled; then each timing alone on the device.
     for group in [["checks", "decode", "prefill"], ["limits"], ["decode"], ["prefill"], ["long"], ["layers"]]:
         sharded = len(group) > 1
         running = [

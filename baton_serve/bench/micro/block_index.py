@@ -1,8 +1,8 @@
-"""The router's index of cached blocks, in this process: how fast it answers and learns, and how much memory it takes.
+"""Measure the router's index of cached blocks in this process: lookups, updates and memory.
 
 `baton-bench index [--instances 256] [--prompt-blocks 8000] [--blocks 10000000] [--json]`
 
-Names are random 16 bytes, as real ones are. Each number stands beside the target that it must reach.
+Block hashes are 16 random bytes, as real ones. Each value stands beside its design target.
 """
 
 import argparse
@@ -20,12 +20,14 @@ from baton_serve.contracts.messages import Snapshot
 from baton_serve.services.router.placement.block_index import BlockIndex
 
 MATCH_S, MEMORY_BYTES, EVENTS_PER_S = 1e-3, 2e9, 100_000
+"""Design targets: seconds of a lookup, bytes of the index, and block events per second."""
 _GENERATION = Generation(1)
 _BATCH_BLOCKS = 32
-"""Of an event batch: 2,048 tokens, a chunk of prefill."""
+"""Blocks of one event batch: 2,048 tokens, the chunk of one prefill step."""
 
 
 def names(count: int) -> list[BlockHash]:
+    """Return random block hashes."""
     data = secrets.token_bytes(16 * count)
     return [BlockHash(data[start : start + 16]) for start in range(0, len(data), 16)]
 
@@ -35,6 +37,7 @@ def instances(count: int) -> list[InstanceId]:
 
 
 def filled(ids: Sequence[InstanceId], cached: Sequence[Sequence[BlockHash]]) -> BlockIndex:
+    """Return an index in which each instance has these blocks."""
     index = BlockIndex()
     for instance, blocks in zip(ids, cached, strict=True):
         index.add(instance, _GENERATION)
@@ -43,7 +46,8 @@ def filled(ids: Sequence[InstanceId], cached: Sequence[Sequence[BlockHash]]) -> 
 
 
 def match_seconds(ids: Sequence[InstanceId], prompt: Sequence[BlockHash], rounds: int) -> Iterator[tuple[str, float]]:
-    """Median of a prompt that all have, that each has a different part of, and that nobody has."""
+    """Yield the median seconds to look up a prompt that all instances have, of which each has a different part, that
+    one has, and that none has."""
     parts = [len(prompt) * (number + 1) // len(ids) for number in range(len(ids))]
     cases: list[tuple[str, list[Sequence[BlockHash]]]] = [
         ("all of it cached everywhere", [prompt] * len(ids)),
@@ -63,7 +67,7 @@ def match_seconds(ids: Sequence[InstanceId], prompt: Sequence[BlockHash], rounds
 
 
 def memory_bytes(ids: Sequence[InstanceId], blocks: int) -> float:
-    """Resident bytes that `blocks` different blocks add, spread over the instances, names included."""
+    """Return the resident bytes that `blocks` different blocks add, spread over the instances, including the hashes."""
     share = blocks // len(ids)
     index = BlockIndex()
     gc.collect()
@@ -76,7 +80,8 @@ def memory_bytes(ids: Sequence[InstanceId], blocks: int) -> float:
 
 
 def events_per_s(ids: Sequence[InstanceId], batches: int) -> float:
-    """Blocks stored and removed, in batches of a chunk each; an instance's cache holds a hundred chunks."""
+    """Return how many block events per second the index applies, in batches of one chunk each. The cache of an
+    instance holds a hundred chunks."""
     index = filled(ids, [[] for _ in ids])
     kept: list[list[list[BlockHash]]] = [[] for _ in ids]
     queue: list[EventBatch] = []
@@ -103,7 +108,7 @@ def _resident() -> int:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     ids = instances(options.instances)
-    # First: what other cases free is used again, and would not be counted.
+    # Measure memory first: later, the allocator would reuse memory freed by other cases, which would not be counted.
     size = memory_bytes(ids, options.blocks)
     yield Row("index", f"{options.blocks:,} blocks", size / 1e9, "GB", MEMORY_BYTES / 1e9, MEMORY_BYTES / size)
     prompt = names(options.prompt_blocks)
@@ -116,12 +121,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench index", description=__doc__)
-    made.add_argument("--instances", type=int, default=256)
-    made.add_argument("--prompt-blocks", type=int, default=8000)
-    made.add_argument("--blocks", type=int, default=10_000_000)
-    made.add_argument("--batches", type=int, default=40_000)
-    made.add_argument("--rounds", type=int, default=21)
-    made.add_argument("--json", action="store_true")
+    made.add_argument("--instances", type=int, default=256, help="number of instances")
+    made.add_argument("--prompt-blocks", type=int, default=8000, help="blocks of the prompt that is looked up")
+    made.add_argument("--blocks", type=int, default=10_000_000, help="number of blocks for the memory case")
+    made.add_argument("--batches", type=int, default=40_000, help="number of event batches")
+    made.add_argument("--rounds", type=int, default=21, help="repetitions of each lookup")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 

@@ -1,14 +1,13 @@
-"""The engine alone, in this process: decode and prefill of a named shape, beside the limits of the machine.
+"""Measure the engine alone, in this process: decode and prefill of a named model shape, against limits of the machine.
 
 `baton-bench engine [--shape llama-3.1-8b] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
 
-A decode step is bounded by the weights and the K and V it reads, at the read bandwidth, or by its products at the
-speed of one large matrix product (on a host in bf16 or float32, whichever is faster); prefill by its products. Both
-limits are measured in the same run. A host's memory and matrix units belong to others too, and their speed changes
-from second to second: there value and limit are taken in turns, `--rounds` times, each value beside the mean of the
-limits before and after it, and medians are told, with the quartiles of the ratio. Times are the owner's: from one
-`Engine.step` to the next, scheduling and results included. Weights are made up; prompts are random and never repeat
-between cases, save that larger decode batches find the prompts of smaller ones in the prefix cache.
+A decode step is limited by the weights and the KV that it reads, at the read bandwidth, or by its products at the
+speed of one large matrix product (on a CPU in bf16 or float32, whichever is faster). Prefill is limited by its
+products. The limits are measured in the same run. On a CPU, other processes use memory and matrix units too, so limits
+are measured before and after each value, and medians with the quartiles of the ratio are reported. Times are those of
+a caller of `Engine.step`: they include scheduling and results. Weights are random; prompts are random and never repeat
+between cases, except that larger decode batches find the prompts of smaller ones in the prefix cache.
 """
 
 import argparse
@@ -52,27 +51,30 @@ PEER_VALUES = {
     "first token 8192": 219.0,
     "start": 55.0,
 }
-"""Of the llama-3.1-8b shape, measured on the same kind of machine (docs/performance.md); told only where it applies."""
+"""Values of the peer for the llama-3.1-8b shape, measured on the same kind of machine (docs/performance.md). They are
+printed only for the same case."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeeds:
-    """Of all devices together."""
+    """Speeds of all devices together."""
 
     read: float  # bytes / s
     product: float  # floating-point operations / s
 
     def times(self, count: int) -> "DeviceSpeeds":
+        """Return the speeds of `count` such devices."""
         return DeviceSpeeds(self.read * count, self.product * count)
 
     def decode_s(self, cost: Costs, batch: int, context: int) -> float:
+        """Return the shortest possible seconds of a decode step."""
         weights = cost.decode_bytes(batch, 0) / self.read
         kv = (cost.decode_bytes(batch, context) - cost.decode_bytes(batch, 0)) / self.read
         return max(weights, cost.decode_flops(batch) / self.product) + kv
 
 
 class Prompts:
-    """Random token ids; the same number gives the same prompt."""
+    """Generates requests with random token IDs; the same number and length give the same prompt."""
 
     def __init__(self, engine: Engine) -> None:
         layout = engine.layout
@@ -93,7 +95,9 @@ class Prompts:
 
 
 def measure_limits(target: torch.device) -> DeviceSpeeds:
+    """Measure read bandwidth and matrix product of one device."""
     is_host = device.is_host(target)
+    # Large enough that no cache holds it.
     source = torch.ones((1 << 27) if is_host else (1 << 31), dtype=torch.int32, device=target)
     size = 2048 if is_host else 8192
     left, right = (torch.randn(size, size, device=target).to(torch.bfloat16) for _ in range(2))
@@ -108,7 +112,7 @@ def measure_limits(target: torch.device) -> DeviceSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """A case's medians."""
+    """Medians of a case, with the quartiles of its ratio."""
 
     value: float
     limit: float
@@ -117,7 +121,7 @@ class CaseResult:
 
 
 class InterleavedRuns:
-    """Takes a case's value and its limit in turns."""
+    """Measures a value and its limit alternately on a CPU; on an accelerator, which has no other load, once."""
 
     def __init__(self, options: argparse.Namespace, target: torch.device) -> None:
         self._target, self._count = target, options.tensor_parallel_size
@@ -128,7 +132,7 @@ class InterleavedRuns:
     def __call__(
         self, value: Callable[[], float], limit: Callable[[DeviceSpeeds], float], *, less_is_better: bool
     ) -> CaseResult:
-        """`limit`: what `value` would be at these speeds."""
+        """Measure a case. `limit` returns what `value` would be at given speeds."""
         values, limits, ratios = list[float](), list[float](), list[float]()
         before = self._speeds()
         for _ in range(self.rounds):
@@ -146,7 +150,7 @@ class InterleavedRuns:
 
 
 def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> float:
-    """Of one call; the best of five groups of calls."""
+    """Return the seconds of one call: the best of five groups of calls."""
     call()
     best = float("inf")
     for _ in range(5):
@@ -163,12 +167,14 @@ def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> f
 def decoding(
     engine: Engine, prompts: Prompts, batch: int, context: int, steps: int
 ) -> Iterator[Callable[[int], list[float]]]:
-    """Seconds of each of so many steps that do nothing but decode `batch` sequences; `steps` in all."""
+    """Add `batch` sequences and compute their prompts. Yield a function that returns the seconds of each of the next
+    steps, which only decode; at most `steps` in all. Cancel the sequences on exit."""
     works = [prompts.work(number, context, max_tokens=steps + batch + 8) for number in range(batch)]
     for work in works:
         engine.add(work)
     while engine.stats().queued_tokens or engine.stats().waiting:
         engine.step()
+    # The first decode steps may compile kernels or capture graphs.
     for _ in range(3):
         engine.step()
 
@@ -187,7 +193,7 @@ def decoding(
 
 
 def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, length: int) -> float:
-    """Of `count` new prompts, from the first `add` to the last one's token."""
+    """Return the seconds to compute `count` new prompts, from the first `add` to the token of the last one."""
     works = [prompts.work(first + number, length, max_tokens=1) for number in range(count)]
     started = time.perf_counter()
     for work in works:
@@ -198,41 +204,41 @@ def prefill_seconds(engine: Engine, prompts: Prompts, first: int, count: int, le
 
 
 class Cases:
-    """Of one engine. Prompts are new each time."""
+    """The cases of one engine. Each prompt is new."""
 
-    def __init__(self, engine: Engine, cost: Costs, in_turns: InterleavedRuns, steps: int) -> None:
-        self._engine, self._cost, self._in_turns, self._steps = engine, cost, in_turns, steps
+    def __init__(self, engine: Engine, cost: Costs, interleaved: InterleavedRuns, steps: int) -> None:
+        self._engine, self._cost, self._interleaved, self._steps = engine, cost, interleaved, steps
         self._prompts = Prompts(engine)
         self._next = itertools.count(2000)
 
     def fresh(self, count: int, length: int) -> float:
-        """Seconds of that many prompts."""
+        """Return the seconds to compute `count` new prompts."""
         return prefill_seconds(self._engine, self._prompts, next(self._next) * count, count, length)
 
     def first_token(self, length: int) -> CaseResult:
-        """In seconds."""
-        at_once = 1 if self._in_turns.is_host else 3
-        return self._in_turns(
+        """Measure TTFT of a single prompt, in seconds."""
+        at_once = 1 if self._interleaved.is_host else 3
+        return self._interleaved(
             lambda: statistics.median(self.fresh(1, length) for _ in range(at_once)),
             lambda limits: self._cost.prefill_flops(1, length) / limits.product,
             less_is_better=True,
         )
 
     def prefill(self, count: int, length: int) -> CaseResult:
-        """In tokens a second."""
-        self.fresh(min(count, 16), length)  # libraries load code per size
-        return self._in_turns(
+        """Measure the prefill rate, in tokens per second."""
+        self.fresh(min(count, 16), length)  # warm up: libraries load code for each size
+        return self._interleaved(
             lambda: count * length / self.fresh(count, length),
             lambda limits: count * length * limits.product / self._cost.prefill_flops(count, length),
             less_is_better=False,
         )
 
     def decode(self, batch: int, context: int) -> CaseResult:
-        """A step, in seconds."""
-        steps = -(-self._steps // self._in_turns.rounds)
-        total = steps * self._in_turns.rounds
+        """Measure a decode step, in seconds."""
+        steps = -(-self._steps // self._interleaved.rounds)
+        total = steps * self._interleaved.rounds
         with decoding(self._engine, self._prompts, batch, context, total) as timed:
-            return self._in_turns(
+            return self._interleaved(
                 lambda: statistics.median(timed(steps)),
                 lambda limits: limits.decode_s(self._cost, batch, context + batch // 2 + total // 2),
                 less_is_better=True,
@@ -240,10 +246,11 @@ class Cases:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Start the engine and yield the rows of all cases."""
     cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     target = device.select_device(options.device)
-    in_turns = InterleavedRuns(options, target)
-    limits = in_turns.first
+    interleaved = InterleavedRuns(options, target)
+    limits = interleaved.first
     yield _row(options, "read bandwidth", limits.read / 1e9, "GB/s")
     yield _row(options, "matrix product", limits.product / 1e12, "TFLOP/s")
     with tempfile.TemporaryDirectory() as folder:
@@ -252,10 +259,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         engine = Engine(_config(options, model))
         yield _row(options, "start", time.perf_counter() - started, "s")
     gc.collect()
-    gc.freeze()  # as a serving process does: what start-up made is never garbage
+    gc.freeze()  # as in a serving process: objects made at start are never garbage, so collections skip them
     with engine:
-        cases = Cases(engine, cost, in_turns, options.steps)
-        cases.fresh(1, min(512, engine.max_model_len - 1))  # the first of its size
+        cases = Cases(engine, cost, interleaved, options.steps)
+        cases.fresh(1, min(512, engine.max_model_len - 1))  # warm up
         for length in options.single:
             yield _timed_row(options, f"first token {length}", cases.first_token(length))
         for count, length in options.prefill:
@@ -265,13 +272,13 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             for batch in options.batches:
                 needed = batch * -(-(context + options.steps + batch + 8) // engine.layout.block_tokens)
                 if needed > engine.stats().total_blocks:
-                    sys.stderr.write(f"decode {batch} x {context}: left out, its K and V do not fit\n")
+                    sys.stderr.write(f"decode {batch} x {context}: skipped, its KV does not fit in the cache\n")
                     continue
                 yield _timed_row(options, f"decode {batch} x {context}", cases.decode(batch, context))
 
 
 def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
-    """The same cases through transformers' continuous batching, as far as they fit its memory."""
+    """Yield the same cases with transformers' continuous batching, as far as they fit in its memory."""
     target, draw = device.select_device(options.device), np.random.default_rng(7)
     vocab_size = SHAPES[options.shape]["vocab_size"]
     assert isinstance(vocab_size, int)
@@ -293,7 +300,7 @@ def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _timed_row(options: argparse.Namespace, case: str, taken: CaseResult) -> Row:
-    """Of seconds."""
+    """Return the row of a result in seconds, in ms."""
     in_ms = CaseResult(taken.value * 1e3, taken.limit * 1e3, taken.ratio, taken.quartiles)
     return _row(options, case, in_ms.value, "ms", in_ms)
 
@@ -329,34 +336,67 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
 
 
 def _pair(text: str) -> tuple[int, int]:
+    """Parse a case such as `32x2048`: count and length."""
     count, _, length = text.partition("x")
     return int(count), int(length)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench engine", description=__doc__)
-    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    made.add_argument("--model", help="a folder with weights of that shape; default: made-up weights")
-    made.add_argument("--load", choices=["dummy", "auto"], default="dummy")
-    made.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
-    made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="shape of the model")
+    made.add_argument("--model", help="folder with weights of that shape (default: random weights)")
+    made.add_argument(
+        "--load",
+        choices=["dummy", "auto"],
+        default="dummy",
+        help="load format: dummy (random weights) or auto (the weights of --model)",
+    )
+    made.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="device of the engine")
+    made.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="batch sizes of the decode cases"
+    )
     made.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of each decoding sequence")
-    made.add_argument("--prefill", type=_pair, nargs="*", default=[(128, 512), (32, 2048), (8, 8192)])
-    made.add_argument("--single", type=int, nargs="*", default=[512, 2048, 8192], help="time to the first token of one")
-    made.add_argument("--rounds", type=int, default=5, help="on a host: value and limit in turns, so many times")
-    made.add_argument("--steps", type=int, default=48, help="decode steps to take the median of")
-    made.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    made.add_argument("--max-model-len", type=int, help="default: what the cases need")
-    made.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    made.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
-    made.add_argument("--no-async-scheduling", action="store_true", help="one step after the other")
-    made.add_argument("--tensor-parallel-size", type=int, default=1, help="devices over which the model is split")
-    made.add_argument("--disable-custom-all-reduce", action="store_true", help="sums over devices by the library alone")
-    made.add_argument("--peer", help="also measure transformers' continuous batching, with this attention (sdpa, …)")
+    made.add_argument(
+        "--prefill",
+        type=_pair,
+        nargs="*",
+        default=[(128, 512), (32, 2048), (8, 8192)],
+        help="prefill cases as COUNTxLENGTH",
+    )
+    made.add_argument(
+        "--single", type=int, nargs="*", default=[512, 2048, 8192], help="prompt lengths of the TTFT cases"
+    )
+    made.add_argument(
+        "--rounds", type=int, default=5, help="on a CPU: how often value and limit are measured alternately"
+    )
+    made.add_argument("--steps", type=int, default=48, help="decode steps of which the median is taken")
+    made.add_argument("--max-num-batched-tokens", type=int, default=8192, help="most tokens in one step")
+    made.add_argument("--max-model-len", type=int, help="context length (default: as long as the cases need)")
+    made.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="fraction of the device's memory that the engine uses"
+    )
+    made.add_argument("--enforce-eager", action="store_true", help="do not capture graphs")
+    made.add_argument(
+        "--no-async-scheduling", action="store_true", help="schedule each step after the previous one has ended"
+    )
+    made.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="number of devices over which the model is split"
+    )
+    made.add_argument(
+        "--disable-custom-all-reduce", action="store_true", help="sum over devices with the communication library only"
+    )
+    made.add_argument(
+        "--peer", help="also measure transformers' continuous batching, with this attention implementation (sdpa, …)"
+    )
     made.add_argument("--peer-steps", type=int, default=16, help="decode steps of the peer")
-    made.add_argument("--quantization", choices=sorted(WEIGHT_BITS), help="round the weights as a server would")
-    made.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"], default="auto")
-    made.add_argument("--json", action="store_true")
+    made.add_argument("--quantization", choices=sorted(WEIGHT_BITS), help="quantize the weights as the server would")
+    made.add_argument(
+        "--kv-cache-dtype",
+        choices=["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
+        default="auto",
+        help="dtype of the KV cache",
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 

@@ -1,4 +1,6 @@
-"""Shapes of known decoders: what `baton-bench engine` builds with made-up weights, and what a step must move."""
+"""Shapes of known decoders, which `baton-bench engine` builds with random weights, and the bytes and operations of a
+step.
+"""
 
 import json
 from dataclasses import dataclass
@@ -110,14 +112,14 @@ WEIGHT_BITS = {
     "sym_int4": 4.125,
     "mxfp4": 4.5,
 }
-"""With the scales of groups of 128 (32: mxfp4)."""
+"""Bits per weight including the scales, for groups of 128 (mxfp4: 32)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Of one forward pass: parameters of the layers' and of the head's matrix products, and bytes of one of each. Of a
-    mixture's experts, `expert_parameters` are those of all layers' experts of one number, `dense_parameters` all
-    others."""
+    """Parameters and bytes of one forward pass. In a mixture of experts, `expert_parameters` counts one expert in each
+    layer, and `dense_parameters` everything outside of the experts. `layer_bytes` and `head_bytes` are per parameter.
+    """
 
     dense_parameters: int
     expert_parameters: int
@@ -133,27 +135,30 @@ class Costs:
 
     @property
     def active_parameters(self) -> int:
-        """What one token is multiplied with, the head excepted."""
+        """Return the parameters that one token is multiplied with, without the head."""
         return self.dense_parameters + self.top_k * self.expert_parameters
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Each weight that some token needs once, and the whole context's K and V of every sequence. Tokens are taken
-        to choose experts evenly and independently."""
+        """Return the bytes read in a decode step: each weight that some token needs once, and the whole KV of each
+        sequence. Tokens are assumed to choose experts evenly and independently."""
         missed = (1 - self.top_k / self.num_experts) ** max(batch, 1) if self.num_experts else 1.0
         experts = round(self.num_experts * (1 - missed) * self.expert_parameters)
         layers = (self.dense_parameters + experts) * self.layer_bytes
         return round(layers + self.head_parameters * self.head_bytes) + batch * context * self.kv_bytes_per_token
 
     def decode_flops(self, batch: int) -> int:
+        """Return the floating-point operations of a decode step, without attention."""
         return 2 * batch * (self.active_parameters + self.head_parameters)
 
     def prefill_flops(self, prompts: int, length: int) -> int:
-        """Products of all tokens, causal attention, logits of the last token of each prompt."""
+        """Return the floating-point operations of a prefill: products of all tokens, causal attention, and logits of
+        the last token of each prompt."""
         attention = 2 * length * (length + 1) * self.num_heads * self.head_dim * self.num_layers
         return prompts * (2 * length * self.active_parameters + attention + 2 * self.head_parameters)
 
 
 def costs(name: str, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Costs:
+    """Return the costs of a shape, quantized or in bfloat16."""
     shape = SHAPES[name]
 
     def number(*keys: str) -> int:
@@ -183,7 +188,7 @@ def costs(name: str, quantization: str | None = None, kv_cache_dtype: str = "aut
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """A folder from which an engine with `load_format="dummy"` starts."""
+    """Write the config of a shape. An engine with `load_format="dummy"` can start from this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     values = {**SHAPES[name], "hidden_act": "silu", "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(values, indent=1))

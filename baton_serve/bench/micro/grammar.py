@@ -1,9 +1,9 @@
-"""Grammars that constrain tokens: llguidance (Baton's) beside xgrammar: time to be ready, and to make each mask.
+"""Measure grammars that constrain tokens, with llguidance (Baton's library) and xgrammar: compilation, and masks.
 
     python -m baton_serve.bench.micro.grammar --model FOLDER [--peer xgrammar] [--engine] [--json]
 
-The vocabulary is the folder's. Each case is walked along one valid text, token by token, as a request would be. With
-`--engine` the folder's model writes a batch freely and under grammars: what the masks cost beside the device's work.
+The vocabulary is the folder's. Each case follows one valid text token by token, as a request does. With `--engine` the
+folder's model generates a batch with and without grammars: the difference is what masks cost beside the device's work.
 """
 
 import argparse
@@ -28,12 +28,14 @@ from baton_serve.services.router.text.tokenization import TextTokenizer
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "services/local/demo_model"
 REPEATS = 5
+"""Repetitions of each measurement."""
 ANSWER_TOKENS = 120
+"""Tokens of each answer with `--engine`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarCase:
-    """`kind` is what `grammar` is: a JSON schema or a regular expression. `text` fits it."""
+    """A grammar, a JSON schema or a regular expression by `kind`, and a text that matches it."""
 
     name: str
     kind: str
@@ -42,14 +44,18 @@ class GrammarCase:
 
 
 class Library(Protocol):
+    """A grammar library under test."""
+
     def compile(self, case: GrammarCase) -> object: ...
 
     def matcher(self, compiled: object) -> tuple[Callable[[], None], Callable[[int], bool]]:
-        """What makes the next token's mask, and what takes a token."""
+        """Return two functions for one answer: one computes the mask of the next token, the other accepts a token."""
         ...
 
 
 class LLGuidance:
+    """llguidance, used as by the engine."""
+
     def __init__(self, tokenizer: TextTokenizer) -> None:
         import llguidance
         import numpy as np
@@ -72,6 +78,8 @@ class LLGuidance:
 
 
 class XGrammar:
+    """xgrammar with one thread and without its cache."""
+
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._library: Any = importlib.import_module("xgrammar")
         backend = tokenizer.backend
@@ -96,6 +104,7 @@ LIBRARIES: dict[str, Callable[[TextTokenizer], Library]] = {"llguidance": LLGuid
 
 
 def cases() -> list[GrammarCase]:
+    """Return grammars from trivial to large, each with a matching text."""
     person = {
         "type": "object",
         "properties": {
@@ -146,6 +155,7 @@ def cases() -> list[GrammarCase]:
 
 
 def measure(name: str, tokenizer: TextTokenizer) -> list[Row]:
+    """Return the rows of one library."""
     started = time.perf_counter()
     library = LIBRARIES[name](tokenizer)
     rows = [Row(name, "tokenizer ready", (time.perf_counter() - started) * 1e3, "ms")]
@@ -169,7 +179,9 @@ def _measure_case(name: str, library: Library, tokenizer: Tokenizer, case: Gramm
             fill()
             filled = time.perf_counter()
             if not take(token_id):
-                raise SystemExit(f"{name}: {case.name}: token {tokenizer.id_to_token(token_id)!r} is refused")
+                raise SystemExit(
+                    f"{name}: {case.name}: token {tokenizer.id_to_token(token_id)!r} does not match the grammar"
+                )
             masks.append(filled - started)
             takes.append(time.perf_counter() - filled)
     return [
@@ -182,7 +194,7 @@ def _measure_case(name: str, library: Library, tokenizer: Tokenizer, case: Gramm
 
 
 def measure_engine(folder: Path, device: Literal["auto", "cpu", "cuda", "xpu"], batch: int) -> list[Row]:
-    """Tokens a second of a whole batch, the kinds in turn, the best of REPEATS each."""
+    """Return tokens per second of a whole batch, free and under grammars, alternately; the best of `REPEATS` each."""
     people = {"type": "array", "minItems": 5000, "items": json.loads(cases()[1].grammar)}
     people["x-guidance"] = {"whitespace_pattern": WHITESPACE}
     grammars = {
@@ -214,7 +226,7 @@ def _tokens_per_s(engine: Engine, name: str, grammar: str | None, batch: int) ->
         )
         engine.add(work)
     generated = 0
-    while generated < 2 * batch:  # prompts are read and the grammar is compiled
+    while generated < 2 * batch:  # leave out prefill and the compilation of the grammar
         generated += len(engine.step().tokens)
     started, before = time.perf_counter(), generated
     while engine.has_work():
@@ -225,11 +237,11 @@ def _tokens_per_s(engine: Engine, name: str, grammar: str | None, batch: int) ->
 def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="baton-bench grammar", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder with tokenizer.json")
-    parser.add_argument("--peer", choices=["xgrammar"], help="measure it too (it must be installed)")
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--engine", action="store_true", help="measure a batch of the model under grammars")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="of --engine")
-    parser.add_argument("--batch", type=int, default=16, help="of --engine")
+    parser.add_argument("--peer", choices=["xgrammar"], help="also measure this library, which must be installed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
+    parser.add_argument("--engine", action="store_true", help="measure a batch of the model with and without grammars")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="device for --engine")
+    parser.add_argument("--batch", type=int, default=16, help="batch size for --engine")
     options = parser.parse_args(arguments)
     if options.engine:
         show(measure_engine(options.model, options.device, options.batch), as_json=options.json)

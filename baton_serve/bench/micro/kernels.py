@@ -1,9 +1,9 @@
-"""What a device does in a decode step: its kernels by the time they take, and how long it waits before each.
+"""List the kernels of a decode step by their time, and the idle time of the device before each.
 
 `baton-bench kernels [--shape llama-3.1-8b] [--batch 1] [--context 1024] [--tensor-parallel-size 1] [--json]`
 
-The engine decodes with made-up weights under torch's profiler, which sees inside captured graphs; of several ranks it
-sees rank 0. Steps are a little longer than unobserved ones, so shares mean more than sums.
+The engine decodes with random weights under torch's profiler, which sees kernels inside captured graphs; of several
+ranks it sees rank 0. Profiled steps are a little slower, so proportions mean more than sums.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from baton_serve.engine import Engine, EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class KernelSpan:
-    """One kernel or copy on the device, in microseconds since whenever."""
+    """One kernel or copy on the device, in microseconds since an arbitrary time."""
 
     name: str
     begin: float
@@ -34,7 +34,7 @@ class KernelSpan:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Of one kernel, a step. `idle_us`: the device had nothing to do before it."""
+    """Count and times of one kernel per step. `idle_us` is the time for which the device was idle before it."""
 
     name: str
     count: float
@@ -43,7 +43,8 @@ class Total:
 
 
 def tally(spans: Iterable[KernelSpan], steps: int) -> list[Total]:
-    """By time taken and waited for, the longest first. Where spans overlap, the later one counts from its begin."""
+    """Return the totals per kernel, the one with the longest busy and idle time first. If spans overlap, the later one
+    has no idle time before it."""
     totals: dict[str, list[float]] = {}
     ended: float | None = None
     for span in sorted(spans, key=lambda one: one.begin):
@@ -57,7 +58,8 @@ def tally(spans: Iterable[KernelSpan], steps: int) -> list[Total]:
 
 
 def observe(engine: Engine, batch: int, context: int, steps: int) -> tuple[list[KernelSpan], float]:
-    """The device's spans of so many steps, and a step's seconds without the profiler, the first quartile."""
+    """Return the device's spans of `steps` steps, and the seconds of a step without the profiler (the
+    first quartile)."""
     with decoding(engine, Prompts(engine), batch, context, 2 * steps + 4) as timed:
         seconds = sorted(timed(steps))[steps // 4]
         accelerator = torch.accelerator.current_accelerator()
@@ -92,16 +94,20 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench kernels", description=__doc__)
-    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    made.add_argument("--device", choices=["auto", "cuda", "xpu"], default="auto")
-    made.add_argument("--batch", type=int, default=1)
-    made.add_argument("--context", type=int, default=1024)
-    made.add_argument("--steps", type=int, default=16)
-    made.add_argument("--tensor-parallel-size", type=int, default=1)
-    made.add_argument("--quantization", help="round the weights as a server would")
-    made.add_argument("--kv-cache-dtype", default="auto")
-    made.add_argument("--gpu-memory-utilization", type=float, default=0.5)
-    made.add_argument("--json", action="store_true")
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="shape of the model")
+    made.add_argument("--device", choices=["auto", "cuda", "xpu"], default="auto", help="device of the engine")
+    made.add_argument("--batch", type=int, default=1, help="number of decoding sequences")
+    made.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
+    made.add_argument("--steps", type=int, default=16, help="number of profiled steps")
+    made.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="number of devices over which the model is split"
+    )
+    made.add_argument("--quantization", help="quantize the weights as the server would")
+    made.add_argument("--kv-cache-dtype", default="auto", help="dtype of the KV cache")
+    made.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.5, help="fraction of the device's memory that the engine uses"
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object per kernel")
     return made
 
 

@@ -1,6 +1,7 @@
-"""Embeddings without a server: texts of mixed lengths through the engine, and through Sentence Transformers beside it.
+"""Measure embeddings without a server: texts of mixed lengths through the engine, and through Sentence Transformers.
 
-The limit is the same model on as many tokens in full batches of one length: nothing padded, nothing scheduled.
+The limit is the same model with the same number of tokens in full batches of one length: without padding and
+scheduling.
 """
 
 import argparse
@@ -21,19 +22,26 @@ EMBED = PoolingSpec(task="embed")
 
 
 def run(arguments: Sequence[str]) -> None:
+    """Run `baton-bench pooling` with these arguments."""
     parser = argparse.ArgumentParser(prog="baton-bench pooling", description=__doc__)
     parser.add_argument("--model", required=True, help="folder of an embedding model")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--texts", type=int, default=512)
-    parser.add_argument("--lengths", type=int, nargs=2, default=(8, 200), help="least and most tokens, evenly spread")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peer", action="store_true", help="Sentence Transformers beside it")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="auto", help="device of the engine")
+    parser.add_argument("--texts", type=int, default=512, help="number of texts")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs=2,
+        default=(8, 200),
+        help="shortest and longest text in tokens; lengths are evenly distributed",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each case")
+    parser.add_argument("--peer", action="store_true", help="also measure Sentence Transformers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     given = parser.parse_args(list(arguments))
     engine = PoolingEngine(EngineConfig(model=given.model, device=given.device), "embed")
     draw = random.Random(0)
     low, high = given.lengths
-    # Ids from the middle of the vocabulary: whole words in most tokenizers.
+    # IDs from the middle of the vocabulary are whole words in most tokenizers.
     lengths = [draw.randint(low, high) for _ in range(given.texts)]
     inputs = [[draw.randrange(engine.vocab_size // 4, engine.vocab_size // 2) for _ in range(n)] for n in lengths]
     num_tokens = sum(lengths)
@@ -50,6 +58,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def compute(engine: PoolingEngine, *requests: Sequence[list[int]]) -> None:
+    """Compute the embeddings of all requests."""
     for number, inputs in enumerate(requests):
         engine.pool(RequestId(str(number)), [PoolingInput(ids) for ids in inputs], EMBED)
     while engine.has_work():
@@ -57,7 +66,8 @@ def compute(engine: PoolingEngine, *requests: Sequence[list[int]]) -> None:
 
 
 def peer_tokens_per_s(model: str, engine: PoolingEngine, inputs: Sequence[list[int]], repeats: int) -> float:
-    """`encode` sorts by length and pads batches of 32. It takes texts, so the time to tokenise them is taken off."""
+    """Return the peer's tokens per second. `encode` sorts by length and pads batches of 32. It takes texts, so the
+    time for tokenization is subtracted."""
     from sentence_transformers import SentenceTransformer
 
     peer = SentenceTransformer(model, device=engine.device.type)
@@ -71,7 +81,7 @@ def peer_tokens_per_s(model: str, engine: PoolingEngine, inputs: Sequence[list[i
 
 
 def best(work: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest."""
+    """Return the seconds of the fastest run."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()

@@ -1,11 +1,12 @@
-"""Loading a checkpoint onto the device, beside a plain read of its files by as many threads; both from the page cache.
+"""Measure loading of a checkpoint onto the device, against a plain read of its files with as many threads, both from
+the page cache.
 
 `baton-bench load [MODEL] [--shape llama-3.1-8b --layers 8 --folder DIR] [--device auto] [--json]`
 
-Without MODEL a checkpoint of `--shape` is made up and written to `--folder` first, in files of some GB. Each way runs
-in turns, `--repeats` times; the best counts. `--ranks N` also times what each of N ranks reads, one after the other.
-Host memory is what loading adds at most to this process beside the mapped files (anonymous and pinned pages).
-`--peer`: transformers' `from_pretrained`, moved to the device.
+Without MODEL, a random checkpoint of `--shape` is written to `--folder` first, in files of a few GB. Both are measured
+alternately, `--repeats` times; the best counts. `--ranks N` also measures what each of N ranks reads, one after
+another. Host memory is the most that loading adds to this process beside the mapped files (anonymous and pinned
+pages). `--peer` measures transformers' `from_pretrained`, with the model moved to the device.
 """
 
 import argparse
@@ -32,12 +33,13 @@ from baton_serve.engine.loading.choice import load as load_model
 from baton_serve.engine.loading.weight_files import INDEX, MAX_THREADS, PIECE_BYTES
 
 FILE_BYTES = 4 << 30
+"""Size at which a new file of the checkpoint is begun."""
 PEER = "transformers from_pretrained"
 
 
 def write_checkpoint(shape: str, layers: int | None, folder: Path, target: torch.device) -> Path:
-    """Random weights, bfloat16."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # seconds that only this should cost
+    """Write a checkpoint with random bfloat16 weights, with fewer layers if `layers` is given. Return the folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # slow import, only needed here
 
     write_shape(shape, folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -64,7 +66,7 @@ def write_checkpoint(shape: str, layers: int | None, folder: Path, target: torch
 
 
 def plain_read(folder: Path) -> int:
-    """Every byte of the weights once, into memory that is used again. Returns how many."""
+    """Read all weight files once, into buffers that are reused. Return the number of bytes."""
     paths = sorted(folder.glob("*.safetensors"))
     places = [(path, start) for path in paths for start in range(0, path.stat().st_size, PIECE_BYTES)]
     own = threading.local()
@@ -82,7 +84,8 @@ def plain_read(folder: Path) -> int:
 
 
 class PeakMemory:
-    """Anonymous and shared pages of this process: how much they grew at most. The mapped files are not counted."""
+    """Context manager: the largest growth of this process's anonymous and shared pages, in bytes. Mapped files are not
+    counted."""
 
     def __enter__(self) -> "PeakMemory":
         self._end = threading.Event()
@@ -108,6 +111,7 @@ def _own_bytes() -> int:
 
 
 def timed(call: Callable[[], object], target: torch.device) -> float:
+    """Return the seconds of a call, until the device has finished."""
     gc.collect()
     started = time.perf_counter()
     made = call()
@@ -118,6 +122,7 @@ def timed(call: Callable[[], object], target: torch.device) -> float:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Yield the rows of all cases."""
     target = device.select_device(options.device)
     config = EngineConfig(model=str(folder), device=options.device, dtype="bfloat16")
     size = plain_read(folder)
@@ -128,7 +133,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
         )
         return load_model(sharded if not shard.is_whole else config, target, lambda what, fraction: None, shard)
 
-    load()  # libraries' own first time
+    load()  # warm up: libraries are loaded and initialized
     reads, loads = [], []
     with PeakMemory() as memory:
         for _ in range(options.repeats):
@@ -157,15 +162,19 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench load", description=__doc__)
-    made.add_argument("model", nargs="?", type=Path, help="a model's folder; without it --shape")
-    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    made.add_argument("--layers", type=int, help="fewer of them than the shape has")
-    made.add_argument("--folder", type=Path, help="where to write it; default: a temporary one, removed at the end")
-    made.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto")
-    made.add_argument("--repeats", type=int, default=3)
-    made.add_argument("--ranks", type=int, default=1, help="also as ranks of a split model would")
-    made.add_argument("--peer", action="store_true")
-    made.add_argument("--json", action="store_true")
+    made.add_argument("model", nargs="?", type=Path, help="folder of a model (default: random weights of --shape)")
+    made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="shape of the random checkpoint")
+    made.add_argument("--layers", type=int, help="number of layers (default: those of the shape)")
+    made.add_argument(
+        "--folder", type=Path, help="folder for the random checkpoint (default: a temporary one, removed at the end)"
+    )
+    made.add_argument("--device", choices=["auto", "cpu", "cuda", "xpu"], default="auto", help="device to load onto")
+    made.add_argument("--repeats", type=int, default=3, help="repetitions of each case")
+    made.add_argument(
+        "--ranks", type=int, default=1, help="also load as each rank of a model split over this number of devices"
+    )
+    made.add_argument("--peer", action="store_true", help="also measure transformers' from_pretrained")
+    made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks of the router alone, before faked instances."""
+"""Benchmarks of the router alone, with fake instances."""

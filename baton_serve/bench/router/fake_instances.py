@@ -1,4 +1,6 @@
-"""Instances without an engine, at the router's ZeroMQ side: registered, heard of, and done with any work at once."""
+"""Instances without an engine for the router's ZeroMQ connections: they register, send load reports and complete any
+request at once.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -29,13 +31,15 @@ from baton_serve.services.common.zmq.block_events import EventPublisher
 from baton_serve.services.common.zmq.rpc import InstanceServer, RouterId
 
 LAYOUT = KVLayout(fingerprint="bench", num_layers=2, num_kv_heads=2, block_tokens=64, head_dim=64, dtype="bfloat16")
+"""KV layout that all fake instances report."""
 MAX_MODEL_LEN = 131_072
 LOAD = Load(free_blocks=100_000, total_blocks=100_000, prefill_tokens_per_s=1e6, decode_step_s=0.01)
+"""Load that all fake instances report."""
 
 
 @dataclass(slots=True)
 class FakeStream:
-    """A sequence that `FakeInstance.step` writes on."""
+    """A sequence for which `FakeInstance.step` generates tokens. `position` is that of the next token."""
 
     router: RouterId
     work: Work
@@ -44,7 +48,8 @@ class FakeStream:
 
 @dataclass
 class FakeInstance:
-    """`on_work` hears of each request as it arrives. With `is_paced` tokens come by `step`, else all at once."""
+    """One fake instance. `on_work` is called for each request that arrives. With `is_paced`, tokens are sent by
+    `step`; otherwise an answer has all its tokens at once."""
 
     name: str
     role: Role
@@ -54,6 +59,7 @@ class FakeInstance:
     streams: dict[RequestId, FakeStream] = field(default_factory=dict)
 
     async def start(self, registry: str) -> None:
+        """Open the sockets and register with the registry; the registration is renewed until `close`."""
         instance, generation = InstanceId(self.name), new_generation()
         self._server = InstanceServer()
         self._events = EventPublisher(instance=instance, generation=generation)
@@ -84,7 +90,7 @@ class FakeInstance:
         await self._events.close()
 
     def step(self) -> int:
-        """One token of each stream, in one message a router. Returns how many."""
+        """Send one token of each stream, in one message per router. Return the number of tokens."""
         answers: dict[RouterId, list[Answer]] = {}
         for stream in list(self.streams.values()):
             answers.setdefault(stream.router, []).append(self._token(stream))
@@ -160,6 +166,7 @@ def _tokens(work: Work, sequence: int, begin: int, end: int) -> Tokens:
 
 
 def _token_id(position: int) -> int:
+    """Return printable ASCII characters of the demo model's vocabulary."""
     return 40 + position % 50
 
 

@@ -1,7 +1,7 @@
-"""OpenAI servers without a model, for other routers to stand before: each answers any request at once.
+"""OpenAI-compatible servers without a model, as backends of other routers: each answers any request at once.
 
-`python -m baton_serve.bench.router.fake_servers MODEL` is one of them in a
-process of its own: it says its port and ends with its stdin.
+`python -m baton_serve.bench.router.fake_servers MODEL` runs one in a process of its own. It prints its port and ends
+when its stdin ends.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def _streamed_chat(model: str) -> bytes:
 
 
 class FakeServer:
-    """One backend. `port` is known after `start`."""
+    """One backend. `port` is known after `start`. Answers are encoded once, so that the server costs almost no time."""
 
     def __init__(self, model: str) -> None:
         self.port = 0
@@ -59,6 +59,8 @@ class FakeServer:
 
 
 class _Connection(asyncio.Protocol):
+    """Parses just enough of HTTP to find the ends of requests."""
+
     def __init__(self, server: FakeServer) -> None:
         self._server = server
         self._buffer = b""
@@ -87,7 +89,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _body_size(head: bytes, rest: bytes) -> int | None:
-    """Bytes of the body as it is sent; None while that is not known."""
+    """Return the bytes of a request's body as sent, or None if its end has not arrived."""
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name == b"content-length":

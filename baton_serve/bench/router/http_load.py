@@ -1,5 +1,5 @@
-"""The lightest HTTP/1.1 client that can load a server from Python: one connection, one request at a time, no parsing of
-what does not matter.
+"""A minimal HTTP/1.1 client, to load a server from Python: one connection, one request at a time, no parsing beyond
+what is needed.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ _END_OF_STREAM = b"0\r\n\r\n"
 
 
 class HttpError(Exception):
-    """The server refused or broke off."""
+    """The server answered with an error or closed the connection."""
 
 
 class LoadConnection(asyncio.Protocol):
-    """`on_chunk` gets what arrives of a streamed answer's body, as it arrives, with the time."""
+    """One connection. `on_chunk` of `ask` receives the body of a streamed answer as it arrives, with the time."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -37,7 +37,8 @@ class LoadConnection(asyncio.Protocol):
         self._transport.close()
 
     async def ask(self, request: bytes, on_chunk: Callable[[bytes, float], None] | None = None) -> bytes:
-        """`request` is whole, head and body. Returns the body of an answer that has a length. Raises `HttpError`."""
+        """Send a request (head and body) and return the body of an answer that has a length; a streamed body goes to
+        `on_chunk`. Raises `HttpError`."""
         self._done = asyncio.get_running_loop().create_future()
         self._on_chunk = on_chunk
         self._buffer.clear()
@@ -88,5 +89,6 @@ class LoadConnection(asyncio.Protocol):
 
 
 def post(path: str, body: bytes, *, headers: str = "") -> bytes:
+    """Return a whole POST request with a JSON body."""
     fields = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{headers}"
     return f"POST {path} HTTP/1.1\r\n{fields}\r\n".encode() + body

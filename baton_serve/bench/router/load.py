@@ -1,7 +1,7 @@
-"""The router alone: instances are faked at its ZeroMQ side and answer at once, so time and CPU seen are the router's.
+"""Measure the router alone: fake instances answer at once on its ZeroMQ side, so that time and CPU are the router's.
 
-Load and fakes run in this process (the clients of open streams in one more), the router in its own. Each case says
-requests or tokens a second, and the CPU time of the router's process that each took.
+Load and fake instances run in this process (the clients of open streams in another one), the router in its own. Each
+case reports requests or tokens per second, and the CPU time of the router's process for each.
 """
 
 import argparse
@@ -21,11 +21,12 @@ from baton_serve.bench.router.streams import open_streams
 from baton_serve.bench.router.targets import RouterTarget, baton, chat, others
 
 LIMIT_LONG_MS, LIMIT_ADDED_MS = 10.0, 0.6
+"""Design targets: ms from a long prompt to its instance, and ms that the router adds to a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopResult:
-    """What a closed loop saw."""
+    """Rate, latency and CPU time per request of one closed loop."""
 
     rate: float
     p50_ms: float
@@ -33,6 +34,7 @@ class ClosedLoopResult:
 
 
 async def closed_loop(target: RouterTarget, *, seconds: float, concurrency: int, stream: bool) -> ClosedLoopResult:
+    """Let `concurrency` clients send one request after another for `seconds`."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
 
@@ -54,13 +56,14 @@ async def closed_loop(target: RouterTarget, *, seconds: float, concurrency: int,
 async def compared(
     targets: list[RouterTarget], options: argparse.Namespace, *, concurrency: int, stream: bool
 ) -> list[Row]:
-    """All targets in turns, several times. Of each, its best turn: the machine may have other work."""
-    turns: dict[str, list[ClosedLoopResult]] = {target.name: [] for target in targets}
+    """Measure all targets alternately, `--rounds` times. Take the best result of each, because the machine may have
+    other work."""
+    runs: dict[str, list[ClosedLoopResult]] = {target.name: [] for target in targets}
     for _ in range(options.rounds):
         for target in targets:
             loop = await closed_loop(target, seconds=options.seconds, concurrency=concurrency, stream=stream)
-            turns[target.name].append(loop)
-    best = {name: max(loops, key=lambda loop: loop.rate) for name, loops in turns.items()}
+            runs[target.name].append(loop)
+    best = {name: max(loops, key=lambda loop: loop.rate) for name, loops in runs.items()}
     ours, direct = best.pop("Baton"), best.pop("direct")
     case = f"{'streamed' if stream else 'short'} chat, c={concurrency}"
     added = ours.p50_ms - direct.p50_ms
@@ -80,7 +83,7 @@ async def compared(
 
 
 async def long_prompts(target: RouterTarget, options: argparse.Namespace) -> list[Row]:
-    """Prompts of 4,000 tokens, 50 a second: from the request's sending to its arrival at an instance."""
+    """Measure prompts of 4,000 tokens, 50 per second: the time from sending a request to its arrival at an instance."""
     rng = random.Random(0)
     words = ["plus", "minus", "seven", "what", "table", "house", "apple", "green", "river", "twelve"]
     took: list[float] = []
@@ -130,25 +133,34 @@ CASES = ("short", "streamed", "long", "streams")
 
 def run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="baton-bench router", description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each case and target")
-    parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens-per-s", type=float, default=30_000.0, help="of all streams; 0: as fast as it goes")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="cases to run")
+    parser.add_argument("--seconds", type=float, default=4.0, help="measuring time of each case and target in seconds")
+    parser.add_argument("--streams", type=int, default=200, help="number of open streams")
     parser.add_argument(
-        "--router-cpu", type=int, help="of the open streams: the router alone there, the load elsewhere"
+        "--tokens-per-s",
+        type=float,
+        default=30_000.0,
+        help="tokens per second of all open streams together; 0: as fast as possible",
     )
-    parser.add_argument("--long-words", type=int, default=2850, help="words of a long prompt: 4,000 tokens")
-    parser.add_argument("--rounds", type=int, default=2, help="of the short and streamed cases: the best one counts")
-    parser.add_argument("--workers", type=int, default=1, help="processes of Baton's router that share its port")
+    parser.add_argument(
+        "--router-cpu", type=int, help="with open streams: run the router on this CPU and the load on the others"
+    )
+    parser.add_argument("--long-words", type=int, default=2850, help="words of a long prompt (2850 are 4,000 tokens)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="repetitions of the short and streamed cases; the best one counts"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, help="number of processes of Baton's router, which share its port"
+    )
     parser.add_argument(
         "--peer",
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="another router, with {port}, {servers} or {server_list}, and {models} in its command",
+        help="another router; its command may contain {port}, {servers} or {server_list}, and {models}",
     )
-    parser.add_argument("--log-level", default="info", help="of the router: one line a request at info")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--log-level", default="info", help="log level of the router (info: one line per request)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     options = parser.parse_args(arguments)
     main: Callable[[argparse.Namespace], Awaitable[list[Row]]] = bench
     show(uvloop.run(main(options)), as_json=options.json)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Several processes that send one load together: the measuring must not be what is measured."""
+"""Send one load from several processes together, so that the client's own CPU time does not distort the measurement."""
 
 import asyncio
 import json
@@ -14,12 +14,12 @@ from baton_serve.bench.serving.serve import RequestOutcome
 from baton_serve.bench.serving.workload import BenchRequest
 
 START_DELAY_S = 3.0
-"""For the processes to start."""
+"""Seconds from the call to the first request, in which the processes start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """`itl_ms` between tokens, and `ttft_ms` to the first: what Baton is to promise to every request; 0: nothing."""
+    """The server and the SLOs of every request: `itl_ms` between tokens, `ttft_ms` until the first one; 0 for none."""
 
     url: str
     model: str
@@ -29,7 +29,8 @@ class LoadTarget:
 
 
 def send_all(requests: list[BenchRequest], target: LoadTarget, *, processes: int) -> list[RequestOutcome]:
-    """In the order of `requests`. A request that takes longer than the target's time counts as failed."""
+    """Send all requests at their times and return the outcomes in the order of `requests`. A request that takes longer
+    than `target.timeout_s` counts as failed."""
     start = time.time() + START_DELAY_S
     parts = [list(range(first, len(requests), processes)) for first in range(min(processes, len(requests)))]
     outcomes: dict[int, RequestOutcome] = {}
@@ -41,6 +42,7 @@ def send_all(requests: list[BenchRequest], target: LoadTarget, *, processes: int
 
 
 def _send(requests: list[BenchRequest], target: LoadTarget, start: float) -> list[RequestOutcome]:
+    """Run in a sending process: encode the requests, wait for the common start, send."""
     bodies = [request_bytes(request, target) for request in requests]
     time.sleep(max(0.0, start - time.time()))
     seen = asyncio.run(_drive(requests, bodies, target))
@@ -49,8 +51,8 @@ def _send(requests: list[BenchRequest], target: LoadTarget, start: float) -> lis
 
 @dataclass(slots=True)
 class StreamRecord:
-    """What one request saw: pieces of the answer and when they came. They are read when all requests have ended, so
-    that reading one answer never delays the clock of another."""
+    """Raw pieces of one answer with their arrival times. They are parsed after all requests have ended, so that
+    parsing one answer never delays the time stamps of another."""
 
     started: float
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
@@ -81,7 +83,7 @@ async def _drive(requests: list[BenchRequest], bodies: list[bytes], target: Load
 
 
 def request_bytes(request: BenchRequest, target: LoadTarget) -> bytes:
-    """Head and body."""
+    """Return head and body of a request."""
     body = {
         "model": target.model,
         "prompt": request.prompt,
@@ -97,8 +99,8 @@ def request_bytes(request: BenchRequest, target: LoadTarget) -> bytes:
 
 
 def read_stream(seen: StreamRecord) -> RequestOutcome:
-    """Each event that brings text is one token's arrival, when its last byte came. A stream without its end, or with an
-    error in it, has failed."""
+    """Parse a recorded stream. Each event with text counts as the arrival of one token, at the time of its last byte.
+    A stream that contains an error or has no end counts as failed."""
     outcome = RequestOutcome(error=seen.error)
     last, rest, has_ended = seen.started, b"", False
     for at, data in seen.pieces:
@@ -110,7 +112,7 @@ def read_stream(seen: StreamRecord) -> RequestOutcome:
                 has_ended = True
                 continue
             event = json.loads(line[6:])
-            _read_about(event, outcome)
+            _read_metadata(event, outcome)
             if not event.get("choices"):
                 continue
             if outcome.ttft_s == 0.0:
@@ -124,8 +126,8 @@ def read_stream(seen: StreamRecord) -> RequestOutcome:
     return outcome
 
 
-def _read_about(event: dict[str, Any], outcome: RequestOutcome) -> None:
-    """What an event says beside text."""
+def _read_metadata(event: dict[str, Any], outcome: RequestOutcome) -> None:
+    """Copy usage, Baton's explanation and errors of an event to the outcome."""
     if usage := event.get("usage"):
         outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     if isinstance(baton := event.get("baton"), dict):

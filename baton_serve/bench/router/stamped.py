@@ -1,7 +1,7 @@
-"""A streamed answer read with the kernel's word for when it came: what the reader itself is late by can be told apart.
+"""Read a streamed answer with the kernel's time stamps of its arrival, which exclude delays of the reading process.
 
-The kernel stamps a segment when the sender's write hands it to the network device (loopback: within that very call),
-with `CLOCK_REALTIME` (Documentation/networking/timestamping.rst): the sender's moments have to be of that clock too.
+The kernel stamps a segment when the sender's write passes it to the network device (on loopback within that call),
+with `CLOCK_REALTIME` (Documentation/networking/timestamping.rst). So the sender must use that clock, too.
 """
 
 import asyncio
@@ -20,30 +20,33 @@ _END_OF_HEAD = b"\r\n\r\n"
 _END_OF_STREAM = b"0\r\n\r\n"
 
 OnRead = Callable[[bytes, int, int], None]
-"""What one read brought, when its last segment came to the socket, and when it was read: `CLOCK_REALTIME`, in ns."""
+"""Callback for one read: the data, the arrival of its last segment at the socket, and the time of the read; both in ns
+of `CLOCK_REALTIME`."""
 
 
 def now_ns() -> int:
+    """Return the time of `CLOCK_REALTIME` in ns."""
     return time.clock_gettime_ns(time.CLOCK_REALTIME)
 
 
 class ClockWatch:
-    """Nobody may have set `CLOCK_REALTIME` while it measured."""
+    """Detects that `CLOCK_REALTIME` was set during a measurement, by comparing it with the monotonic clock."""
 
     _MOST_NS = 100_000
+    """Largest accepted difference; NTP adjusts the rate a little all the time."""
 
     def __init__(self) -> None:
         self._offset_ns = now_ns() - time.monotonic_ns()
 
     def check(self) -> None:
-        """Raises `RuntimeError`."""
+        """Raise `RuntimeError` if the clock was set since this object was created."""
         moved_ns = now_ns() - time.monotonic_ns() - self._offset_ns
         if abs(moved_ns) > self._MOST_NS:
-            raise RuntimeError(f"the clock was set by {moved_ns / 1e6:.3f} ms while this measured")
+            raise RuntimeError(f"the clock was set by {moved_ns / 1e6:.3f} ms during the measurement")
 
 
 async def stream(port: int, request: bytes, on_read: OnRead) -> None:
-    """Asks on a connection of its own and reads to the answer's end. Raises `HttpError`."""
+    """Send a request on a new connection and read the answer to its end. Raises `HttpError`."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
         connection.setblocking(False)
@@ -65,9 +68,10 @@ class _Reading:
         self._connection = connection
         self._on_read = on_read
         self._head: bytes | None = b""
-        """What has come of it; None once it is over."""
+        """Bytes of the response head received so far; None once the body has begun."""
 
     def read(self) -> None:
+        """Read what has arrived, with its time stamp. Called by the event loop."""
         try:
             data, control, _, _ = self._connection.recvmsg(_MAX_READ_BYTES, _CONTROL_BYTES)
         except BlockingIOError:
@@ -96,8 +100,8 @@ class _Reading:
 
 
 def _came_ns(control: list[tuple[int, int, bytes]], read_ns: int) -> int:
-    """The first segments of a process that is the first to ask for stamps may have none: then it came when it was
-    read."""
+    """Return the arrival time of a read's last segment. The first segments after time stamps were enabled in the
+    kernel may have none: then return the time of the read."""
     for level, kind, value in control:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value)

@@ -1,4 +1,4 @@
-"""Open streams through the router alone: what a token's way from its instance to its client's socket takes."""
+"""Measure open streams through the router alone: the latency of a token from its instance to its client's socket."""
 
 import argparse
 import asyncio
@@ -18,28 +18,30 @@ from baton_serve.bench.router.fake_instances import FakeInstance
 from baton_serve.bench.router.targets import RouterTarget, chat
 
 LIMIT_TOKEN_MS, LIMIT_TOKENS_PER_S = 5.0, 30_000.0
+"""Design targets: p99 latency of a token in the router, and tokens per second of all streams."""
 STREAM_TOKENS = 300
 
 
 TokenArrival = tuple[int, int, int]
-"""A token's number in its stream, from 1 on; when it came to its client's socket, and when it was read, in ns."""
+"""Number of a token in its stream, from 1; its arrival at the client's socket and the time when it was read, both in
+ns."""
 
 
 @dataclass(slots=True)
 class SentSteps:
-    """`at_ns`: when each step's messages left, by the number of the tokens in them. `made_ms`: what making them took,
-    before."""
+    """Times of the steps. `at_ns` is when the messages of a step were sent, by the number of the tokens in them;
+    `made_ms` is how long it took to build them before that."""
 
     at_ns: dict[int, int] = field(default_factory=dict)
     made_ms: list[float] = field(default_factory=list)
 
 
 async def open_streams(target: RouterTarget, options: argparse.Namespace) -> list[Row]:
-    """`--streams` streams at once; each step of an instance writes a token of every one of them.
+    """Measure `--streams` concurrent streams; each step of an instance sends one token of each of its streams.
 
-    A token's way begins when the first instance's message of its step is written. It ends where the kernel has it for
-    the client's socket; and, said apart, where the client has read it, which reads all of the sockets one after the
-    other. The clients are a process of their own: reading would make the steps late.
+    The latency of a token begins when the first instance's message of its step is written. It ends when the kernel has
+    the token for the client's socket and, in separate rows, when the client has read it; one client process reads all
+    sockets one after another. The clients are in a process of their own, because reading would delay the steps.
     """
     assert target.process is not None
     if options.router_cpu is not None:
@@ -49,17 +51,17 @@ async def open_streams(target: RouterTarget, options: argparse.Namespace) -> lis
     clients = multiprocessing.get_context("spawn").Process(target=_read, args=(target.port, options.streams, there))
     clients.start()
     there.close()
-    writers = [fake for fake in target.instances if fake.role == "decode"]
+    decodes = [fake for fake in target.instances if fake.role == "decode"]
     try:
-        while sum(len(fake.streams) for fake in writers) < options.streams:
+        while sum(len(fake.streams) for fake in decodes) < options.streams:
             await asyncio.sleep(0.01)
             assert clients.is_alive(), "the clients failed"
-        for fake in writers:
+        for fake in decodes:
             fake.step()
         await asyncio.to_thread(here.recv)  # each stream has its first token, with which its answer begins
         memory = target.process.memory_info().rss / 2**20
         cpu = target.cpu_s()
-        await _write(writers, sent, interval_s=options.streams / options.tokens_per_s if options.tokens_per_s else 0.0)
+        await _write(decodes, sent, interval_s=options.streams / options.tokens_per_s if options.tokens_per_s else 0.0)
         arrivals: list[TokenArrival] = await asyncio.to_thread(here.recv)
         cpu = target.cpu_s() - cpu
     finally:
@@ -99,7 +101,8 @@ def _rows(
 
 
 def _part(router: psutil.Process, cpu: int) -> None:
-    """The router's loop on one CPU, this process and what it starts on the others."""
+    """Pin the router to one CPU, and this process with its children to the others. Raises `ValueError` if there are
+    none."""
     others = [other for other in psutil.Process().cpu_affinity() or [] if other != cpu]
     if not others:
         raise ValueError(f"there is no CPU beside {cpu} for the load")
@@ -108,28 +111,29 @@ def _part(router: psutil.Process, cpu: int) -> None:
     psutil.Process().cpu_affinity(others)
 
 
-async def _write(writers: list[FakeInstance], sent: SentSteps, *, interval_s: float) -> None:
-    """A step each `interval_s`, from the second token of each stream to its last."""
-    positions = {stream.position for fake in writers for stream in fake.streams.values()}
+async def _write(decodes: list[FakeInstance], sent: SentSteps, *, interval_s: float) -> None:
+    """Run a step every `interval_s`, from the second token of each stream to its last."""
+    positions = {stream.position for fake in decodes for stream in fake.streams.values()}
     assert positions == {1}, f"streams at different tokens: {positions}"
     loop = asyncio.get_running_loop()
     began, step = time.perf_counter(), 0
-    while any(fake.streams for fake in writers):
+    while any(fake.streams for fake in decodes):
         step += 1
         loop.call_soon(_sending, sent, 1 + step, stamped.now_ns())
-        for fake in writers:
+        for fake in decodes:
             fake.step()
         await asyncio.sleep(max(0.0, began + step * interval_s - time.perf_counter()))
 
 
 def _sending(sent: SentSteps, number: int, began_ns: int) -> None:
-    """Called just before what the instances send leaves: that is due at the end of the same turn of the loop."""
+    """Record the time just before the instances' messages are sent, at the end of the same iteration of the event
+    loop."""
     sent.at_ns[number] = now_ns = stamped.now_ns()
     sent.made_ms.append((now_ns - began_ns) / 1e6)
 
 
 def _read(port: int, num_streams: int, pipe: Connection) -> None:
-    """The clients' process: says when each stream has its first token, and at the end all arrivals."""
+    """Run the clients in their process: report when all streams have their first token, and all arrivals at the end."""
     pipe.send(uvloop.run(_clients(port, num_streams, pipe)))
 
 
@@ -141,7 +145,8 @@ async def _clients(port: int, num_streams: int, pipe: Connection) -> list[TokenA
         count = 0
 
         def on_read(data: bytes, came_ns: int, read_ns: int) -> None:
-            """Of several tokens in one read the kernel says when the last came: that counts for all of them."""
+            """Record the tokens of one read. The kernel stamps only the last of several segments: that time counts for
+            all of them."""
             nonlocal count, num_open
             for _ in range(data.count(b'"content":"') - data.count(b'"role"')):
                 count += 1
@@ -154,6 +159,6 @@ async def _clients(port: int, num_streams: int, pipe: Connection) -> list[TokenA
         request = chat(f"Count from {number}.", max_tokens=STREAM_TOKENS, stream=True)
         await stamped.stream(port, request, on_read)
 
-    gc.disable()  # what it would look through is the arrivals
+    gc.disable()  # collections would walk through millions of arrivals and delay reads
     await asyncio.gather(*(client(i) for i in range(num_streams)))
     return arrivals

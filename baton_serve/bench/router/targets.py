@@ -1,5 +1,7 @@
-"""What a load on routers goes to: Baton's router before faked instances, other routers and nothing at all before faked
-servers. Whatever is faked lives in this process and answers at once.
+"""Targets for load on routers: Baton's router with fake instances, other routers with fake servers, and a fake server
+without any router.
+
+Fake instances and servers run in this process and answer at once.
 """
 
 import asyncio
@@ -33,17 +35,17 @@ _START_S = 180.0
 
 @dataclass(slots=True)
 class RouterTarget:
-    """`process` is None where nothing stands between the load and the faked servers."""
+    """A running router. `process` is None if the load goes directly to a fake server."""
 
     name: str
     port: int
     process: psutil.Process | None = None
     instances: list[FakeInstance] = field(default_factory=list)
     arrived: dict[str, float] = field(default_factory=dict)
-    """When each request's work came to an instance, by the client's id."""
+    """Time at which the work of each request arrived at an instance, by the client's request ID."""
 
     def cpu_s(self) -> float:
-        """Of the router's process and of all that it started."""
+        """Return the CPU seconds of the router's process and its descendants so far."""
         if self.process is None:
             return 0.0
         times = [one.cpu_times() for one in (self.process, *self.process.children(recursive=True))]
@@ -51,6 +53,7 @@ class RouterTarget:
 
 
 def chat(text: str, *, max_tokens: int = 16, stream: bool = False, request_id: str | None = None) -> bytes:
+    """Return a chat request, head and body."""
     body: dict[str, object] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}]}
     body |= {"max_tokens": max_tokens, "temperature": 0, "stream": stream}
     headers = f"x-request-id: {request_id}\r\n" if request_id else ""
@@ -59,7 +62,7 @@ def chat(text: str, *, max_tokens: int = 16, stream: bool = False, request_id: s
 
 @asynccontextmanager
 async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> AsyncIterator[RouterTarget]:
-    """A router, and four instances as it knows them. Its log goes to a file."""
+    """Start Baton's router with four fake instances, and wait until it knows them. Its log goes to a temporary file."""
     arrived: dict[str, float] = {}
 
     def on_work(work: Work) -> None:
@@ -89,9 +92,9 @@ async def baton(*, log_level: str, is_paced: bool = False, workers: int = 1) -> 
 
 @asynccontextmanager
 async def others(peers: list[str]) -> AsyncIterator[list[RouterTarget]]:
-    """`direct` first: a faked server in a process of its own, as a router is one, so that a request wakes a process
-    there and back. Then `peers`, each `NAME=COMMAND` with `{port}`, `{servers}`, `{server_list}` (with commas) and
-    `{models}` (a name for each server, with commas) in the command."""
+    """Start the other targets. The first is `direct`, a fake server in a process of its own, so that a request wakes
+    another process and back as with a router. Then `peers`, each given as `NAME=COMMAND` in which `{port}`,
+    `{servers}`, `{server_list}` (separated by commas) and `{models}` (one name per server) are replaced."""
     servers = [FakeServer(MODEL_NAME) for _ in ROLES]
     async with AsyncExitStack() as stack:
         found = [RouterTarget("direct", await stack.enter_async_context(_server_apart()))]
@@ -115,7 +118,7 @@ async def others(peers: list[str]) -> AsyncIterator[list[RouterTarget]]:
 
 @asynccontextmanager
 async def _server_apart() -> AsyncIterator[int]:
-    """Its port."""
+    """Start a fake server in a process of its own and yield its port."""
     pipe = asyncio.subprocess.PIPE
     command = module_command("baton_serve.bench.router.fake_servers", MODEL_NAME)
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe)
@@ -129,17 +132,18 @@ async def _server_apart() -> AsyncIterator[int]:
 
 
 async def _wait_until_all_are_known(router: psutil.Process, port: int, workers: int) -> None:
-    """Each connection meets any of the workers that listen: once all do, so many in a row have met all."""
+    """Wait until each router process knows all instances. A connection reaches a random one of the processes that
+    listen; if many in a row know all instances, then all processes do. Raises `TimeoutError`."""
     deadline, in_a_row = time.monotonic() + _START_S, 1 if workers == 1 else 16 * workers
     while time.monotonic() < deadline:
         if num_listening(router, port) == workers and await _knows_all(port, in_a_row):
             return
         await asyncio.sleep(0.1)
-    raise TimeoutError(f"the router does not serve within {_START_S:g} s")
+    raise TimeoutError(f"the router was not ready within {_START_S:g} s")
 
 
 async def _knows_all(port: int, num_times: int) -> bool:
-    """Whether as many connections in a row meet a worker that knows all instances."""
+    """Return whether `num_times` new connections in a row reach a process that knows all instances."""
     with contextlib.suppress(OSError, HttpError):
         for _ in range(num_times):
             connection = await LoadConnection.open(port)
@@ -160,7 +164,7 @@ async def _wait_until_answered(name: str, port: int, process: asyncio.subprocess
             connection.close()
             return
         await asyncio.sleep(0.2)
-    raise SystemExit(f"baton-bench router: {name} answers no request within {_START_S:g} s")
+    raise SystemExit(f"baton-bench router: {name} did not answer within {_START_S:g} s")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
