@@ -32,7 +32,7 @@ def main(url: str, embedding_url: str | None) -> None:
     assert isinstance(found, Opinion), found
     bound = ChatOpenAI(**common, max_tokens=200).bind_tools([Opinion], tool_choice="required", strict=True)
     called = bound.invoke("Is it good?")
-    assert called.tool_calls[0]["name"] == "Verdict", called
+    assert called.tool_calls[0]["name"] == "Opinion", called
     print(f"langchain: structured output {found}, a call of a tool {called.tool_calls[0]['args']}")
     responses = ChatOpenAI(**common, max_tokens=24, use_responses_api=True).invoke(QUESTION)
     assert responses.text == whole.content, responses

@@ -79,10 +79,8 @@ def check_all(device: torch.device, shard: int, shards: int) -> None:
             continue
         try:
             message = _check(case, ragged, device)
-        except (
-            RuntimeError,
-            triton.runtime.errors.TritonError,
-        ) as error:  # a failed compilation must not hide the other cases
+        except (RuntimeError, triton.runtime.errors.TritonError) as error:
+            # A failed compilation must not hide the other cases.
             message = f"{type(error).__name__}: {str(error)[:200]}"
         if message:
             failures += 1

@@ -297,10 +297,8 @@ def _measured(call: Callable[[int], object], layers: int, shard: int | None, wor
             torch.accelerator.synchronize()
             return "-"
         elapsed = graph_ms(call, layers)
-    except (
-        RuntimeError,
-        triton.runtime.errors.TritonError,
-    ) as error:  # a variant that does not fit on the device is a result, too
+    except (RuntimeError, triton.runtime.errors.TritonError) as error:
+        # A variant that does not fit on the device is a result, too.
         return f"{type(error).__name__:.14}"
     rate = work / elapsed
     return f"{elapsed:.4f} {rate:6.2f}" if unit == "TB/s" else f"{elapsed:.4f} {rate:5.0f}"

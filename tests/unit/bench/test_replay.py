@@ -65,4 +65,4 @@ def test_simulated_instances_need_pools(tmp_path: Path, capsys: pytest.CaptureFi
     path = write_conversations(tmp_path / "trace.jsonl")
     with pytest.raises(SystemExit):
         run(["--trace", str(path), "--simulate"])
-    assert "nobody could write an answer" in capsys.readouterr().err
+    assert "no instance could generate tokens" in capsys.readouterr().err
