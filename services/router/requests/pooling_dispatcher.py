@@ -354,20 +354,22 @@ class _PoolingCall:
             tries = f"attempt {attempt + 1} of {self._rules.max_replays + 1}"
             logger.warning("pooling failed on instance %s (%s): %s", instance, tries, error.message, extra=extra)
             self._avoided.add(instance)
-            if attempt == self._rules.max_replays or not self._take_retry(worker, call):
+            # The instance has failed even if this was the last attempt, so this comes before the checks below.
+            self._record_failure(worker, call)
+            if attempt == self._rules.max_replays or not self._take_retry(call):
                 raise error
             await asyncio.sleep(_BACKOFF_S * 2**attempt)
 
-    def _take_retry(self, worker: WorkerState, call: "_InstanceCall") -> bool:
-        """Count the failure in the instance's circuit breaker, and take a retry from the budget if the retry needs one.
-
-        Return False if the budget is used up.
-        """
+    def _record_failure(self, worker: WorkerState, call: "_InstanceCall") -> None:
+        """Count a failed call in the instance's circuit breaker, if its code means that the instance is broken."""
         # The cluster counts the loss of an instance itself, and an instance that is full is healthy.
-        code = call.failed.code if call.failed is not None else None
-        if code in ("internal", "timeout"):
+        if call.failed is not None and call.failed.code in ("internal", "timeout"):
             worker.circuit_breaker.failed(self._clock())
-        return code not in ("overloaded", "internal") or self._retries.take_retry(self._clock())
+
+    def _take_retry(self, call: "_InstanceCall") -> bool:
+        """Take a retry from the budget if a retry of this call needs one. Return False if the budget is used up."""
+        needs_budget = call.failed is not None and call.failed.code in ("overloaded", "internal")
+        return not needs_budget or self._retries.take_retry(self._clock())
 
     async def _send(self, worker: WorkerState, call: "_InstanceCall", request_id: RequestId, left_s: float) -> None:
         """Send the inputs of `call` to a worker, and wait until it has answered, failed or was lost."""

@@ -14,6 +14,7 @@ from baton_serve.contracts.messages import Batch, Cancel, Pool
 from baton_serve.contracts.pooling import PoolingInput, PoolingProfile
 from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, truncated_lengths
 from baton_serve.services.router.api.pooling.score_endpoints import paired
+from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.pooling_dispatcher import Vector, cosine, encode_vectors, split
@@ -439,3 +440,14 @@ def test_an_instance_that_fails_again_and_again_is_left_alone(serve: Serve) -> N
         assert len(messages(router, "prefill-1")) == 8
 
     serve(scenario, pooling=EMBEDS, prefill=2, decode=0)
+
+
+def test_a_failure_without_a_retry_left_counts_in_the_circuit_breaker(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes["prefill-0"].refuses = "internal"
+        for _ in range(FAILURE_THRESHOLD):
+            assert (await router.http.post("/v1/embeddings", json={"input": "a"})).status_code == 500
+        (worker,) = router.cluster.workers()
+        assert worker.circuit_breaker.failures == FAILURE_THRESHOLD
+
+    serve(scenario, pooling=EMBEDS, max_replays=0, **WORKERS)
