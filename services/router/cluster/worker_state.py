@@ -90,7 +90,7 @@ class Lease:
         if not self._is_released:
             self._is_released = True
             self.worker.release(self.request_id)
-            self.worker.circuit_breaker.abandon_attempt()
+            self.worker.circuit_breaker.abandon_attempt(self.request_id)
 
     def __enter__(self) -> "Lease":
         return self

@@ -7,6 +7,8 @@ which doubles each time, one request may try the instance again (half open); its
 from dataclasses import dataclass
 from typing import Literal
 
+from baton_serve.contracts.identity import RequestId
+
 MIN_RETRIES_PER_S = 5.0
 """Retries per second that a router may always make, so that a few requests on a quiet router can be retried too."""
 _MAX_RETRIES = 100.0
@@ -57,7 +59,8 @@ class CircuitBreaker:
     """Failures since the last success."""
     _pause_s: float = 0.0
     _open_until: float = 0.0
-    _is_probing: bool = False
+    _probe: RequestId | None = None
+    """The request that tries the instance in a half-open circuit; None if none does."""
 
     def state(self, now: float) -> CircuitState:
         """Return whether requests may use the instance (closed), may not (open), or one may try (half open)."""
@@ -71,24 +74,26 @@ class CircuitBreaker:
         if self.failures < FAILURE_THRESHOLD:
             return True
         state = self.state(now)
-        return state == "closed" or (state == "half_open" and not self._is_probing)
+        return state == "closed" or (state == "half_open" and self._probe is None)
 
-    def begin_attempt(self, now: float) -> None:
+    def begin_attempt(self, request_id: RequestId, now: float) -> None:
         """Record that a request is sent to the instance. In a half-open circuit it is the one that tries."""
-        self._is_probing = self.state(now) == "half_open"
+        self._probe = request_id if self.state(now) == "half_open" else None
 
     def succeeded(self) -> None:
         """Close the circuit: the instance has answered a request."""
-        self.failures, self._pause_s, self._is_probing = 0, 0.0, False
+        self.failures, self._pause_s, self._probe = 0, 0.0, None
 
     def failed(self, now: float) -> None:
         """Count a failure of the instance, and open the circuit for a while if there were too many in a row."""
         self.failures += 1
-        self._is_probing = False
+        self._probe = None
         if self.failures >= FAILURE_THRESHOLD:
             self._pause_s = min(MAX_OPEN_S, max(MIN_OPEN_S, 2.0 * self._pause_s))
             self._open_until = now + self._pause_s
 
-    def abandon_attempt(self) -> None:
-        """Let another request try: the one that tried ended, for example by `Cancel`, without success or failure."""
-        self._is_probing = False
+    def abandon_attempt(self, request_id: RequestId) -> None:
+        """Let another request try if this one tried: it ended, for example by `Cancel`, without success or failure."""
+        # Requests that were sent before the circuit opened also end here, while another one still tries.
+        if self._probe == request_id:
+            self._probe = None

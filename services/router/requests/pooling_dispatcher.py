@@ -386,7 +386,7 @@ class _PoolingCall:
         estimate = LoadEstimate(handler=call, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0)
         with worker.assign(request_id, estimate):
             try:
-                worker.circuit_breaker.begin_attempt(self._clock())
+                worker.circuit_breaker.begin_attempt(request_id, self._clock())
                 # From here on the load estimate of the worker counts the tokens.
                 self._on_sent()
                 send()

@@ -206,13 +206,13 @@ class RequestAttempts:
             images=self._request.images,
         )
         for worker in attempt.workers():
-            self._record_sent(worker, block_hashes.hashes(worker.record.layout))
+            self._record_sent(attempt, worker, block_hashes.hashes(worker.record.layout))
 
-    def _record_sent(self, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
+    def _record_sent(self, attempt: Attempt, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
         """Record that a worker has been sent the prompt and will soon cache its blocks.
 
         Without this, prompts with the same prefix that come before the cache events would be computed somewhere else.
         """
         now = self._clock()
-        worker.circuit_breaker.begin_attempt(now)
+        worker.circuit_breaker.begin_attempt(attempt.request_id, now)
         self._cluster.index.expect(worker.record.instance, hashes, until=now + self._policy.expected_blocks_ttl_s)

@@ -1,3 +1,4 @@
+from baton_serve.contracts.identity import RequestId
 from baton_serve.services.router.placement.circuit_breaker import (
     FAILURE_THRESHOLD,
     MIN_OPEN_S,
@@ -5,6 +6,18 @@ from baton_serve.services.router.placement.circuit_breaker import (
     RetryBudget,
 )
 from tests.unit.router.conftest import Router, Serve
+
+
+def test_a_request_that_began_before_the_probe_ends_without_ending_the_probe() -> None:
+    circuit_breaker = CircuitBreaker()
+    circuit_breaker.begin_attempt(RequestId("old"), 0.0)
+    for _ in range(FAILURE_THRESHOLD):
+        circuit_breaker.failed(0.0)
+    circuit_breaker.begin_attempt(RequestId("probe"), MIN_OPEN_S)
+    circuit_breaker.abandon_attempt(RequestId("old"))
+    assert not circuit_breaker.allows(MIN_OPEN_S), "the probe still runs"
+    circuit_breaker.abandon_attempt(RequestId("probe"))
+    assert circuit_breaker.allows(MIN_OPEN_S)
 
 
 def test_a_circuit_opens_after_failures_in_a_row_and_one_request_tries_again() -> None:
@@ -17,12 +30,12 @@ def test_a_circuit_opens_after_failures_in_a_row_and_one_request_tries_again() -
         circuit_breaker.failed(0.0)
     assert circuit_breaker.state(0.0) == "open" and not circuit_breaker.allows(MIN_OPEN_S / 2)
     assert circuit_breaker.allows(MIN_OPEN_S)
-    circuit_breaker.begin_attempt(MIN_OPEN_S)
+    circuit_breaker.begin_attempt(RequestId("r"), MIN_OPEN_S)
     assert not circuit_breaker.allows(MIN_OPEN_S), "one at a time"
     circuit_breaker.failed(MIN_OPEN_S)
     assert not circuit_breaker.allows(2 * MIN_OPEN_S), "the pause grows"
     assert circuit_breaker.allows(3 * MIN_OPEN_S)
-    circuit_breaker.begin_attempt(3 * MIN_OPEN_S)
+    circuit_breaker.begin_attempt(RequestId("r"), 3 * MIN_OPEN_S)
     circuit_breaker.succeeded()
     assert circuit_breaker.state(3 * MIN_OPEN_S) == "closed"
 

@@ -114,7 +114,7 @@ def counters(router: Router) -> dict[str, Any]:
         "going": turns.dispatched_tokens,
         "inputs": router.pooling._num_inputs,
         "listeners": len(router.cluster._listeners),
-        "tries": [worker.circuit_breaker._is_probing for worker in workers],
+        "tries": [worker.circuit_breaker._probe for worker in workers],
         "loads": [(m.own_tokens, m.own_sequences, m.unreported_blocks) for m in workers],
     }
 

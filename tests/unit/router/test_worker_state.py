@@ -12,6 +12,7 @@ from baton_serve.services.router.cluster.worker_state import (
     WorkerState,
 )
 from baton_serve.services.router.placement.block_index import Match
+from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD, MIN_OPEN_S
 from tests.unit.router.fakes import record
 
 
@@ -23,6 +24,21 @@ def test_the_tokens_computed_of_late_fade() -> None:
     assert worker.candidate(Match(), now=5.0).turnover == pytest.approx(0.5)
     worker.release(RequestId("a"))
     assert worker.candidate(Match(), now=5.0 + RECENT_LOAD_DECAY_S).turnover == pytest.approx(0.5 / 2.71828, rel=1e-3)
+
+
+def test_only_the_lease_of_the_probe_ends_the_probe_of_a_half_open_circuit() -> None:
+    worker = WorkerState(record("p0", "prefill"))
+    old, probe = (
+        worker.assign(RequestId(name), LoadEstimate(handler=None, prefill_tokens=1, sequences=1, blocks=1))  # type: ignore[arg-type]
+        for name in ("old", "probe")
+    )
+    for _ in range(FAILURE_THRESHOLD):
+        worker.circuit_breaker.failed(0.0)
+    worker.circuit_breaker.begin_attempt(probe.request_id, MIN_OPEN_S)
+    old.release()
+    assert not worker.circuit_breaker.allows(MIN_OPEN_S)
+    probe.release()
+    assert worker.circuit_breaker.allows(MIN_OPEN_S)
 
 
 def test_what_an_idle_instance_showed_long_ago_is_doubted() -> None:
