@@ -7,9 +7,10 @@ hashes of a prompt finds the prefixes of all instances at once.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import repeat
+from math import inf
 from operator import or_
 
 import msgspec
@@ -39,6 +40,8 @@ class _Source:
     """Number of the last event batch that was applied."""
     early: list[EventBatch] | None = None
     """Batches that are kept until the next snapshot arrives; None while no snapshot is awaited."""
+    expected_until: dict[BlockHash, float] = field(default_factory=dict)
+    """When the last expectation of each block ends. It has the blocks whose bit is set in `BlockIndex._expected`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class BlockIndex:
             return False
         source.sequence = batch.sequence
         for event in batch.events:
-            self._apply(event, source.bit)
+            self._apply(event, source)
         return True
 
     def expect(self, instance: InstanceId, block_hashes: Sequence[BlockHash], *, until: float) -> None:
@@ -141,6 +144,7 @@ class BlockIndex:
             return
         for block_hash in block_hashes:
             self._expected[block_hash] = self._expected.get(block_hash, 0) | source.bit
+            source.expected_until[block_hash] = until
         self._expectations.append(_Expectation(until, instance, source.generation, block_hashes))
 
     def expire(self, now: float) -> None:
@@ -149,9 +153,10 @@ class BlockIndex:
             past = self._expectations.popleft()
             source = self._sources.get(past.instance)
             if source is not None and source.generation == past.generation:
-                # If a later request expects the same block for longer, that guess ends here too: a bit cannot count.
                 for block_hash in past.block_hashes:
-                    _drop(self._expected, block_hash, source.bit)
+                    # A later request may expect the same block for longer.
+                    if source.expected_until.get(block_hash, inf) <= now:
+                        self._drop_expected(block_hash, source)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, Match]:
         """Return the cached prefix of every instance that has at least the first block, including expected blocks."""
@@ -176,6 +181,9 @@ class BlockIndex:
         for source in self._sources.values():
             assert known & source.bit == 0, "two instances share a bit"
             known |= source.bit
+        for source in self._sources.values():
+            expected = {block_hash for block_hash, owners in self._expected.items() if owners & source.bit}
+            assert expected == source.expected_until.keys(), "an expected block without an end, or an end without one"
         for table in (self._device, self._host, self._expected):
             for owners in table.values():
                 assert owners, "a block without an owner"
@@ -197,15 +205,21 @@ class BlockIndex:
         _record_length(lengths, by_bit, alive, length)
         return lengths
 
-    def _apply(self, event: BlockEvent, bit: int) -> None:
+    def _apply(self, event: BlockEvent, source: _Source) -> None:
         table = self._table(event.tier)
         for block_hash in event.names:
             if isinstance(event, BlocksRemoved):
-                _drop(table, block_hash, bit)
-                # The block existed and was evicted, so it must not count as expected any more.
-                _drop(self._expected, block_hash, bit)
+                _drop(table, block_hash, source.bit)
+                # The block existed and was evicted, so it must not count as expected any more. Blocks are expected on
+                # the device, so an eviction from the host tier says nothing about them.
+                if event.tier == "device":
+                    self._drop_expected(block_hash, source)
             else:
-                table[block_hash] = table.get(block_hash, 0) | bit
+                table[block_hash] = table.get(block_hash, 0) | source.bit
+
+    def _drop_expected(self, block_hash: BlockHash, source: _Source) -> None:
+        _drop(self._expected, block_hash, source.bit)
+        source.expected_until.pop(block_hash, None)
 
     def _table(self, tier: Tier) -> dict[BlockHash, int]:
         return self._device if tier == "device" else self._host

@@ -21,8 +21,8 @@ def stored(sequence: int, names: list[BlockHash], *, instance: InstanceId = A, t
     return EventBatch(instance, G1, sequence, [BlocksStored(names, tier)])
 
 
-def removed(sequence: int, names: list[BlockHash]) -> EventBatch:
-    return EventBatch(A, G1, sequence, [BlocksRemoved(names)])
+def removed(sequence: int, names: list[BlockHash], *, tier: Tier = "device") -> EventBatch:
+    return EventBatch(A, G1, sequence, [BlocksRemoved(names, tier)])
 
 
 def snapshot(
@@ -110,6 +110,36 @@ def test_work_just_placed_counts_until_its_time_is_over(index: BlockIndex) -> No
     assert index.match(NAMES) == {A: Match(3, 3)}
     index.expire(5.0)
     assert index.match(NAMES) == {A: Match(1, 1)}
+
+
+def test_a_block_that_a_later_request_expects_counts_until_that_request_s_time_is_over(index: BlockIndex) -> None:
+    index.expect(A, NAMES[:3], until=5.0)
+    index.expect(B, NAMES[:3], until=6.0)
+    index.expect(A, NAMES[:2], until=8.0)
+    index.expire(5.0)
+    assert index.match(NAMES) == {A: Match(2, 2), B: Match(3, 3)}
+    index.expire(6.0)
+    assert index.match(NAMES) == {A: Match(2, 2)}
+    index.expire(8.0)
+    assert index.match(NAMES) == {}
+
+
+def test_an_expected_block_that_was_evicted_and_is_expected_again_counts_for_the_later_time(index: BlockIndex) -> None:
+    index.expect(A, NAMES[:2], until=5.0)
+    index.apply(removed(1, NAMES[:2]))
+    assert index.match(NAMES) == {}
+    index.expect(A, NAMES[:2], until=8.0)
+    index.expire(5.0)
+    assert index.match(NAMES) == {A: Match(2, 2)}
+
+
+def test_a_block_that_leaves_the_host_tier_is_still_expected_on_the_device(index: BlockIndex) -> None:
+    index.apply(stored(1, NAMES[:2], tier="host"))
+    index.expect(A, NAMES[:2], until=5.0)
+    index.apply(removed(2, NAMES[:2], tier="host"))
+    assert index.match(NAMES) == {A: Match(2, 2)}
+    index.apply(removed(3, NAMES[:2]))
+    assert index.match(NAMES) == {}
 
 
 def test_guesses_end_with_their_generation(index: BlockIndex) -> None:
