@@ -232,7 +232,10 @@ def _path(scope: Scope) -> str:
     A reverse proxy strips that prefix, and the server puts it back, because ASGI wants the full path in the scope.
     """
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    root_path: str = scope.get("root_path", "")
+    rest = path.removeprefix(root_path)
+    # Only whole segments, as in Starlette's routing: with the prefix /llm, the path /llmfoo is not /foo.
+    return rest if rest in ("", path) or rest.startswith("/") else path
 
 
 def _text(value: bytes | None) -> str | None:

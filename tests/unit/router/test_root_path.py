@@ -38,6 +38,23 @@ def test_what_needs_no_key_needs_none_below_a_prefix(serve: Serve) -> None:
     serve(scenario, keys=["sk-hush"])
 
 
+def test_a_path_that_only_begins_with_the_prefix_s_letters_is_not_below_it(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        open_path = "/health"
+        for root_path, path, status in (
+            ("/llm", f"/llm{open_path}", 200),
+            ("/llm", "/llmfoo", 401),
+            ("/he", open_path, 200),
+            ("/h", f"/h{open_path}", 200),
+            ("/llm", f"/llm{open_path[1:]}", 401),
+        ):
+            transport = httpx.ASGITransport(app=router.app, root_path=root_path)
+            async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+                assert (await http.get(path)).status_code == status, path
+
+    serve(scenario, keys=["sk-hush"])
+
+
 def test_answers_below_a_prefix_are_those_without_one(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         async with behind_a_proxy(router.app) as http:
