@@ -128,9 +128,9 @@ def check_visible(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     (https://github.com/intel/compute-runtime/issues/953).
     """
     mask = environ.get("ZE_AFFINITY_MASK")
-    if mask is not None:
-        yield ok("visible cards", f"limited by ZE_AFFINITY_MASK={mask}")
     # An empty mask is treated like an unset one.
+    if mask:
+        yield ok("visible cards", f"limited by ZE_AFFINITY_MASK={mask}")
     visible = len(mask.split(",")) if mask else len(intel_cards(root))
     if visible < 2:
         return

@@ -76,6 +76,13 @@ def test_a_mask_spares_the_mirror(tmp_path: Path) -> None:
     assert "host mirror" not in by_check(list(check_visible(tmp_path, {"ZE_AFFINITY_MASK": "1"})))
 
 
+def test_an_empty_mask_limits_nothing(tmp_path: Path) -> None:
+    add_card(tmp_path, 0)
+    add_card(tmp_path, 1)
+    findings = by_check(list(check_visible(tmp_path, {"ZE_AFFINITY_MASK": ""})))
+    assert "visible cards" not in findings and findings["host mirror"].status == "warning"
+
+
 def test_an_older_runtime_has_no_mirror(tmp_path: Path) -> None:
     add_card(tmp_path, 0)
     add_card(tmp_path, 1)
