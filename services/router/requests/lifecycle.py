@@ -279,7 +279,8 @@ class RequestLifecycle:
             return
         # A replay waits for any instance that may come, since failing it breaks a stream that the client is reading. A
         # new request waits only if an instance is expected; without one its client should get the 503 at once.
-        if no_capacity.reason == "never_fits" or not (num_replays or self._expects_instances()):
+        # `num_replays` does not distinguish them: it leaves out replays away from draining instances.
+        if no_capacity.reason == "never_fits" or not (self._attempts.has_started or self._expects_instances()):
             raise no_capacity_error(no_capacity)
         self._wait_for_instances(unfinished, num_replays, no_capacity)
 

@@ -72,7 +72,7 @@ class RequestAttempts:
         if isinstance(placement, NoCapacity):
             return placement
         # A replay is never queued or rejected: the request was admitted when its first attempt started.
-        if not self._num_started and not admit(placement):
+        if not self.has_started and not admit(placement):
             return None
         attempt = self._new_attempt(placement, sequences, position=num_generated, num_replays=num_replays)
         try:
@@ -88,6 +88,11 @@ class RequestAttempts:
                 raise BadRequestError(message, code="unsendable") from exc
             raise
         return None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the request has been placed before, so that its next attempt is a replay."""
+        return self._num_started > 0
 
     def with_sequence(self, index: int) -> list[Attempt]:
         """Return the running attempts that compute sequence `index`."""

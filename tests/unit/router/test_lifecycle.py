@@ -161,6 +161,28 @@ def test_a_broken_stream_waits_for_an_instance_that_comes_back(serve: Serve) -> 
     serve(scenario, instance_wait_s=5.0)
 
 
+def test_a_stream_that_left_a_draining_instance_waits_for_another_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(router: Router) -> None:
+        expected = await undisturbed(router, **BODY)
+        # The usual case, long after the start of the router.
+        monkeypatch.setattr(router.cluster, "expects_instances", lambda within_s: False)
+        decode = router.fakes["decode-0"]
+        decode.hold = 4
+        asked = Asked(router, **BODY)
+        await settle()
+        (job,) = decode.jobs.values()
+        decode.send(Failed(request_id=job.message.work.request_id, code="draining", message="the instance drains"))
+        router.fakes.forget("decode-0")
+        await settle()
+        assert not asked.is_done
+        router.fakes.add(restarted(decode.record))
+        assert await asked.texts() == expected
+
+    serve(scenario, instance_wait_s=5.0)
+
+
 def test_a_broken_stream_is_given_up_after_a_while(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         router.fakes["decode-0"].hold = 0
