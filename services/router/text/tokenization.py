@@ -78,7 +78,6 @@ class TextTokenizer:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.longest_token_chars = max((len(token) for token in tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "TextTokenizer":

@@ -13,7 +13,7 @@ from baton_serve.services.router.protocol.openai_requests import CompletionReque
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules, sampling_params, token_rules
 from baton_serve.services.router.text.served_model import ModelNames, ServedModel
-from tests.unit.router.tokenizers_for_tests import write_folder
+from tests.unit.router.tokenizers_for_tests import word_piece, write_folder
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 30}
 
@@ -64,9 +64,19 @@ def test_names_are_those_stated_or_else_those_advertised() -> None:
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: ServedModel) -> None:
     with pytest.raises(BadRequestError, match="100 tokens"):
-        asyncio.run(model.tokenize("x" * 10_000, add_special_tokens=True, max_tokens=100))
+        asyncio.run(model.tokenize("x" * 100_000, add_special_tokens=True, max_tokens=100))
     long = asyncio.run(model.tokenize("x" * 30_000, add_special_tokens=True, max_tokens=100_000))
     assert len(long) == 30_000
+
+
+def test_a_long_text_that_the_tokenizer_shortens_is_not_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, word_piece())
+    model = ServedModel.from_settings(RouterSettings(model=str(folder)))
+    blanks = " " * 100_000
+    ids = asyncio.run(model.tokenize(f"hello{blanks}a", add_special_tokens=True, max_tokens=10))
+    assert ids == model.tokenizer.encode("hello a", add_special_tokens=True)
+    with pytest.raises(BadRequestError, match="10 tokens"):
+        asyncio.run(model.tokenize(f"{blanks}{'a ' * 100_000}", add_special_tokens=True, max_tokens=10))
 
 
 def test_keys_come_from_flags_and_files(tmp_path: Path) -> None:
