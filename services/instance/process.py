@@ -238,8 +238,8 @@ class InstanceProcess:
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
         """Pass a router's message to the part of the process that handles it."""
         match message:
-            case Adopt() if self._drain_migration is not None and not self._serving.is_draining:
-                self._drain_migration.on_migrate_in(message)
+            case Adopt() if self._drain_migration is not None:
+                self._drain_migration.on_migrate_in(message, is_draining=self._serving.is_draining)
             case Heirs() if self._drain_migration is not None:
                 self._drain_migration.on_migration_tickets(message)
             case LoadAdapter() | UnloadAdapter() if self._adapter_changes is not None:
@@ -249,7 +249,7 @@ class InstanceProcess:
                 self._rpc.send(
                     router, AdapterChanged(request_id=message.request_id, refusal="invalid", message=refused)
                 )
-            # A draining instance does not take blocks of another one, and pooling engines have none.
+            # Pooling engines have no KV blocks to fetch or to hand to others.
             case Adopt() | Heirs():
                 return
             case _:

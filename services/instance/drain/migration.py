@@ -7,6 +7,8 @@ sides are implemented here. Time and bytes are limited, and a failure never dela
 import asyncio
 import logging
 
+import msgspec
+
 from baton_serve.contracts.identity import TicketId
 from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks
 from baton_serve.services.instance.engine_thread import EngineCalls
@@ -86,8 +88,14 @@ class DrainMigration:
         if self._migration_tickets is not None and not self._migration_tickets.done():
             self._migration_tickets.set_result(list(message.tickets))
 
-    def on_migrate_in(self, message: Adopt) -> None:
-        """Start to fetch the most used blocks of another instance, which is draining."""
+    def on_migrate_in(self, message: Adopt, *, is_draining: bool = False) -> None:
+        """Start to fetch the most used blocks of another instance, which is draining.
+
+        With `is_draining` this instance drains too: it fetches no blocks.
+        """
+        if is_draining:
+            # An empty fetch ends the wait of the source, which would otherwise last for its --drain-handover-s.
+            message = msgspec.structs.replace(message, names=[])
         migration = asyncio.get_running_loop().create_task(self._migrate_in(message), name="migrate in")
         self._migrations_in.add(migration)
         # asyncio keeps only weak references to tasks: the set keeps them alive.

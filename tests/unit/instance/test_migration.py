@@ -65,3 +65,15 @@ def test_an_heir_asks_even_if_it_lacks_nothing() -> None:
         await handover.close()
 
     run(test())
+
+
+def test_a_draining_instance_takes_no_blocks_and_does_not_let_the_source_wait() -> None:
+    async def test() -> None:
+        b, handover = handover_of()
+        handover.on_migrate_in(Adopt(ticket=ticket(), names=[name(1)]), is_draining=True)
+        await settle()
+        assert b.transfer.asked == [("fetch", [])]
+        b.transfer.fetched.set_result(Fetched(b""))
+        await handover.close()
+
+    run(test())
