@@ -151,6 +151,9 @@ class RouterSupervisor:
         while not self._is_stopping:
             started_at = loop.time()
             process = self._running[worker.index] = await self._spawn(worker)
+            if self._is_stopping:
+                # `stop` sent its signal before this process existed. It has no requests yet, so it need not finish any.
+                process.kill()
             is_ready = await self._until_ready(process, worker)
             if is_ready and not first.done():
                 first.set_result(None)
