@@ -32,17 +32,16 @@ class StopStrings:
     def push(self, text: str, *, is_active: bool = True) -> StopSearchResult:
         """Search the next piece of text.
 
-        With `is_active` false (fewer tokens than `min_tokens` so far) the piece cannot end the sequence.
+        With `is_active` false (at most `min_tokens` tokens so far) the piece cannot end the sequence. As in vLLM, a
+        stop string counts if it begins in such a piece and ends in a later, active one.
         """
         if not self._stops:
             return StopSearchResult(text)
-        # Text held back is sent now: a stop string that began before `min_tokens` does not count.
-        if not is_active:
-            sent, self._held = self._held + text, ""
-            return StopSearchResult(sent)
+        num_held = len(self._held)
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        # A stop string must end in the new piece: text that is held back may contain one that did not count.
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0]
+        if found and is_active:
             self._held = ""
             at, stop = min(found, key=lambda match: match[0])
             return StopSearchResult(text[: at + len(stop)] if self._include else text[:at], stop)

@@ -144,3 +144,14 @@ def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
     assert search.push("agle").text == "Eagle"
     assert search.push(" EN").text == " "
     assert search.finish() == "EN"
+
+
+def test_a_stop_string_counts_if_it_ends_after_min_tokens_as_in_vllm() -> None:
+    search = StopStrings(["END", "N"])
+    assert search.push("END E", is_active=False).text == "END "
+    assert search.push("N", is_active=False).text == ""
+    found = search.push("D.")
+    assert (found.text, found.matched) == ("", "END")
+    inside = StopStrings(["END", "N"], include=True)
+    assert inside.push("EN", is_active=False).text == ""
+    assert inside.push("x").text == "ENx", "the N came within min_tokens"
