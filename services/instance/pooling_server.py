@@ -28,6 +28,7 @@ from baton_serve.contracts.messages import (
     SnapshotRequest,
     ToInstance,
 )
+from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.engine.core.outputs import PooledOutput
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.common.zmq.rpc import RouterId
@@ -41,6 +42,12 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 """Maximum size of the vectors in one frame to a router, in bytes; a single larger vector gets a frame of its own."""
+
+MAX_RESULT_BYTES = MAX_FRAME_BYTES - 64 * 1024
+"""Maximum size of one result in bytes, with room for the other fields of its frame.
+
+A router closes the connection when a longer frame arrives, and then all of its requests here would fail.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +121,11 @@ class PoolingServer(DrainableServer):
         for output in step.result.pooled:
             # None if the request was cancelled while the step that computed it was running.
             request = self._requests.get(output.request_id)
-            if request is not None:
+            if request is None:
+                continue
+            if len(output.data) > MAX_RESULT_BYTES:
+                self._end(request, _too_large(request, output))
+            else:
                 answers.setdefault(request.router, []).append(_pooled(request, output))
                 request.num_left -= 1
                 if not request.num_left:
@@ -219,6 +230,14 @@ def frames(pooled: Sequence[Pooled]) -> list[Sequence[Pooled]]:
         groups[-1].append(answer)
         size += len(answer.data)
     return list(groups)
+
+
+def _too_large(request: _Request, output: PooledOutput) -> Failed:
+    message = (
+        f"the result of input {output.index} has {len(output.data)} bytes, but an instance sends at most "
+        f"{MAX_RESULT_BYTES}: send a shorter input, or ask for one vector instead of one for each token"
+    )
+    return Failed(request_id=request.request_id, code="too_long", message=message)
 
 
 def _pooled(request: _Request, output: PooledOutput) -> Pooled:

@@ -5,6 +5,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
+
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import (
     Batch,
@@ -21,6 +23,7 @@ from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.instance import pooling_server
 from baton_serve.services.instance.engine_thread import TimedStepResult
 from baton_serve.services.instance.pooling_server import MAX_BATCH_BYTES, PoolingServer, frames
 from baton_serve.services.instance.ports import PoolingPort
@@ -203,6 +206,24 @@ def test_text_is_not_written_here_and_probes_are_answered() -> None:
         assert isinstance(failed, Failed) and failed.code == "invalid"
         assert report.load.prefill_tokens_per_s == STATS.prefill_tokens_per_s
         assert snapshot.device == []
+
+    run(test())
+
+
+def test_a_result_that_fits_into_no_frame_fails_its_request_and_leaves_the_connection_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pooling_server, "MAX_RESULT_BYTES", 8)
+
+    async def test() -> None:
+        bench = Bench()
+        large, small = bench.ask("large"), bench.ask("small", 1)
+        matrix = PooledOutput(large, 0, [2, 2], bytes(16))
+        bench.turn(matrix, vector(small, 0), vector(large, 1))
+        failed, answer = bench.router.answers()
+        assert (failed.request_id, failed.code) == ("large", "too_long") and "16 bytes" in failed.message
+        assert (answer.request_id, answer.index) == ("small", 0)
+        assert ("cancel", large) in bench.engine.asked and bench.serving.num_requests == 0
 
     run(test())
 
