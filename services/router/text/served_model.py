@@ -289,8 +289,8 @@ class ModelNames:
 
 def _too_long(max_tokens: int, num_chars: int) -> BadRequestError:
     return BadRequestError(
-        f"this model's context is {max_tokens} tokens, but a prompt of {num_chars} characters has more tokens: "
-        "shorten it",
+        f"this model's context is {max_tokens} tokens, but a prompt of {num_chars} characters has more than "
+        f"{max_tokens} tokens: shorten it",
         code="context_length_exceeded",
     )
 
