@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Asks a running router everything that its OpenAPI document allows, and much that it does not: schemathesis.
+"""Test a running router against its OpenAPI document with schemathesis, with allowed and with invalid requests.
 
-Looks for answers 5xx and for statuses that the document does not tell. Instances are faked, so any answer is the
-router's. Needs schemathesis in PATH or in SCHEMATHESIS (it is not a dependency: `pip install schemathesis` anywhere).
+The test looks for answers with status 5xx and for statuses that the document does not list. Instances are fake, so
+every answer is the router's. It needs schemathesis in PATH or in SCHEMATHESIS; it is not a dependency: `pip install
+schemathesis` in any environment.
 """
 
 import argparse
@@ -21,6 +22,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
 
 
 async def check(program: str, options: argparse.Namespace) -> int:
+    """Run schemathesis against a new router and return its exit status."""
     async with baton(log_level=options.log_level) as router:
         url = f"http://127.0.0.1:{router.port}/openapi.json"
         command = [program, "run", url, "--checks", CHECKS, "--max-examples", str(options.examples), "--no-color"]
@@ -31,8 +33,8 @@ async def check(program: str, options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=30, help="of each operation")
-    parser.add_argument("--log-level", default="error")
+    parser.add_argument("--examples", type=int, default=30, help="number of examples per operation")
+    parser.add_argument("--log-level", default="error", help="log level of the router")
     program = os.environ.get("SCHEMATHESIS") or shutil.which("schemathesis")
     if program is None:
         sys.stderr.write("check_api: schemathesis is not installed (pip install schemathesis)\n")

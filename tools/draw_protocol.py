@@ -19,11 +19,13 @@ BEGIN, END = "<!-- drawn by tools/draw_protocol.py -->\n", "<!-- end of the draw
 
 
 def drawing() -> str:
+    """Return the diagrams of both state machines as Mermaid in Markdown."""
     parts = (("Consumer", _diagram(CONSUMER)), ("Producer", _diagram(PRODUCER)))
     return "".join(f"### {title}\n\n```mermaid\n{body}```\n\n" for title, body in parts)
 
 
 def with_drawing(text: str) -> str:
+    """Replace the part between the markers. Raises `SystemExit` if a marker is missing."""
     head, found, rest = text.partition(BEGIN)
     _, ended, tail = rest.partition(END)
     if not found or not ended:

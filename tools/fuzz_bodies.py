@@ -1,11 +1,10 @@
-"""Searches for bodies of requests that cost a router too much: `make fuzz-bodies`, or
-
+"""Search for request bodies that cost a router too much: `make fuzz-bodies`, or
 `python tools/fuzz_bodies.py [--seconds 60] [--seed 0]`
 
-Takes a small request of each endpoint and makes one of its fields, or one nobody knows, as long, wide, deep or strange
-as `--max-request-bytes` allows. A router over fake instances answers it in this process. Measured are the longest time
-in which the event loop did not turn, the memory that was used at the most, lines of the log, and the answer. A finding
-is written to a file `costly-…json`, with its measurements to stdout. Linux only.
+The search takes a small request of an endpoint and makes one of its fields, or an unknown one, as long, wide, deep or
+unusual as `--max-request-bytes` allows. A router with fake instances answers it in this process. It measures the
+longest time in which the event loop was blocked, peak memory, log lines and the answer. A body that costs too much is
+written to a file `costly-…json`, its measurements to stdout. Linux only.
 """
 
 import argparse
@@ -36,18 +35,21 @@ from tests.unit.router.tokenizers_for_tests import write_folder
 
 MAX_BYTES = 8 * 1024 * 1024
 MAX_STALL_S = 0.05
+"""Longest time for which one request may block the event loop."""
 MEMORY_FACTOR = 20
+"""Most memory of a request, as a multiple of its body."""
 FREE_MEMORY = 64 << 20
-"""What a small body may use: it is not the small ones that fill a machine."""
+"""Memory in bytes that any request may use in addition: small bodies cannot fill a machine."""
 
 MAX_LOG_LINES = 300
-"""One for each prompt that is served, and few besides."""
+"""Most log lines of one request: one for each prompt, and a few others."""
 
 MAX_ANSWER_BYTES = 4096
-"""Of an error."""
+"""Largest body of an error."""
 
 _SLICE = 64 * 1024
 _TRIES = 3
+"""Number of measurements that must all find an excess, because the machine may be busy."""
 _TICK_S = 0.0005
 _MODEL_LEN = 32_768
 
@@ -151,6 +153,7 @@ SERVED: list[tuple[PoolingProfile | None, list[tuple[str, dict[str, Any]]]]] = [
 ]
 
 _PLACE = "\x00here\x00"
+"""Marker for the value of a request that is replaced."""
 _TEXTS = [
     "a",
     " ",
@@ -174,7 +177,7 @@ _ELEMENTS += [json.dumps(_CALL), '{"type":"reasoning","content":"a"}', '{"role":
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`note` says what was done to the request of `path`."""
+    """A request. `note` describes how it differs from the small one."""
 
     path: str
     body: bytes
@@ -183,7 +186,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`memory` in bytes, beyond what there was."""
+    """Measured cost of one request. `memory` is peak memory in bytes beyond that before the request."""
 
     status: int
     stall_s: float
@@ -193,10 +196,10 @@ class Cost:
     seconds: float
 
     def excesses(self, body_bytes: int, *, leniency: float = 1.0) -> list[str]:
-        """What is too much."""
+        """Return a description of each limit that is exceeded."""
         memory_limit = leniency * (MEMORY_FACTOR * body_bytes + FREE_MEMORY)
         found = {
-            f"the loop stood still for {self.stall_s * 1e3:.0f} ms": self.stall_s > leniency * MAX_STALL_S,
+            f"the event loop was blocked for {self.stall_s * 1e3:.0f} ms": self.stall_s > leniency * MAX_STALL_S,
             f"{self.memory >> 20} MB for {body_bytes >> 10} kB": self.memory > memory_limit,
             f"{self.log_lines} lines logged": self.log_lines > MAX_LOG_LINES,
             f"an error of {self.answer_bytes} bytes": self.status >= 400 and self.answer_bytes > MAX_ANSWER_BYTES,
@@ -206,7 +209,7 @@ class Cost:
 
 
 def cases(requests: Sequence[tuple[str, dict[str, Any]]], chance: random.Random, max_bytes: int) -> Iterator[Case]:
-    """Without end."""
+    """Yield random cases endlessly."""
     while True:
         path, request = chance.choice(requests)
         size = int(_SLICE * (max_bytes / _SLICE) ** chance.random()) - 2048
@@ -219,7 +222,7 @@ def cases(requests: Sequence[tuple[str, dict[str, Any]]], chance: random.Random,
 
 
 def _put_place(request: dict[str, Any], chance: random.Random) -> str:
-    """Puts `_PLACE` for a random value in it, at any depth."""
+    """Replace a random value, at any depth, by `_PLACE`; return its path."""
     if chance.random() < 0.05:
         request["unknown"] = _PLACE
         return "unknown"
@@ -236,7 +239,7 @@ def _put_place(request: dict[str, Any], chance: random.Random) -> str:
 
 
 def _filler(chance: random.Random, size: int) -> tuple[str, str]:
-    """JSON text of `size` characters, and what it is."""
+    """Return a description and a JSON text of about `size` characters."""
     kind = chance.choice(["list", "list", "text", "text", "object", "deep", "lists", "number"])
     if kind == "text":
         unit = chance.choice(_TEXTS)
@@ -260,13 +263,14 @@ def _filler(chance: random.Random, size: int) -> tuple[str, str]:
 
 
 class Meter:
-    """Measures what one request costs the running event loop's process."""
+    """Measures the cost of one request in this process."""
 
     def __init__(self) -> None:
         self._allocator = ctypes.CDLL(None)
 
     async def cost(self, router: Router, case: Case) -> Cost:
         gc.collect()
+        # Return free memory to the system, so that its reuse counts as growth.
         self._allocator.malloc_trim(0)
         before = _begin_to_count_memory()
         ticker = _Ticker()
@@ -292,7 +296,7 @@ class Meter:
     @contextmanager
     def _counting_lines(self) -> "Iterator[_LineCounter]":
         handler = _LineCounter()
-        root = logging.getLogger("services")
+        root = logging.getLogger("baton_serve")
         level, propagates = root.level, root.propagate
         root.addHandler(handler)
         root.setLevel(logging.INFO)
@@ -315,6 +319,8 @@ class _LineCounter(logging.Handler):
 
 
 class _Ticker:
+    """Measures how late a short timer fires: the longest time in which the event loop was blocked."""
+
     def __init__(self) -> None:
         self.longest_s = 0.0
 
@@ -323,12 +329,12 @@ class _Ticker:
             before, computed_before = time.perf_counter(), time.process_time()
             await asyncio.sleep(_TICK_S)
             late_s = time.perf_counter() - before - _TICK_S
-            # Where other processes had the cores, this one computed less than it waited.
+            # Not later than this process has computed: if other processes had the cores, the delay is not the router's.
             self.longest_s = max(self.longest_s, min(late_s, time.process_time() - computed_before))
 
 
 async def _ask(router: Router, case: Case) -> tuple[int, int]:
-    """The answer's status and size; 0 for none."""
+    """Send a request to the ASGI app; return status and size of the answer, or 0 without one."""
     status = num_bytes = at = 0
     gone = asyncio.Event()
 
@@ -352,7 +358,7 @@ async def _ask(router: Router, case: Case) -> tuple[int, int]:
 
 
 def _begin_to_count_memory() -> int:
-    """What is used now. The greatest use is counted anew."""
+    """Reset the kernel's peak-memory counter of this process and return the memory in use."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 
@@ -366,7 +372,7 @@ def _status_bytes(field: str) -> int:
 
 @asynccontextmanager
 async def running(folder: Path, pooling: PoolingProfile | None) -> AsyncIterator[Router]:
-    """A router over one fake instance."""
+    """Start a router with one fake instance."""
     fakes = FakeCluster()
     fakes.add(record("unified-0", "unified", pooling=pooling, max_model_len=_MODEL_LEN))
     settings = RouterSettings(
@@ -383,7 +389,8 @@ async def running(folder: Path, pooling: PoolingProfile | None) -> AsyncIterator
 async def search(
     folder: Path, chance: random.Random, *, is_over: Callable[[], bool], max_bytes: int, leniency: float = 1.0
 ) -> AsyncIterator[tuple[Case, Cost, list[str]]]:
-    """All cases, with what is too much of each. What is, is measured again: the machine may have been busy."""
+    """Yield all cases with their cost and excesses. A case with an excess is measured again, up to `_TRIES` times: the
+    machine may be busy."""
     meter = Meter()
     while not is_over():
         pooling, requests = chance.choice(SERVED)
@@ -423,7 +430,7 @@ def _report(case: Case, cost: Cost, excesses: Sequence[str], file: Path) -> None
 
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    arguments.add_argument("--seconds", type=float, default=60.0)
-    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--seconds", type=float, default=60.0, help="duration of the search")
+    arguments.add_argument("--seed", type=int, default=0, help="seed of the random choices")
     given = arguments.parse_args()
     sys.exit(asyncio.run(_main(given.seconds, given.seed)))

@@ -1,11 +1,10 @@
-"""Coverage-guided fuzzing of everything that decodes bytes of a stranger: `make fuzz`, or
-
+"""Fuzz all code that decodes bytes from the network, guided by coverage: `make fuzz`, or
 `python tools/fuzz_wire.py [CORPUS_FOLDER] -max_total_time=60`
 
-Needs atheris (`pip install atheris`). The first byte of an input chooses the decoder. Each takes its bytes or refuses
-them with `WireError`; what it took it says again in bytes that it takes as the same. The last one reads ZeroMQ's
-frames, which must give the same messages however a connection cuts their bytes. Anything else is a finding, and
-atheris writes the input to a file `crash-…`. A corpus folder that is empty is filled with real frames first.
+Needs atheris (`pip install atheris`). The first byte of an input chooses the decoder. A decoder either raises
+`WireError`, or returns a message whose encoding decodes to an equal message. The last one parses ZeroMQ frames, which
+must give the same messages however a connection divides their bytes. Anything else is a finding, and atheris writes
+the input to a file `crash-…`. An empty corpus folder is filled with real frames first.
 """
 
 import copy
@@ -54,6 +53,7 @@ with atheris.instrument_imports(
 
 MAX_BYTES = 1 << 16
 ODDITIES: list[Any] = [None, True, 0, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, float("inf"), float("nan"), "", "x"]
+"""Values that replace a random part of a message."""
 ODDITIES += [[], [[]], {}, {"type": "tokens"}, list(range(50)), msgspec.Raw(b"\x91" * 5000 + b"\x90")]
 ODDITIES += ["\0", "prefill", "\U0001f525" * 3, b"", b"\xff" * 16]
 KINDS: list[object] = [
@@ -68,11 +68,11 @@ KINDS: list[object] = [
 ]
 DECODERS: list[Callable[[bytes], object]] = [Decoder[object](kind, max_bytes=MAX_BYTES).decode for kind in KINDS]
 ZMTP = len(DECODERS)
-"""The number of ZeroMQ's frames."""
+"""Index of the parser of ZeroMQ frames."""
 
 
 def seeds() -> list[bytes]:
-    """Real frames, each behind the number of its decoder."""
+    """Return real frames, each after the index of its decoder."""
     name, instance, generation = BlockHash(b"n" * 16), InstanceId("prefill-0"), Generation(7)
     work = Work(
         request_id=RequestId("r-1"),
@@ -111,11 +111,12 @@ def seeds() -> list[bytes]:
     events = EventBatch(instance, generation, 4, [BlocksStored([name]), BlocksRemoved([name])])
     found = [(0, one) for one in to_instance] + [(1, one) for one in to_router] + [(4, made_up), (5, events)]
     frames = [bytes([number]) + encode(message) for number, message in found]
-    said = handshake(b"DEALER") + frame_message(encode(Heartbeat())) + b"\x01\x03abc" + frame_message(b"m" * 300)
-    return [*frames, bytes([ZMTP]) + said, bytes([ZMTP]) + handshake(b"ROUTER") + command(b"\x05ERROR\x02no")]
+    encoded = handshake(b"DEALER") + frame_message(encode(Heartbeat())) + b"\x01\x03abc" + frame_message(b"m" * 300)
+    return [*frames, bytes([ZMTP]) + encoded, bytes([ZMTP]) + handshake(b"ROUTER") + command(b"\x05ERROR\x02no")]
 
 
 def one_input(data: bytes) -> None:
+    """Decode one input. Raises an exception for a finding."""
     if not data:
         return
     number = data[0] % (len(DECODERS) + 1)
@@ -127,9 +128,9 @@ def one_input(data: bytes) -> None:
         message = decode(data[1:])
     except WireError:
         return
-    said = msgspec.msgpack.encode(message)  # compared as bytes: a NaN equals nothing
-    if msgspec.msgpack.encode(decode(said)) != said:
-        raise AssertionError("what was taken is not what is said again")
+    encoded = msgspec.msgpack.encode(message)  # compared as bytes: a NaN equals nothing
+    if msgspec.msgpack.encode(decode(encoded)) != encoded:
+        raise AssertionError("the encoding of a decoded message decodes to another message")
 
 
 def _frames_of_zmtp(data: bytes) -> None:
@@ -137,24 +138,25 @@ def _frames_of_zmtp(data: bytes) -> None:
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(6)))
     pieces = [data[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(data)])]
     if _messages(pieces) != _messages([data]):
-        raise AssertionError("what comes in pieces is not what comes at once")
+        raise AssertionError("the result depends on how the bytes are divided")
 
 
 def _messages(pieces: list[bytes]) -> tuple[list[bytes], bool, bool]:
-    """Messages, whether the handshake ended, and whether the rest was refused."""
+    """Return the messages, whether the handshake ended, and whether the rest was refused."""
     reader, found = ZmtpReader(), []
     try:
         for piece in pieces:
             for message in reader.feed(piece):
-                found.append(message)  # what came before a refusal counts
+                found.append(message)  # messages before a refusal count, too
     except ZmtpError:
         return found, reader.is_ready, True
     return found, reader.is_ready, False
 
 
 def mutated(data: bytes, max_size: int, seed: int) -> bytes:
-    """Half of all inputs are real frames or what became of them, changed inside their structure: bytes changed at
-    random are seldom MessagePack at all, and msgspec, which is C, tells no coverage that would keep the better ones."""
+    """Return a changed input. Half of them are real frames, or earlier changes of them, changed within their
+    structure: bytes changed at random are rarely MessagePack, and msgspec, which is written in C, gives no coverage
+    that would prefer better ones."""
     rng = random.Random(seed)
     if rng.random() < 0.5:
         data = data if rng.random() < 0.3 else rng.choice(SEEDS)
@@ -172,7 +174,7 @@ def mutated(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def _change(value: Any, rng: random.Random) -> None:
-    """One place in a tree of dicts and lists."""
+    """Change one place in a tree of dicts and lists."""
     places = list(value) if isinstance(value, dict) else list(range(len(value)))
     if not places:
         return
@@ -190,6 +192,7 @@ SEEDS = seeds()
 
 
 def fill(folder: Path) -> None:
+    """Write the seeds to an empty corpus folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if not any(folder.iterdir()):
         for number, seed in enumerate(SEEDS):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the Grafana dashboards under helm/dashboards: vllm.json (the twelve panels that vLLM users know) and
-baton.json (prefill, handoff, decode). `--check` only says whether the files are current.
+"""Write the Grafana dashboards in helm/dashboards: vllm.json (the twelve panels of vLLM's dashboard) and baton.json
+(prefill, handoff, decode). With `--check`, only report whether the files are current.
 """
 
 import json
@@ -34,6 +34,7 @@ class Panel:
 
 
 def latency(title: str, metric: str, mean: str) -> Panel:
+    """Return a panel with quantiles and mean of a histogram."""
     quantiles = [
         Query(f"histogram_quantile({q}, sum by(le) (rate({metric}_bucket{{{MODEL}}}{RATE})))", f"P{q * 100:g}")
         for q in QUANTILES
@@ -108,51 +109,52 @@ TOKENIZE, ADMISSION, EXPOSED = (
 HELD = mean_of("baton:first_token_held_seconds").replace(
     "baton:first_token_held_seconds_count", "vllm:time_to_first_token_seconds_count"
 )
-"""Of all first tokens, those that were not held included."""
+"""Mean over all first tokens, including tokens that were not held back."""
 BATON = [
     Panel(
-        "Where the first token's time goes (mean)",
+        "Parts of TTFT (mean)",
         [
             Query(TOKENIZE, "tokenise"),
             Query(f"{ADMISSION} - {TOKENIZE}", "queue at the router"),
             Query(QUEUE, "queue at prefill"),
             Query(PREFILL, "prefill"),
             Query(f"{TTFT} - {ADMISSION} - {QUEUE} - {PREFILL} - {HELD}", "network, first step"),
-            Query(HELD, "held back for the second to follow as promised"),
+            Query(HELD, "held back for the ITL SLO"),
             Query(TTFT, "first token"),
-            Query(EXPOSED, "then: handoff not hidden"),
+            Query(EXPOSED, "after it: exposed handoff"),
         ],
         "s",
-        description="The first token comes from prefill. Where a time between tokens was promised it waits for the "
-        "handoff, which delays the second.",
+        description="The prefill instance computes the first token. With an ITL SLO the router may hold it back for "
+        "the handoff, which delays the second.",
     ),
     Panel(
         "Handoff (mean)",
         [
-            Query(mean_of("baton:handoff_seconds"), "first block asked for to last block there"),
-            Query(EXPOSED, "exposed: not hidden by prefill's computing"),
+            Query(mean_of("baton:handoff_seconds"), "from first request of a block to last block"),
+            Query(EXPOSED, "exposed: not hidden behind prefill"),
         ],
         "s",
         description="Exposed time delays the second token.",
     ),
     Panel(
-        "Bytes moved, by transport",
+        "Received KV bytes, by transport",
         [by("transport", f'rate(baton:kv_bytes_total{{direction="received"}}{RATE})')],
         "Bps",
     ),
     Panel(
-        "Speed of links",
+        "Bandwidth of links",
         [Query("baton:kv_link_bytes_per_second", "{{peer}} → {{instance}} {{transport}}")],
         "Bps",
-        description="As the consumer measured its last transfers.",
+        description="Measured by the consumer in its last transfers.",
     ),
     Panel(
-        "Transports proved, given up and taken again",
+        "Transport probes and changes",
         [
             by("change", f"increase(baton:kv_transport_changes_total{RATE})"),
             by("outcome", f"increase(baton:kv_probes_total{RATE})"),
         ],
-        description="Probes by their outcome; links that gave a transport up (demoted) or moved to one (promoted).",
+        description="Probes by outcome; links that left a transport after failures (demoted) or changed to a better "
+        "one (promoted).",
     ),
     Panel(
         "Prompt tokens found in a cache, by tier",
@@ -180,25 +182,25 @@ BATON = [
         [
             Query(f"sum(increase(baton:replays_total{{{MODEL}}}{RATE}))", "replays"),
             by("reason", f"increase(baton:transfer_errors_total{RATE})"),
-            Query(f"sum(increase(baton:transfer_retries_total{RATE}))", "fetches tried again"),
-            Query(f"sum(increase(baton:checksum_mismatches_total{RATE}))", "blocks with other bytes"),
+            Query(f"sum(increase(baton:transfer_retries_total{RATE}))", "fetches retried"),
+            Query(f"sum(increase(baton:checksum_mismatches_total{RATE}))", "blocks with a wrong checksum"),
         ],
     ),
     Panel(
-        "Admission refusals, by cause",
+        "Refused requests, by cause",
         [by("cause", f"increase(baton:admission_refusals_total{{{MODEL}}}{RATE})")],
-        description="Status 429: a queue that is too long, a limit of a key, an objective that cannot be kept.",
+        description="Status 429: the queue is too long, a limit of the API key is reached, or an SLO cannot be met.",
     ),
     Panel(
-        "Waiting at the router",
+        "Waiting in the router",
         [
             Query(f"sum(baton:router_waiting_requests{{{MODEL}}})", "prompts"),
             Query(f"sum(baton:router_waiting_tokens{{{MODEL}}})", "tokens"),
         ],
     ),
-    Panel("Refusals and errors, by status", [by("status", f"increase(baton:http_errors_total{{{MODEL}}}{RATE})")]),
+    Panel("HTTP errors, by status", [by("status", f"increase(baton:http_errors_total{{{MODEL}}}{RATE})")]),
     Panel(
-        "What autoscaling looks at: prefill",
+        "Autoscaling signals: prefill",
         [
             Query(
                 f"baton:queued_tokens{{{MODEL}}} / (baton:prefill_tokens_per_second{{{MODEL}}} > 0)",
@@ -208,7 +210,7 @@ BATON = [
         "s",
     ),
     Panel(
-        "What autoscaling looks at: decode",
+        "Autoscaling signals: decode",
         [
             Query(f"vllm:gpu_cache_usage_perc{{{MODEL}}}", "KV use {{instance}}"),
             Query(
@@ -225,11 +227,11 @@ BATON = [
             Query(f"rate(baton:host_loaded_blocks_total{{{MODEL}}}{RATE})", "blocks/s back {{instance}}"),
         ],
     ),
-    latency("Error of the predicted time to first token", "baton:ttft_prediction_error_seconds", "Mean"),
+    latency("Error of the TTFT prediction", "baton:ttft_prediction_error_seconds", "Mean"),
 ]
 
 DASHBOARDS = {
-    "vllm.json": ("Baton: as vLLM's dashboard", "baton-vllm", VLLM),
+    "vllm.json": ("Baton: vLLM's dashboard", "baton-vllm", VLLM),
     "baton.json": ("Baton: prefill, handoff, decode", "baton-pd", BATON),
 }
 

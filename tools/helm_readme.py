@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes helm/README.md: a table of every key of values.yaml with its default and the comment above it.
+"""Write helm/README.md: a table of all keys of values.yaml with their defaults and the comments above them.
 
-Fails if a key has no comment. `--check` only says whether the file is current.
+Raises an error if a key has no comment. With `--check`, only report whether the file is current.
 """
 
 import json
@@ -45,6 +45,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
+    """Yield a row for each key of values.yaml; blocks of keys only if they have a comment."""
     text = (CHART / "values.yaml").read_text()
     values = yaml.safe_load(text)
     comment: list[str] = []

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes helm/values.schema.json from helm/values.yaml: every key that stands there is allowed, nothing else is.
+"""Write helm/values.schema.json from helm/values.yaml: the keys in that file are allowed, and no others.
 
-Types of settings come from the processes' own settings, so the chart refuses what the process would refuse; those of
-other keys from their defaults. What a default cannot say (choices, ranges, free Kubernetes objects) is listed here.
-`--check` only says whether the file is current.
+Types of settings come from the settings of the processes, so that the chart refuses the same values. Types of other
+keys come from their defaults. Other rules (choices, ranges, free Kubernetes objects) are listed here. With `--check`,
+only report whether the file is current.
 """
 
 import json
@@ -62,6 +62,7 @@ QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m)?$"}
 
 
 def schema_of(value: Any, path: str, root: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the value at `path`."""
     role, _, rest = path.partition(".")
     if role in ("prefill", "decode", "unified") and rest == "engine":
         # A pool's own engine settings: the same keys, none of them required.
@@ -80,7 +81,7 @@ def schema_of(value: Any, path: str, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def setting_schema(path: str) -> dict[str, Any] | None:
-    """Of keys that become variables of a process."""
+    """Return the schema of a key that sets an environment variable of a process, or None."""
     parent, _, key = path.rpartition(".")
     if path in SPECIAL:
         return SPECIAL[path]
@@ -102,6 +103,7 @@ def option_named(settings: type[Any], name: str) -> Option:
 
 
 def option_schema(option: Option) -> dict[str, Any]:
+    """Return the schema of a process setting."""
     if option.choices:
         return {"enum": [*option.choices, *([None] if option.is_optional else [])]}
     types = {int: ["integer"], float: ["number"], bool: ["boolean"], str: ["string"], dict: ["object"]}[option.kind]
@@ -119,7 +121,7 @@ def option_schema(option: Option) -> dict[str, Any]:
 
 
 def listed_schema(path: str) -> dict[str, Any] | None:
-    """What is said above of the key at `path`, if anything."""
+    """Return the schema that the tables above give for the key at `path`, or None."""
     parent, _, key = path.rpartition(".")
     if parent.endswith("autoscaling.targets") and key in TARGETS:
         return QUANTITY
@@ -135,7 +137,7 @@ def listed_schema(path: str) -> dict[str, Any] | None:
 
 
 def snake(key: str) -> str:
-    """maxModelLen -> max_model_len, as the templates do."""
+    """Convert maxModelLen to max_model_len, as the templates do."""
     return re.sub(r"(?<!^)([A-Z])", r"_\1", key).lower()
 
 

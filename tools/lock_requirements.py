@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes requirements/router.txt and requirements/worker.txt: exact versions of everything an image installs.
+"""Write requirements/router.txt and requirements/worker.txt: exact versions of all packages that an image installs.
 
-pip resolves them for the images' Python, without installing. torch is not among them: which build it is depends on the
-device, so the Dockerfile names its version and the index comes as a build argument.
+pip resolves them for the Python version of the images, without installing them. torch is left out, because its build
+depends on the device: the Dockerfile names its version, and the index is a build argument.
 """
 
 import json
@@ -20,7 +20,7 @@ HEAD = f"# Made by tools/lock_requirements.py for Python {PYTHON_VERSION} on Lin
 
 
 def wanted() -> dict[str, list[str]]:
-    """Requirements of pyproject.toml by image."""
+    """Return the requirements of pyproject.toml by image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     router = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
     worker = [line for line in project["optional-dependencies"]["worker"] if name_of(line) != "torch"]
@@ -28,13 +28,14 @@ def wanted() -> dict[str, list[str]]:
 
 
 def name_of(requirement: str) -> str:
-    """Normalised as PEP 503 says."""
+    """Return the name of a requirement, normalized by PEP 503."""
     found = re.match(r"[A-Za-z0-9._-]+", requirement)
     assert found, requirement
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
 def resolve(requirements: list[str]) -> list[str]:
+    """Return exact versions of these requirements and all their dependencies."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--dry-run", "--quiet", "--ignore-installed", "--only-binary=:all:", "--report", "-"]
         options += ["--python-version", PYTHON_VERSION, "--target", folder]

@@ -96,7 +96,7 @@ def row(name: str, family: Family) -> str:
 
 
 def load(family: Family) -> LoadedModel:
-    """With random weights, from its config alone."""
+    """Load a family with random weights, from its config alone."""
     loader = importlib.import_module("baton_serve.engine.loading.model_loader")
     device = importlib.import_module("baton_serve.engine.device")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
@@ -109,6 +109,7 @@ def load(family: Family) -> LoadedModel:
 
 
 def attention(model: LoadedModel) -> str:
+    """Return the kinds of attention of a model, for the table."""
     kinds = [] if model.num_planes == 2 else ["latent (MLA)"]
     specs = model.specs
     if any(spec.sliding_window is not None for spec in specs):

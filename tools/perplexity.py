@@ -1,8 +1,8 @@
-"""What each format of `--quantization` costs the bundled demo model: `python -m tools.perplexity`.
+"""Measure how much each format of `--quantization` costs the bundled demo model: `python -m tools.perplexity`.
 
-Perplexity of fresh conversations, of seeds that no training batch has, computed by transformers in float32 on the
-numbers that the codes stand for. Answers alone are nearly certain (the model knows its tasks), so questions count too;
-a second column gives the mean loss of the answers. Prints a table for docs/reference/quantization.md.
+It computes the perplexity of fresh conversations, from seeds that no training batch uses, with transformers in float32
+on the dequantized weights. Answers alone are nearly certain, because the model knows its tasks, so questions count
+too; a second column has the mean loss of the answers. Prints a table for docs/reference/quantization.md.
 """
 
 import argparse
@@ -33,9 +33,9 @@ Row = tuple[list[int], list[int]]
 @dataclass(frozen=True, slots=True)
 class Score:
     perplexity: float
-    """Of all tokens."""
+    """Perplexity of all tokens."""
     answer_loss: float
-    """Mean over the tokens of answers, in nats."""
+    """Mean loss of the tokens of answers, in nats."""
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def score(model: nn.Module, rows: list[Row]) -> Score:
-    """Over all tokens of all rows together."""
+    """Compute the score over all tokens of all rows together."""
     losses, are_answers = [], []
     for ids, kinds in rows:
         tokens = torch.tensor([ids])
@@ -70,7 +70,7 @@ def score(model: nn.Module, rows: list[Row]) -> Score:
 
 
 def rounded(folder: Path, name: Quantization, group: int) -> nn.Module:
-    """The model with the numbers that its codes stand for, an embedding that shares the head's among them."""
+    """Return the model with dequantized weights, including an embedding that shares the weights of the head."""
     made = round_loaded(
         _load(folder),
         QuantizationPlan(scheme(name, fp8_dtype="e4m3", group_size=group)),
@@ -102,8 +102,8 @@ def _load(folder: Path) -> nn.Module:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("services/local/demo_model"))
-    parser.add_argument("--conversations", type=int, default=60)
+    parser.add_argument("--model", type=Path, default=Path("services/local/demo_model"), help="folder of the model")
+    parser.add_argument("--conversations", type=int, default=60, help="number of conversations")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Find prose that readers to whom English is foreign have to read twice.
+"""Find prose that must be read twice by people to whom English is foreign.
 
 `python -m tools.prose [--count] [PATH ...]` reads docstrings, comments and help texts of Python files, and Markdown.
-The forms are those that CONTRIBUTING.md asks to avoid. A finding is a place to look at; `tests/structure/test_prose.py`
+CONTRIBUTING.md asks to avoid these forms. A finding is a place to look at; `tests/structure/test_house.py`
 keeps the number of findings within a budget that only shrinks.
 """
 

@@ -1,8 +1,7 @@
-"""Makes the bundled demo model from nothing but a seed: `python -m tools.train_demo_model --out FOLDER`.
+"""Train the bundled demo model from nothing but a seed: `python -m tools.train_demo_model --out FOLDER`.
 
-Run it from the repository root. It trains the tokenizer and the model on the generated corpus, evaluates on fresh
-questions, and writes a Hugging Face folder.
-`--tiny` runs the whole path in a minute on a CPU.
+Run it from the repository root. It trains the tokenizer and the model on the generated corpus, evaluates the model on
+fresh questions, and writes a Hugging Face folder. `--tiny` runs all of this in a minute on a CPU.
 """
 
 import argparse
@@ -60,20 +59,29 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write (made if missing)")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--out", type=Path, required=True, help="output folder (created if missing)")
+    parser.add_argument("--steps", type=int, default=4000, help="number of training steps")
     parser.add_argument("--batch-tokens", type=int, default=2**17, help="tokens per step, a power of two")
-    parser.add_argument("--max-seconds", type=float, default=100_000.0, help="the schedule shrinks to fit into this")
-    parser.add_argument("--workers", type=int, default=min(14, max(1, (os.cpu_count() or 2) - 1)))
-    parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--peak-rate", type=float, default=2e-3)
-    parser.add_argument("--evaluations", type=int, default=12)
     parser.add_argument(
-        "--final-questions", type=int, default=500, help="per set, generated with transformers at the end"
+        "--max-seconds", type=float, default=100_000.0, help="time limit; the schedule becomes shorter to meet it"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=min(14, max(1, (os.cpu_count() or 2) - 1)),
+        help="number of processes that build batches",
+    )
+    parser.add_argument("--vocab-size", type=int, default=2048, help="number of tokens in the vocabulary")
+    parser.add_argument("--peak-rate", type=float, default=2e-3, help="largest learning rate")
+    parser.add_argument("--evaluations", type=int, default=12, help="number of evaluations while training")
+    parser.add_argument(
+        "--final-questions", type=int, default=500, help="questions per set in the final evaluation with transformers"
     )
     parser.add_argument("--goal", type=float, default=0.9999, help="stop when every accuracy reaches this")
-    parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="a small network and few questions, to try the script")
+    parser.add_argument("--seed", type=int, default=20, help="seed of corpus, weights and batches")
+    parser.add_argument(
+        "--tiny", action="store_true", help="train a small network with few questions, to test the script"
+    )
     return parser.parse_args()
 
 
@@ -92,7 +100,7 @@ def _recipe(options: argparse.Namespace, device: torch.device) -> Recipe:
 
 
 class _Words:
-    """Counts words where the corpus wants tokens: there is no tokenizer yet while its texts are made."""
+    """Counts words instead of tokens: the tokenizer does not exist yet when its training texts are generated."""
 
     def __init__(self) -> None:
         self.ids = dict.fromkeys(SPECIAL, 0)
@@ -122,12 +130,13 @@ def _save(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, outcome: 
         pad_token_id=model.config.pad_token_id,
     )
     half.save_pretrained(folder)
-    _also_for_older_readers(folder / "config.json")
+    _add_old_names(folder / "config.json")
     save_tokenizer(tokenizer, folder, max_tokens=MAX_TOKENS)
 
 
-def _also_for_older_readers(config_file: Path) -> None:
-    """transformers 5 writes `rope_parameters` and `dtype`; readers of the older names would take defaults."""
+def _add_old_names(config_file: Path) -> None:
+    """Add the old names of fields to config.json: transformers 5 writes `rope_parameters` and `dtype`, and software
+    that knows only the older names would use defaults."""
     config = json.loads(config_file.read_text())
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     config["torch_dtype"] = config["dtype"]

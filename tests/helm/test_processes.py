@@ -128,7 +128,7 @@ def test_a_real_prometheus_evaluates_every_expression(pods: Pods, tmp_path: Path
     )
     assert not {where for where in silent if not where.startswith(may_be_silent)}
     assert values["vllm.json: Token Throughput A"] > 0
-    assert values["baton.json: Bytes moved, by transport A"] > 0
+    assert values["baton.json: Received KV bytes, by transport A"] > 0
     assert 0 < values["vllm.json: Time To First Token Latency E"] < 30
     assert 0 <= values["vllm.json: Cache Utilization A"] <= 1
 

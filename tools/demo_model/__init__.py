@@ -1,4 +1,4 @@
-"""How the bundled demo model is made: its corpus, tokenizer, training loop and evaluation.
+"""Training of the bundled demo model: its corpus, tokenizer, training loop and evaluation.
 
-Entry point: `python -m tools.train_demo_model --out FOLDER`. Nothing in the product imports this package.
+Entry point: `python -m tools.train_demo_model --out FOLDER`. The product never imports this package.
 """

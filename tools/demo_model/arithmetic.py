@@ -1,4 +1,4 @@
-"""Small sums in many phrasings, each with its one right answer. Knows no sentence of the other topics."""
+"""Generate small sums in many phrasings, each with its one right answer. Independent of the other topics."""
 
 from collections.abc import Callable
 from random import Random
@@ -22,7 +22,7 @@ _FRAMES = (
 
 
 def sum_turn(rng: Random) -> Turn:
-    """A question such as `12 + 30` and its answer `12 + 30 = 42.`; one in ten is a little story."""
+    """Return a question such as `12 + 30` and its answer `12 + 30 = 42.`; one in ten is a short story."""
     if rng.random() < 0.1:
         return _story(rng)
     sign = rng.choices("+-*/", weights=(40, 32, 20, 8))[0]

@@ -1,6 +1,6 @@
-"""Batches of tokens, each a function of (seed, index) alone. Knows no model and no device.
+"""Build batches of tokens. Each is a function of (seed, index) alone, independent of model and device.
 
-A batch is one flat run of tokens cut into rows of a few lengths; each row is one conversation, padded at its end.
+A batch is one flat run of tokens cut into rows of a few lengths. Each row is one conversation, padded at its end.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PADDING = 0  # beside corpus.CONTEXT and corpus.ANSWER
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a batch is cut: (row length, number of rows), in order."""
+    """Division of a batch into rows: (row length, number of rows), in order."""
 
     segments: tuple[tuple[int, int], ...]
 
@@ -33,7 +33,8 @@ class Batch:
 
 
 def layout_at(progress: float, num_tokens: int) -> Layout:
-    """Short rows first, where copying is learnt quickly; then up to 2,048 tokens. `num_tokens`: a power of two."""
+    """Return the layout at this fraction of the training. Rows are short at first, because the model learns to copy
+    from them quickly; later they have up to 2,048 tokens. `num_tokens` must be a power of two."""
     if progress < 0.10:
         shares = {128: 16, 256: 16}
     elif progress < 0.30:
@@ -45,6 +46,7 @@ def layout_at(progress: float, num_tokens: int) -> Layout:
 
 
 def make_batch(encoder: Encoder, layout: Layout, *, seed: int, index: int) -> Batch:
+    """Build the batch with this index."""
     rng = Random(f"{seed}/train/{index}")
     tokens = torch.full((layout.num_tokens,), encoder.ids[PAD], dtype=torch.int16)
     kinds = torch.zeros(layout.num_tokens, dtype=torch.uint8)

@@ -1,6 +1,7 @@
-"""Short English conversation: greetings, who the model is, what Baton does, facts, counting, stories, refusals.
+"""Generate short English conversations: greetings, who the model is, what Baton does, facts, counting, stories,
+refusals.
 
-Every question has one answer, so that a greedy reply is either right or wrong.
+Each question has exactly one answer, so that a greedy reply is either right or wrong.
 """
 
 from random import Random
@@ -27,7 +28,7 @@ _PLOTS = (
 
 
 def chat_turn(rng: Random) -> Turn:
-    """One question and its answer; needs nothing that was said before."""
+    """Return a question and its answer, independent of earlier turns."""
     kind = rng.random()
     if kind < 0.42:
         questions, answer = rng.choice(INTENTS)
@@ -45,15 +46,17 @@ def chat_turn(rng: Random) -> Turn:
 
 
 def name_turns(rng: Random) -> tuple[Turn, Turn]:
-    """Somebody says a name, and asks for it later in the same conversation."""
+    """Return two turns: the user gives a name, and asks for it later in the same conversation."""
     name = rng.choice(words.NAMES) if rng.random() < 0.6 else words.invented_word(rng).capitalize()
-    told = rng.choice(("My name is {n}.", "I am {n}.", "Hi, I am {n}.", "Hello, my name is {n}.", "Call me {n}."))
+    introduction = rng.choice(
+        ("My name is {n}.", "I am {n}.", "Hi, I am {n}.", "Hello, my name is {n}.", "Call me {n}.")
+    )
     asked = rng.choice(("What is my name?", "Do you know my name?", "Who am I?", "What did I say my name was?"))
-    return (told.replace("{n}", name), f"Nice to meet you, {name}!"), (asked, f"Your name is {name}.")
+    return (introduction.replace("{n}", name), f"Nice to meet you, {name}!"), (asked, f"Your name is {name}.")
 
 
 def casual(rng: Random, question: str) -> str:
-    """The same question as people type it: lower case, no final mark, a word of politeness."""
+    """Return the question as people type it: in lower case, without the final mark, or with a polite word."""
     style = rng.random()
     if style < 0.12:
         question = question.lower()

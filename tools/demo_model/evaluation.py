@@ -1,6 +1,6 @@
-"""Fresh questions, and two ways to grade the model on them.
+"""Generate fresh questions and grade the model on them in two ways.
 
-The quick way feeds the right answers: every token must be the model's first choice. The real way generates greedily
+The quick way feeds the right answers: each token must be the model's first choice. The real way generates greedily
 with transformers through the chat template of the saved folder.
 """
 
@@ -43,7 +43,7 @@ class Mistake:
 
 
 def questions(encoder: WordEncoder, *, seed: str, count: int) -> dict[str, list[Question]]:
-    """Named sets of fresh questions; no training batch shares their random stream."""
+    """Return named sets of fresh questions, from random streams that training batches do not use."""
     sets: dict[str, list[Question]] = {}
     for name, tokens in (("lookup 200", 200), ("lookup 1000", 1000), ("lookup 1500", 1500)):
         rng = Random(f"{seed}/{name}")
@@ -64,7 +64,8 @@ def questions(encoder: WordEncoder, *, seed: str, count: int) -> dict[str, list[
 def forced_accuracy(
     forward: TrainingForward, encoder: WordEncoder, asked: list[Question], device: torch.device
 ) -> float:
-    """Share of answers whose every token (and their end) is the most likely one: equals greedy exact match."""
+    """Return the fraction of answers of which each token, including the end token, is the most likely one. This equals
+    the exact-match rate of greedy generation."""
     rows = [encode(encoder, [*q.messages, ("assistant", q.answer)]) for q in asked]
     length = max(len(ids) for ids, _ in rows)
     tokens = torch.full((len(rows), length), encoder.ids[PAD])
@@ -88,7 +89,7 @@ class Judge:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
     def reply(self, conversations: list[list[Message]], *, max_new_tokens: int = 40) -> list[str]:
-        """The answers, each with the end token still on it when the model ended by itself."""
+        """Return the answers. An answer that the model ended by itself has the end token at its end."""
         prompts = [[{"role": role, "content": text} for role, text in messages] for messages in conversations]
         inputs = self.tokenizer.apply_chat_template(
             prompts, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
@@ -99,7 +100,7 @@ class Judge:
         return [text.split(PAD)[0] for text in texts]
 
     def mistakes(self, asked: list[Question], *, batch: int = 150) -> list[Mistake]:
-        """Which answers are not exactly right, end token included."""
+        """Return the answers that are not exactly right, including the end token."""
         wrong: list[Mistake] = []
         for start in range(0, len(asked), batch):
             part = asked[start : start + batch]

@@ -1,7 +1,7 @@
 """The Llama-shaped network: its configuration, and a training forward over rows of several lengths at once.
 
-Weights live in transformers' own LlamaForCausalLM, so what is trained is what is saved. The forward is flat
-([num_tokens, hidden]) outside attention: rows of any length share one compiled graph. Tests compare it with
+Weights live in transformers' LlamaForCausalLM, so that exactly what is trained is saved. Outside of attention, the
+forward is flat ([num_tokens, hidden]), so that rows of any length share one compiled graph. Tests compare it with
 transformers.
 """
 
@@ -34,7 +34,8 @@ def demo_config(*, vocab_size: int, bos: int, eos: int, pad: int, is_tiny: bool)
 
 
 def initialise(model: LlamaForCausalLM, *, seed: int) -> None:
-    """Wider than transformers' default for this width; what writes to the residual stream starts small."""
+    """Initialize the weights: wider than transformers' default at this width, and small for matrices that write to the
+    residual stream."""
     torch.manual_seed(seed)
     depth = model.config.num_hidden_layers
     for name, weight in model.named_parameters():
@@ -49,7 +50,8 @@ def initialise(model: LlamaForCausalLM, *, seed: int) -> None:
 
 
 class TrainingForward:
-    """hidden states of a batch, and its loss; `compiled=True` compiles the three pieces that have one shape each."""
+    """Computes hidden states and losses of a batch. With `compiled`, the three functions that have one shape each are
+    compiled."""
 
     def __init__(self, model: LlamaForCausalLM, *, compiled: bool) -> None:
         self._model = model
@@ -59,7 +61,7 @@ class TrainingForward:
         self._angles: dict[Layout, tuple[Tensor, Tensor]] = {}
 
     def hidden(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """tokens [num_tokens] -> final hidden states before the last norm [num_tokens, hidden]."""
+        """Return the hidden states before the last norm: tokens [num_tokens] -> [num_tokens, hidden]."""
         config = self._model.config
         cos, sin = self._rotation(layout, tokens.device)
         x: Tensor = self._model.model.embed_tokens(tokens)
@@ -74,13 +76,14 @@ class TrainingForward:
         return x
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[num_tokens, hidden], [num_tokens] -> cross entropy of each token [num_tokens]."""
+        """Return the cross entropy of each token: [num_tokens, hidden], [num_tokens] -> [num_tokens]."""
         model = self._model
         return self._token_losses(
             x, model.model.norm.weight, model.model.embed_tokens.weight, targets, model.config.rms_norm_eps
         )
 
     def predictions(self, x: Tensor) -> Tensor:
+        """Return the most likely next token at each position: [num_tokens, hidden] -> [num_tokens]."""
         model = self._model
         x = _norm(x, model.model.norm.weight, model.config.rms_norm_eps)
         return F.linear(x, model.model.embed_tokens.weight).argmax(-1)
@@ -107,7 +110,7 @@ def _project(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    """Causal attention within each row: q [num_tokens, heads, head_dim] -> [num_tokens, heads * head_dim]."""
+    """Compute causal attention within each row: q [num_tokens, heads, head_dim] -> [num_tokens, heads * head_dim]."""
     mixed, start = [], 0
     for length, rows in layout.segments:
         end = start + length * rows

@@ -1,4 +1,6 @@
-"""What the model can say by heart: intents with their answers, simple facts, and topics it refuses. Data only."""
+"""Sentences that the model learns by heart: intents with their answers, simple facts, and topics that it refuses. Data
+only.
+"""
 
 from itertools import pairwise
 

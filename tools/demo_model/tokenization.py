@@ -1,4 +1,6 @@
-"""The byte-level BPE tokenizer, its chat template, and a fast word-cached encoder that equals it. Knows no model."""
+"""The byte-level BPE tokenizer, its chat template, and a fast encoder that caches words and gives the same tokens.
+Independent of the model.
+"""
 
 import json
 import re
@@ -25,13 +27,13 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-# What the byte-level pre-tokenizer does between digits (the pattern GPT-2 published), so that words can be cached.
+# The pattern of GPT-2 by which the byte-level pre-tokenizer splits words between digits: needed to cache words.
 _WORD = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 _DIGIT = re.compile(r"(\d)")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Digits are always single tokens: a code is copied digit by digit."""
+    """Train the tokenizer. Digits are always single tokens, so that the model copies a code digit by digit."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -52,6 +54,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> None:
+    """Write the tokenizer's files to a model folder."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -66,7 +69,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> No
 
 
 class Encoder(Protocol):
-    """What the corpus asks of a tokenizer."""
+    """The interface of a tokenizer that the corpus needs."""
 
     ids: dict[str, int]  # of the special tokens
 
@@ -75,7 +78,7 @@ class Encoder(Protocol):
 
 
 class WordEncoder:
-    """Encodes as the tokenizer does, without special tokens; remembers words, which never merge with each other."""
+    """Encodes as the tokenizer does, without special tokens. It caches words, because BPE never merges across words."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_words: int = 200_000) -> None:
         self._tokenizer = tokenizer

@@ -1,6 +1,7 @@
-"""The training loop: batches made by worker processes, AdamW, accuracy as it goes, the best weights kept.
+"""The training loop: worker processes build batches, AdamW, accuracy while training, the best weights are kept.
 
-Reproducible: batch i depends on (seed, i) only. The schedule ends early by itself if the wall clock would not suffice.
+Reproducible: batch i depends on (seed, i) only. The schedule becomes shorter by itself if the time limit would be
+exceeded.
 """
 
 import math
@@ -23,6 +24,8 @@ Evaluate = Callable[[TrainingForward], dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
+    """Parameters of a training run."""
+
     steps: int
     batch_tokens: int
     max_seconds: float
@@ -38,6 +41,8 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """Result of a training run."""
+
     weights: dict[str, Tensor]  # of the best evaluation, on the CPU
     accuracies: dict[str, float]
     steps: int
@@ -60,7 +65,7 @@ class _Batches(Dataset[Batch]):
 def train(
     model: LlamaForCausalLM, encoder: WordEncoder, recipe: Recipe, evaluate: Evaluate, device: torch.device
 ) -> Outcome:
-    """Trains `model` in place; prints a line at each evaluation."""
+    """Train `model` in place, print a line at each evaluation and return the best weights."""
     torch.set_float32_matmul_precision("high")
     forward = TrainingForward(model, compiled=recipe.compiled)
     plain = TrainingForward(model, compiled=False)
@@ -94,7 +99,7 @@ def train(
 
 def _step(forward: TrainingForward, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch,
           layout: Layout, context_weight: float) -> Tensor:  # fmt: skip
-    """One update; answers weigh 1, what the user says `context_weight`. Returns the mean loss on answers."""
+    """Do one update. Answers have weight 1, text of the user `context_weight`. Return the mean loss of answers."""
     tokens, kinds = batch.tokens.long(), batch.kinds
     targets = torch.roll(tokens, -1)
     kind = torch.roll(kinds, -1)  # a row's last token predicts the next row's first, always `begin`: harmless
@@ -111,7 +116,7 @@ def _step(forward: TrainingForward, model: LlamaForCausalLM, optimizer: torch.op
 
 
 def _rate(step: int, progress: float, recipe: Recipe) -> float:
-    """Warm-up, a flat top, then down to nothing over the last 55 %."""
+    """Return the factor of the learning rate: warm-up, constant, then a cosine down to 0 over the last 55 %."""
     warm = min(1.0, (step + 1) / recipe.warmup_steps)
     return warm * (1.0 if progress < 0.45 else 0.5 * (1 + math.cos(math.pi * (min(progress, 1.0) - 0.45) / 0.55)))
 
