@@ -5,11 +5,11 @@ import os
 import torch
 
 DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
-"""What is tested holds on every device; where there is one, run these tests on it too."""
+"""Device of the tests. They hold on every device: run them on an accelerator, too, if there is one."""
 
 
 def flags_of(number: int) -> list[str]:
-    """For the instance of this number on this machine: its device, in turns."""
+    """Return the flags that give the instance with this number a device; devices are assigned in rotation."""
     if DEVICE == "cpu":
         return ["--device", DEVICE]
     return ["--device", DEVICE, "--device-index", str(number % torch.get_device_module(DEVICE).device_count())]

@@ -17,7 +17,7 @@ MAX_POSITIONS = 512
 
 @dataclass(frozen=True)
 class Family:
-    """`models` are those that people know; `config` is that of the tiny one."""
+    """A model family. `models` are its well-known names; `config` is that of a tiny model of the family."""
 
     models: str
     config: dict[str, Any]
@@ -267,7 +267,7 @@ IN_PROCESSES = (
     "deepseek_v2",
     "bloom",
 )
-"""Those that differ most in what a block holds and how it is read."""
+"""Families that differ most in the content of a block and in how attention reads it."""
 
 REFUSED: dict[str, str] = {
     "aquila": "Aquila, AquilaChat",

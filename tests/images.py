@@ -69,7 +69,7 @@ class Reference:
         self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
 
     def answer(self, pieces: Sequence[Piece], count: int) -> list[int]:
-        """Greedy."""
+        """Return the greedy answer of transformers."""
         tokens, _ = prompt_of(pieces, self._folder)
         images = [Image.open(BytesIO(piece)).convert("RGB") for piece in pieces if isinstance(piece, bytes)]
         read = self._processor(images=images, return_tensors="pt") if images else {}

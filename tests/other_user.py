@@ -20,8 +20,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a
 
 
 def as_nobody(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What a function of a module returns in a new process that has become `nobody` after it has imported that module,
-    which that user may not be able to read. What it raises is raised as `AssertionError`."""
+    """Call a module's function in a new process that becomes user `nobody` after importing the module, and return the
+    result. That user may be unable to read the module. Raises `AssertionError` if the function raises."""
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     ours, its = context.Pipe(duplex=False)
     process = context.Process(target=_live, args=(its, function, args, kwargs), daemon=True)

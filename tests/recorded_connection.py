@@ -26,7 +26,7 @@ class RecordedConnection:
         self.completed_ones.append(exchange)
 
     def body(self) -> bytes:
-        """Of one answer in chunks."""
+        """Return the body of a chunked answer."""
         rest, body = b"".join(self.written).partition(b"\r\n\r\n")[2], b""
         while True:
             size, _, rest = rest.partition(b"\r\n")

@@ -83,7 +83,8 @@ def write_word_tokenizer(folder: Path, *, is_encoder: bool) -> None:
 
 
 def write_modules(folder: Path, mode: str, *, normalize: bool = True, dense: int | None = None) -> None:
-    """As Sentence Transformers would: `mode` is one of its pooling modes, `dense` the size of a layer after it."""
+    """Write the files of Sentence Transformers: `mode` is one of its pooling modes, `dense` the size of a layer after
+    pooling."""
     parts = [("Transformer", ""), ("Pooling", "1_Pooling")]
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))

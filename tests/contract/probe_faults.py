@@ -1,8 +1,8 @@
-"""The throw-away process of a probe, with a fault: `python -m tests.contract.probe_faults FAULT`.
+"""A temporary process of a probe with a fault: `python -m tests.contract.probe_faults FAULT`.
 
-`hang`, `abort` and `exit` strike while the fetching end attaches `usm`: no deadline inside the process ends or outlives
-them. `corrupt` changes a byte of each block after its checksum was compared. `mute` never says where it serves;
-`babble` says what is no answer.
+`hang`, `abort` and `exit` happen while the fetching end attaches `usm`, where a deadline inside the process cannot
+help. `corrupt` changes a byte of each block after its checksum was compared. `mute` never reports its address;
+`babble` reports something that cannot be parsed.
 """
 
 import ctypes

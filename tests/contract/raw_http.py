@@ -11,7 +11,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def talk(served: Any, body: Talk, limits: HttpLimits | None = None) -> None:
-    """For at most ten seconds; then the server is closed."""
+    """Serve an app and run `body` against it, for at most ten seconds; then close the server."""
 
     async def scenario() -> None:
         server = HttpServer(served, host="127.0.0.1", port=0, limits=limits)

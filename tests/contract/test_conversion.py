@@ -56,7 +56,7 @@ def rows_of(layout: KVLayout, num_tokens: int, seed: int = 0) -> Tensor:
 
 
 def read(cache: KVCache, num_tokens: int) -> Tensor:
-    """As the engine reads it: float32 [layers, planes, heads, tokens, head_dim]."""
+    """Return K and V as the engine reads them: float32 [layers, planes, heads, tokens, head_dim]."""
     everything = torch.arange(cache.num_blocks)
     layers = [kv_codes.read(view, everything).permute(1, 2, 0, 3, 4).flatten(2, 3) for view in cache.layers()]
     return torch.stack(layers)[:, :, :, :num_tokens]
@@ -218,7 +218,8 @@ def test_a_message_between_devices_is_not_converted_so_another_transport_is_used
 
 
 def test_a_pull_between_devices_of_other_layouts_is_refused_with_both() -> None:
-    """By name and without a translation, as `services.instance.kv_sharing.pulling` asks; the router plans none."""
+    """The block hashes are requested without conversion, as `services.instance.kv_sharing.pulling` does; the router
+    plans no such pull."""
     source, sink = SOURCE, CASES["larger blocks"]
 
     async def test() -> None:

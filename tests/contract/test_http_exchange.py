@@ -299,7 +299,7 @@ def test_a_client_that_takes_nothing_is_not_waited_for_when_its_answer_is_given_
 
     async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n")
-        while not (exchanges and exchanges[0].is_gone):  # noqa: ASYNC110 - nobody is told, and that is the point
+        while not (exchanges and exchanges[0].is_gone):  # noqa: ASYNC110 - nothing notifies the test
             await asyncio.sleep(0.01)
 
     talk(gives_up, body)

@@ -30,7 +30,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """What has to end within ten seconds."""
+    """Return a function that runs a coroutine on each kind of event loop and fails after ten seconds."""
 
     def run(scenario: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner(loop_factory=request.param) as runner:
@@ -88,7 +88,7 @@ class Held:
 
 @asynccontextmanager
 async def serving(app: Any, **limits: Any) -> AsyncIterator[Callable[[], Awaitable[Client]]]:
-    """What opens a connection."""
+    """Start a server and yield a function that opens a connection to it."""
     server = HttpServer(app, host="127.0.0.1", port=0, limits=HttpLimits(**limits))
     await server.start()
     writers: list[asyncio.StreamWriter] = []
@@ -107,7 +107,7 @@ async def serving(app: Any, **limits: Any) -> AsyncIterator[Callable[[], Awaitab
 
 
 async def rest(reader: asyncio.StreamReader) -> bytes:
-    """All until the other end closes, however it does."""
+    """Return all bytes until the other end closes the connection in any way."""
     found = b""
     try:
         while data := await reader.read(65536):

@@ -19,7 +19,7 @@ STREAM = SimpleNamespace(cuda_stream=5)
 
 
 class Library:
-    """Of both ranks."""
+    """A fake of the NCCL library that both ranks share."""
 
     def __init__(self) -> None:
         self.joined: list[tuple[bytes, int]] = []

@@ -1,4 +1,4 @@
-"""Probes between real throw-away processes: one that succeeds, and those that hang, crash, corrupt and say nothing."""
+"""Probes between real temporary processes: one succeeds; others hang, crash, corrupt bytes or stay silent."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""One suite over every registry: what `services.common.registry.port` promises."""
+"""One test suite for each registry: the contract of `services.common.registry.port`."""
 
 import asyncio
 import secrets

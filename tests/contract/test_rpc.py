@@ -19,7 +19,7 @@ REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), l
 
 
 class Instance:
-    """A server that answers heartbeats unless it is told to be mute."""
+    """A server that answers heartbeats unless it is muted."""
 
     def __init__(self, router_timeout_s: float, key: ClusterKey | None) -> None:
         self.server = InstanceServer(router_timeout_s=router_timeout_s, key=key)

@@ -29,7 +29,8 @@ PUPPET = "tests.contract.puppet"
 
 @pytest.fixture(scope="module", autouse=True)
 def server_of_its_own() -> Iterator[None]:
-    """A process has one fork server, which imports what it was told first: the one of all other tests needs more."""
+    """Give this module a fork server of its own. A process has only one, which imports what the first caller
+    requested; that of the other tests imports more."""
     server = stdlib.ForkServer()
     with pytest.MonkeyPatch.context() as patch:
         for name in stdlib.__all__:

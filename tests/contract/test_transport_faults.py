@@ -1,6 +1,6 @@
-"""What networks and hosts do to transfers: connections reset, bytes changed, no room for shared memory.
+"""Transfers under faults of networks and hosts: connections reset, bytes changed, no room for shared memory.
 
-Every fetch ends within its deadline, right or with an error; no wrong byte is used, no block stays held.
+Each fetch ends within its deadline, correctly or with an error; no wrong byte is used and no block stays held.
 """
 
 import asyncio

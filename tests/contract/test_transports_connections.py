@@ -1,4 +1,4 @@
-"""`zeromq` by several connections: blocks take them in turns, and one that breaks is the link's end."""
+"""`zeromq` with several connections: blocks are distributed over them, and a broken one ends the link."""
 
 import asyncio
 import contextlib

@@ -124,7 +124,8 @@ def test_a_message_takes_no_more_than_a_small_share_of_the_device(monkeypatch: p
 
 
 def spoil(parts: Sequence[Any], what: str) -> None:
-    """What came: all bytes zero, as where a peer's memory cannot really be read, or one bit of a block or of a sum."""
+    """Spoil received parts: zero all bytes, as if the peer's memory cannot really be read, or flip a bit of a block or
+    a checksum."""
     for part in parts if what == "all zero" else ():
         part.zero_()
     if what == "a bit of a block":

@@ -19,7 +19,7 @@ from tests.contract.transports_peer import Peer, peer
 
 pytestmark = pytest.mark.slow
 SILENT = {"heartbeat_interval_s": 60.0, "heartbeat_timeout_s": 120.0}
-"""Nobody is found dead by missing heartbeats."""
+"""Heartbeats are so rare that no test detects a dead process by a missing one."""
 
 
 @pytest.fixture(params=("usm", "zeromq", "oneccl", "auto"))

@@ -58,7 +58,7 @@ class Router:
         return len(answer.json()["instances"]) == len(self.fakes)
 
     async def generated(self) -> dict[str, float]:
-        """Tokens by worker."""
+        """Return the number of generated tokens by router process."""
         families = text_string_to_metric_families((await self.ask("/metrics", None)).text)
         (family,) = (family for family in families if family.name == "vllm:generation_tokens")
         return {sample.labels["worker"]: sample.value for sample in family.samples}
@@ -124,7 +124,7 @@ def test_two_workers_answer_as_one_router_and_one_that_is_killed_comes_back() ->
 
 
 async def _tells_of(one: Router, requests: int) -> bool:
-    """A worker whose sibling is slow to answer tells of its own alone."""
+    """Return whether a router process whose sibling does not answer reports only its own requests."""
     made = sum((await one.generated()).values())
     health = (await one.ask("/health", None)).json()["generated_tokens"]
     return (made, health, len((await one.ask("/recent", None)).json())) == (4 * requests, 4 * requests, requests)

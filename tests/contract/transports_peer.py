@@ -1,7 +1,7 @@
-"""A transfer node in a process of its own, told what to do by lines of JSON. It answers each with one line.
+"""A transfer node in a process of its own, which executes commands, one JSON line each, with one answer line each.
 
-`Peer` is the test's handle; `main` the process. Both ways go through one socket, which is the process's standard
-output. It is forked from one that has imported torch, where there is torch.
+`Peer` is the handle of the test; `main` runs in the process. Both directions use one socket, which is the process's
+standard output. The process is forked from one that has imported torch, if torch is installed.
 """
 
 import asyncio

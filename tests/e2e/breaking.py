@@ -38,7 +38,7 @@ class Breaking:
         if isinstance(message, Prefill) and message.ticket is None:
             raise RequestFailed("internal", "broken on purpose")  # its token would be there before a block is
         serving = asyncio.ensure_future(self._handler.serve(request, message))
-        await asyncio.sleep(0)  # it has said who hears of its progress
+        await asyncio.sleep(0)  # by now it has registered for progress events
         broken = asyncio.Event()
         assert request.progress is not None
         request.progress = _Watched(request.progress, broken.set, at_blocks=self._role == "prefill")

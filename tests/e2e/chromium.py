@@ -83,7 +83,7 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """Of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
@@ -99,7 +99,7 @@ class Browser:
         return value
 
     def screenshot(self, path: Path) -> None:
-        """All of the page."""
+        """Save an image of the whole page."""
         found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 

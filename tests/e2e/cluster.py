@@ -50,7 +50,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a command has left."""
+    """Exit code and output of a command that has ended."""
 
     returncode: int
     stdout: str
@@ -203,13 +203,13 @@ class Cluster(Api):
         wait_until(lambda: not self.busy(), timeout_s=timeout_s, what=f"an idle cluster, but {self.busy()}")
 
     def busy(self) -> dict[str, float]:
-        """What is not free, by instance and metric; empty when all is."""
+        """Return the gauges that are not idle, by instance and metric; empty if everything is idle."""
         found: dict[str, float] = {}
         watched = ("vllm:num_requests_running", "vllm:num_requests_waiting", "baton:held_blocks", "baton:leases")
         for instance in self.instances():
             try:
                 metrics = self.metrics(instance["http_address"])
-            except httpx.TransportError:  # it has ended, and the router is about to hear of it
+            except httpx.TransportError:  # it has ended, and the router will soon notice
                 found[f"{instance['instance']} is gone"] = 1.0
                 continue
             found |= {f"{instance['instance']} {name}": metrics[name] for name in watched if metrics[name]}

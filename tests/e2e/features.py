@@ -47,13 +47,13 @@ def bias(**strengths: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Feature:
-    """`check` is told each choice: that the feature did what it is for."""
+    """A feature of the API. `check` is called with each choice, to test that the feature had its effect."""
 
     path: str
     body: dict[str, Any]
     check: "Callable[[Choice], bool]" = lambda choice: bool(choice.text)
     streams: bool = True
-    """Whether it can be streamed."""
+    """True if the endpoint can stream it."""
 
     @property
     def request(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Feature:
 
 @dataclass
 class Choice:
-    """Ids of calls are drawn anew each time and are not compared."""
+    """The comparable parts of a choice. IDs of calls are random and are left out."""
 
     text: str = ""
     role: str | None = None
@@ -72,9 +72,9 @@ class Choice:
     tokens: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     token_logprobs: list[float] = field(default_factory=list)
-    """Of each token that has one."""
+    """Log-probability of each chosen token."""
     logprobs: list[float] = field(default_factory=list)
-    """All other numbers that came with tokens."""
+    """Other log-probabilities, of alternatives."""
     prompt_logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -225,7 +225,7 @@ def streamed(api: Api, path: str, request: dict[str, Any], chunks: list[Any] | N
 
 
 def usage_of(found: Mapping[str, Any]) -> dict[str, int]:
-    """What was cached depends on what came before."""
+    """Return the comparable counts. The number of cached tokens is left out, because it depends on earlier requests."""
     return {name: found["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
 

@@ -85,7 +85,7 @@ async def served(
     port = free_port()
     before = sys.getswitchinterval(), torch.get_num_threads()
     patch = pytest.MonkeyPatch()
-    # What one process never collects again would here stay for all tests that follow.
+    # All tests share this process: what it freezes or never collects would stay for the tests that follow.
     patch.setattr(gc, "collect", lambda: 0)
     patch.setattr(gc, "freeze", lambda: None)
     try:

@@ -47,7 +47,7 @@ DEADLINE_S = 30.0
 
 @dataclass
 class Answer:
-    """What one request brought, from all instances."""
+    """Everything that the instances sent for one request."""
 
     tokens: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     """By sequence: token by position."""
@@ -193,7 +193,7 @@ class Driver:
             await asyncio.sleep(0.01)
 
     async def until_idle(self) -> None:
-        """Nothing runs, waits or is held anywhere: whatever leaked would stay."""
+        """Wait until nothing runs, waits or is held in any instance. A leak would keep it from returning."""
         for instance in self.instances.values():
             if instance.lost is None:
                 await self.until_load(instance, is_idle, f"an idle {instance.record.instance}")
@@ -271,7 +271,7 @@ def _any_ended(processes: Mapping[str, RunningProcess]) -> bool:
 
 
 def _spawn(name: str, model: Path, port: int, flags: tuple[str, ...], log: Any) -> RunningProcess:
-    """By `baton serve`'s own way."""
+    """Start an instance in the way of `baton serve`."""
     argv = [name.partition("-")[0], "--model", str(model), "--instance-id", name]
     argv += ["--dtype", "float32", "--registry", f"memory://127.0.0.1:{port}"]
     argv += ["--threads", "1", "--kv-cache-memory-bytes", str(8 << 20), "--max-num-seqs", "16", *flags]

@@ -1,4 +1,4 @@
-"""Where a time between tokens was promised, the decode instance reads prompts that would wait: in real processes."""
+"""With an ITL SLO, a decode instance computes prompts that would wait for prefill, in real processes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +15,7 @@ PROMISE = {"x-baton-itl-ms": "60000"}
 
 
 class RefusedError(Exception):
-    """What was promised cannot be kept."""
+    """The router refused the request, because it cannot meet the SLO."""
 
 
 def ask(
@@ -60,8 +60,8 @@ def test_the_decode_instance_reads_prompts_that_would_wait_if_a_pace_was_promise
 
 
 def test_a_first_token_that_waits_for_the_second_changes_no_answer(cluster: Cluster) -> None:
-    """Promises of little more than a decode step: the gap after a handed-over first token is longer than that. Prompts
-    are handed over, for that keeps what is promised of the first token."""
+    """The ITL SLO is little more than a decode step, and the gap after a handed-off first token is longer. Prompts are
+    handed off, because a TTFT SLO requires it."""
     told = ask(cluster, 30, {})[1]
     found: dict[int, tuple[list[int], dict[str, Any]]] = {}
     for number, factor in enumerate((1.5, 2.0, 2.5, 3.0, 4.0), start=31):

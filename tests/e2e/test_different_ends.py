@@ -41,7 +41,7 @@ def test_tokens_equal_transformers(ends: str, llama: Path, tmp_path: Path) -> No
 
 
 def test_a_prompt_read_in_float32_is_continued_from_int8(llama: Path, tmp_path: Path) -> None:
-    """Over `zeromq`: prefill rounds, decode cuts the blocks anew."""
+    """Over `zeromq`, prefill quantizes the blocks and decode divides them into its own block size."""
     flags = ("--kv-transport", "zeromq", *config_in(tmp_path, "decode:\n  kv_cache_dtype: int8\n  block_size: 32\n"))
     same = {"device": "cpu", "dtype": "float32", "kv_cache_dtype": "int8", "block_size": 32}
     with make_engine(llama, **same) as alone, Cluster(llama, args=(*ALWAYS, *flags)) as cluster:

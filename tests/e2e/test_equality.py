@@ -103,7 +103,7 @@ def test_tokens_equal_transformers_when_the_last_chunk_leaves_in_parts(llama: Pa
         for case, prompt in PROMPTS.items():
             assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(llama, prompt, NEW_TOKENS), case
         cluster.wait_idle()
-        # The model has three layers. An instance tells the registry of its links with its next heartbeat.
+        # The model has three layers. An instance reports its links to the registry with its next heartbeat.
         wait_until(lambda: "tails in 3 parts" in reasons_of(cluster), timeout_s=30, what="a link with three parts")
 
 

@@ -96,7 +96,8 @@ def test_decode_killed_mid_stream_is_replayed(llama: Path) -> None:
 
 
 def test_the_only_prefill_dies_and_comes_back(llama: Path) -> None:
-    """With one prefill instance the request ends with a clear error or elsewhere; the instance is restarted."""
+    """With only one prefill instance, the request either ends with a clear error or is served elsewhere; the instance
+    is restarted."""
     with Cluster(llama, args=(*FLAGS, "--max-num-batched-tokens", "16")) as cluster:
         (before,) = cluster.instances("prefill")
         os.kill(cluster.pid("prefill"), signal.SIGKILL)

@@ -114,7 +114,7 @@ def test_beams_are_those_of_transformers(handed_off: Cluster, model: Path) -> No
 
 
 class Streams:
-    """All of LONG at once."""
+    """Streams of all requests in LONG at once."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.chunks: dict[str, list[Any]] = {name: [] for name in LONG}

@@ -43,7 +43,8 @@ def process(*args: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 class Client(threading.Thread):
-    """Asks one router again and again, until told to stop or `most` times. `answers` are texts; an error is its own."""
+    """A client that sends requests to one router until it is stopped, or `most` times. `answers` are texts; an error
+    is recorded as its own text."""
 
     def __init__(self, api: Api, *, most: int = 1_000_000) -> None:
         super().__init__(daemon=True)

@@ -52,7 +52,7 @@ def body_of(content: Content, **more: Any) -> dict[str, Any]:
 
 
 def pieces_of(folder: Path, content: Content) -> list[Piece]:
-    """What the template makes of it."""
+    """Return the prompt that the chat template makes of this content."""
     text = "".join("<image>" if isinstance(part, bytes) else part for part in content)
     prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     images = iter(part for part in content if isinstance(part, bytes))
@@ -119,7 +119,8 @@ def test_by_one_instance_that_does_all(llava: Path) -> None:
 
 
 def test_preempted_sequences_go_on_from_their_blocks_or_are_read_again(llava: Path) -> None:
-    """Together they need more blocks than decode has, so it drops some: of an image it cannot compute them anew."""
+    """Together the sequences need more blocks than decode has, so it preempts some. It cannot compute image blocks
+    again."""
     contents: list[Content] = [[picture(number), f"What is it, number {number}?"] for number in range(4)]
     count = 60
 
@@ -139,7 +140,7 @@ def test_preempted_sequences_go_on_from_their_blocks_or_are_read_again(llava: Pa
 
 
 def test_a_broken_image_is_the_clients_fault(llava: Path) -> None:
-    """Its head is right, so that only who decodes it can tell."""
+    """The header of the file is right, so that only decoding the whole image finds the error."""
 
     async def ask() -> httpx.Response:
         async with asyncio.timeout(60), served(llava, transport="usm") as client:

@@ -176,7 +176,7 @@ def test_a_cancel_frees_both_ends_at_any_moment(shared: Shared) -> None:
                 await driver.load_of(driver.prefill)
             driver.cancel(work)
             await driver.until_idle()
-            # One end may hear of the other's cancel before it hears the router's, and say so: nobody is to blame.
+            # One end may receive the other's cancel before the router's and report it: then neither is to blame.
             assert all(failed.lost is None for failed in answer.failed)
         work = driver.work(prompt(30, 30), n=2, max_tokens=400)
         answer = driver.start(work)

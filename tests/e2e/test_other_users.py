@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 async def _served(address: str) -> bool:
-    """Whether an instance answers a router there."""
+    """Return whether an instance answers as to a router at this address."""
     found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def end(is_served: bool) -> None:
@@ -38,7 +38,7 @@ async def _served(address: str) -> bool:
 
 
 def doors(addresses: Sequence[str]) -> list[str]:
-    """Those of `addresses` where an instance takes a stranger for a router."""
+    """Return the addresses at which an instance accepts a stranger as a router."""
 
     async def try_all() -> list[bool]:
         return await asyncio.gather(*map(_served, addresses))

@@ -40,7 +40,7 @@ def test_the_page_shows_the_cluster_and_chats(cluster: Cluster, screenshots: Pat
         browser.open(cluster.url, width=width, height=900)
         browser.until("document.querySelectorAll('.request').length >= 3")
         browser.until("document.querySelectorAll('#instances .card').length === 2")
-        browser.until(f"{TEXT}.includes('from prefill-0: usm')")  # the link is told with a heartbeat
+        browser.until(f"{TEXT}.includes('from prefill-0: usm')")  # the link is reported with a heartbeat
         text = browser.value(TEXT)
         for shown in (
             "1 prefill · 1 decode",

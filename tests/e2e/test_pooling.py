@@ -37,7 +37,8 @@ def test_the_official_client_gets_sentence_transformers_vectors(pooling_cluster:
 
 
 def test_both_instances_share_calls_of_many_inputs(pooling_cluster: Cluster) -> None:
-    """Each call is cut in two; so many that one instance which seems ten times as quick does not get them all."""
+    """Each call is divided in two. With this number of calls, even an instance that seems ten times as fast does not
+    get all of them."""
     body = {"input": TEXTS * 20}
     with ThreadPoolExecutor(6) as threads:
         calls = [threads.submit(pooling_cluster.client.post, "/v1/embeddings", json=body) for _ in range(6)]
@@ -45,7 +46,7 @@ def test_both_instances_share_calls_of_many_inputs(pooling_cluster: Cluster) -> 
     addresses = [instance["http_address"] for instance in pooling_cluster.instances("prefill")]
 
     def have_computed() -> bool:
-        """An answer may be here before the numbers of its step are told."""
+        """An answer may arrive before the metrics of its step are updated."""
         return all(pooling_cluster.metrics(address)["baton:engine_steps_total"] > 0 for address in addresses)
 
     wait_until(have_computed, timeout_s=20, what="steps of both instances")

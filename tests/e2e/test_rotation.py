@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_rotating_all_pools_fails_no_request(llama: Path, tmp_path: Path) -> None:
-    """With everything between processes encrypted."""
+    """Traffic between processes is encrypted."""
     (tmp_path / "key").write_text(secrets.token_hex(32))
     flags = (
         *FLAGS,

@@ -21,7 +21,7 @@ NEW_TOKENS = 100
 
 
 class Traced:
-    """What a cluster that has ended left behind: spans, log lines, and the answer with its explanation."""
+    """The results of a cluster that has ended: spans, log lines, and the answer with its explanation."""
 
     def __init__(self, spans: list[ReceivedSpan], log: str, answer: dict[str, Any], seconds: float) -> None:
         self.spans = spans

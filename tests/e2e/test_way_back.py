@@ -72,7 +72,7 @@ def test_the_next_turn_fetches_the_answer_from_decode(serving: Cluster) -> None:
 
 
 def test_an_evicted_prefix_comes_back_from_host_memory(serving: Cluster) -> None:
-    """And its tier is told by explanation, health and metrics."""
+    """The explanation, health and metrics report the tier, too."""
     tiers: list[dict[str, int]] = []
     for number in range(100, 100 + TRIES):
         # Nobody else has the prefix any more, nor is asked for it: host memory is the nearest.

@@ -51,7 +51,8 @@ def make_work(
 
 
 def run(engine: Engine, see: Callable[[StepResult], None] = lambda result: None) -> Answers:
-    """Until nothing can advance. Checks positions and invariants on the way."""
+    """Run the engine until no sequence can advance, and return the answers. Checks positions and invariants after each
+    step."""
     answers: Answers = {}
     starts: dict[tuple[str, int], int] = {}
     for _ in range(5000):

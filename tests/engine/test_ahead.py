@@ -97,7 +97,8 @@ def test_every_kind_of_sampling_gives_the_tokens_of_steps_one_by_one(reference: 
 def test_the_second_token_s_step_is_launched_before_the_first_token_is_known(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless several sequences part there, or the prompt's own logprobs are still to be told."""
+    """A step is not launched ahead if several sequences fork from it, or if the prompt's log-probabilities are still
+    to be reported."""
     for number, (asked, is_ahead) in enumerate(
         [({}, True), ({"sequences": 2}, False), ({"prompt_logprobs": 1}, False), ({"max_tokens": 1}, False)]
     ):
@@ -199,7 +200,7 @@ def test_a_request_that_fails_while_it_is_launched_on_fails_once(engine: Engine)
 def test_a_request_whose_logits_are_no_numbers_fails_alone(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
-    """Of captured graphs: test_graphs."""
+    """This test has no captured graphs; for those see test_graphs."""
     with ahead_engine(reference.folder, enforce_eager=True) as engine:
         spoil(engine, monkeypatch)
         for request_id in ("good", "bad"):

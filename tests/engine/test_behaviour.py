@@ -1,4 +1,4 @@
-"""What requests may ask of an engine beside greedy tokens."""
+"""Features of requests beside greedy tokens."""
 
 import random
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def test_the_first_request_does_not_see_the_tables_of_the_warm_up(engine: Engine
 
 
 def test_a_lost_block_changes_the_answer(engine: Engine, reference: Reference) -> None:
-    """So the comparisons with transformers can see one."""
+    """Therefore the comparisons with transformers detect a lost block."""
     prompt, answer = reference.prompts[3], reference.answers[3]
     engine.add(make_work(engine, "a", prompt))
     run(engine)

@@ -1,4 +1,4 @@
-"""What a step's kernels add up to."""
+"""The totals of `baton-bench kernels` over the kernels of a step."""
 
 from baton_serve.bench.micro.kernels import KernelSpan, Total, tally
 

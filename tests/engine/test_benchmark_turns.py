@@ -1,4 +1,4 @@
-"""Values and limits that are taken in turns."""
+"""Values and limits that `baton-bench engine` measures alternately."""
 
 import argparse
 from collections.abc import Iterator

@@ -60,7 +60,7 @@ def salted(engine: Engine, salt: str, work: Work) -> Work:
 
 
 def ask_all(engine: Engine, reference: Reference, salt: str = "") -> list[list[int]]:
-    """All prompts in one batch."""
+    """Compute all prompts in one batch and return the answers."""
     for number, prompt in enumerate(reference.prompts):
         engine.add(salted(engine, salt, make_work(engine, str(number), prompt)))
     answers = run(engine)

@@ -28,7 +28,7 @@ ROUNDED = [Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS]
 
 
 def as_q4_k_m(name: str) -> Kind:
-    """What llama.cpp calls Q4_K_M: four bits, and six where it matters most."""
+    """Return the format of a tensor in llama.cpp's Q4_K_M: four bits, and six for the most sensitive tensors."""
     return Kind.Q6_K if any(part in name for part in ("v_proj", "down_proj", "embed_tokens", "lm_head")) else Kind.Q4_K
 
 

@@ -47,7 +47,7 @@ def test_reloaded_blocks_change_no_token(family: str, references: References) ->
 
 
 def test_in_one_batch_with_preemption(references: References) -> None:
-    """What a preempted sequence had is found in the host tier."""
+    """The blocks of a preempted sequence are found in the host tier."""
     reference = references("llama")
     with make_engine(reference.folder, **SMALL) as engine:
         for _ in range(2):

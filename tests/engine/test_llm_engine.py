@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Told = list[tuple[int, str, list[int], str | None]]
-"""All of an answer but its log-probabilities, whose last digits depend on the batch."""
+"""The parts of an answer that do not depend on the batch. The last digits of log-probabilities do."""
 
 
 def told(outputs: list[CompletionOutput]) -> Told:
@@ -118,7 +118,7 @@ def test_coroutines_hear_the_same_and_what_they_leave_ends(folder: Path, expecte
         return grown([one async for one in engine.generate(PROMPTS[number], WAYS[number], str(number))])
 
     async def first(request_id: str) -> RequestOutput:
-        """Of a stream that is left then."""
+        """Return the first output of a stream and abandon the stream."""
         stream = engine.generate("x", LONG, request_id)
         try:
             return await anext(stream)

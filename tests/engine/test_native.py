@@ -1,4 +1,4 @@
-"""Dense decoders that are read without transformers are those that transformers reads."""
+"""Dense decoders loaded without transformers equal the same models loaded with transformers."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Prompts in chunks that keep a promised time between tokens give the tokens of transformers.generate."""
+"""Prompts computed in chunks that meet an ITL SLO give the tokens of transformers.generate."""
 
 import pytest
 

@@ -43,7 +43,7 @@ def test_greedy_tokens_equal_transformers_on_both_ends_of_a_handoff(family: str,
 
 
 def test_steps_launched_ahead_sampled_and_forked(references: References) -> None:
-    """What is chosen on rank 0 is what the others go on with; copied blocks are copied on all."""
+    """The other ranks continue with the tokens chosen on rank 0, and blocks are copied on all ranks."""
     prompts = references("llama").prompts[:3]
     folder = references("llama").folder
     two_ranks = make_engine(folder, tensor_parallel_size=2, async_scheduling=True)

@@ -28,7 +28,7 @@ PROMPT = [random.Random(1).randrange(256) for _ in range(70)]
 
 
 def rounded(folder: Path, how: Scheme, *, head: Scheme | None = HEAD_SCHEME) -> torch.nn.Module:
-    """What transformers computes when it is given the numbers that the codes stand for."""
+    """Return the model of transformers with dequantized weights."""
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, part in model.named_modules():

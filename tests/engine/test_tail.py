@@ -1,4 +1,6 @@
-"""The last blocks of a prompt are told of in groups of layers: each is complete when it is told, the next is not."""
+"""The last blocks of a prompt are reported in groups of layers: each group is complete when it is reported, and the
+next one is not.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,8 @@ def test_a_part_is_told_when_its_layers_are_computed(
         "max_num_batched_tokens": 32,
         "tail_parts": PARTS,
     }
-    with make_engine(folder, enforce_eager=True, **settings) as engine:  # a graph is told of when it has ended
+    # with a graph, all groups are reported at its end
+    with make_engine(folder, enforce_eager=True, **settings) as engine:
         assert engine.tail_parts == PARTS
         told: list[tuple[CompletedLayerGroups, torch.Tensor]] = []
 
@@ -47,7 +50,7 @@ def test_a_part_is_told_when_its_layers_are_computed(
         engine.add(make_work(engine, "w", PROMPT, **TOKENS), mode="prefill")
         run(engine, lambda result: completed.extend(result.completed))
         assert [part.parts for part, _ in told] == [range(i, i + 1) for i in range(PARTS)]
-        assert len(completed) == 3  # two chunks of two blocks, and what was told of in parts
+        assert len(completed) == 3  # two chunks of two blocks, and the one reported in parts
         for number, (part, then) in enumerate(told):
             assert part.blocks == [completed[-1]]
             final = engine.kv.device_tensor[blocks_of(part)]

@@ -79,7 +79,7 @@ def ask_all(engine: Engine) -> list[list[int]]:
 
 
 def test_the_reference_sees_the_images(llava: Llava) -> None:
-    """Or all that follows would hold of an engine that does not look at them."""
+    """If this failed, an engine that ignores images would pass the other tests."""
     assert llava.answers[0] != llava.answers[1]
 
 
@@ -275,7 +275,7 @@ def answer(engine: Engine, prompt: Sequence[Piece]) -> list[int]:
 
 
 def test_layers_of_transformers_own_read_them_too(tmp_path: Path) -> None:
-    """Those that are not fused: here for another activation."""
+    """Models whose layers are not fused read images, too; here because of another activation function."""
     write_tiny_llava(tmp_path, "mistral", hidden_act="gelu")
     with reader(tmp_path) as engine:
         assert answer(engine, TWO) == Reference(tmp_path).answer(TWO, COUNT)
@@ -356,7 +356,7 @@ def test_a_checkpoint_without_its_tower_is_refused_by_name(llava: Llava, tmp_pat
 
 
 def newer_name(name: str) -> str:
-    """As transformers 4.52 to 4.57 wrote them."""
+    """Return the name of a weight as transformers 4.52 to 4.57 wrote it."""
     if name.startswith("language_model.lm_head."):
         return name.removeprefix("language_model.")
     return "model." + name.replace("language_model.model.", "language_model.")

@@ -1,4 +1,4 @@
-"""What goes straight from a checkpoint's files into parameters is what transformers loads."""
+"""Parameters loaded directly from checkpoint files equal the ones that transformers loads."""
 
 from pathlib import Path
 from typing import Any

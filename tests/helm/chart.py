@@ -64,7 +64,8 @@ def container_of(pod: Manifest) -> Manifest:
 def environment_of(
     rendered: list[Manifest], container: Manifest, *, secrets: dict[str, str], fields: dict[str, str]
 ) -> dict[str, str]:
-    """As the kubelet builds it: ConfigMaps, then `env` in order, where $(NAME) stands for a variable before it."""
+    """Return the environment as the kubelet builds it: ConfigMaps, then `env` in order, where $(NAME) refers to an
+    earlier variable."""
     environ: dict[str, str] = {}
     for source in container.get("envFrom", []):
         name = source["configMapRef"]["name"]

@@ -114,7 +114,7 @@ METADATA = record({"name": TEXT, "labels": LABELS}, {"annotations": LABELS})
 
 
 def validate_custom(manifest: dict[str, Any]) -> None:
-    """Raises `ValueError` that names the field."""
+    """Check a custom resource against its schema. Raises `ValueError` with the name of the wrong field."""
     version, spec = CUSTOM[manifest["kind"]]
     schema = record(
         {"apiVersion": {"const": version}, "kind": {"const": manifest["kind"]}, "metadata": METADATA, "spec": spec}

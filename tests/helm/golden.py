@@ -1,6 +1,6 @@
-"""Renders kept in the repository, so that a change of a template shows as a diff.
+"""Rendered charts kept in the repository, so that a change of a template shows as a diff.
 
-`python -m tests.helm.golden` writes them anew.
+`python -m tests.helm.golden` writes them again.
 """
 
 import re
@@ -15,7 +15,7 @@ _BLANK = re.compile(r"^\s*\n", re.MULTILINE)
 
 
 def golden(name: str) -> str:
-    """All templates in order, without what is drawn at random and without blank lines."""
+    """Return all rendered templates in order, without random values and blank lines."""
     parts = []
     for path, text in sorted(texts(values_of(VARIANTS[name])).items()):
         if text.strip():

@@ -10,7 +10,7 @@ from referencing import Registry, Resource
 
 
 def validate_strictly(manifest: dict[str, Any], version: str) -> None:
-    """Raises `jsonschema.ValidationError`."""
+    """Check a manifest against Kubernetes' schema, without unknown fields. Raises `jsonschema.ValidationError`."""
     _validator(manifest["kind"], manifest["apiVersion"], version).validate(manifest)
 
 

@@ -51,7 +51,7 @@ class Pods:
         fields = {"metadata.name": f"{role}-0", "status.podIP": ADDRESSES[role]}
         container = container_of(pod_of(self.rendered, role))
         given = environment_of(self.rendered, container, secrets=SECRETS, fields=fields)
-        given.pop("HOME", None)  # in a pod kernels are compiled anew; here they are in this user's cache already
+        given.pop("HOME", None)  # a pod compiles its kernels; here they are in this user's cache
         return {name: self._localised(role, value) for name, value in given.items()}
 
     def _localised(self, role: str, value: str) -> str:

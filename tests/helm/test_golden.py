@@ -1,4 +1,4 @@
-"""What the chart renders is what was looked at last."""
+"""The rendered chart equals the one that was reviewed last."""
 
 import pytest
 

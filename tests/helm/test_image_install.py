@@ -38,7 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(target: str) -> list[str]:
-    """What pip does, for the wheel and for the target; its options of mounts and caches are Docker's."""
+    """Return the pip commands for the wheel and for the target; options of mounts and caches belong to Docker."""
     lines = [line for stage in ("sources", target) for line in stages()[stage]]
     return [command for line in lines for command in re.findall(r"pip (?:install|wheel) [^&]*", line)]
 
@@ -49,7 +49,7 @@ def run(command: list[str]) -> None:
 
 
 def clean() -> dict[str, str]:
-    """Nothing of this checkout but its files."""
+    """Return an environment that contains nothing of this checkout."""
     unwanted = ("PYTHONPATH", "BATON__", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
 

@@ -134,7 +134,7 @@ def test_a_real_prometheus_evaluates_every_expression(pods: Pods, tmp_path: Path
 
 
 def test_the_download_is_a_command_line_that_hf_understands(tmp_path: Path) -> None:
-    """Nothing is fetched: that there is no hub is found after the command line was read."""
+    """The test downloads nothing: the command fails to reach a hub only after it has parsed its command line."""
     container = pod_of(objects({}), "router")["initContainers"][0]
     program = shutil.which("hf", path=str(Path(sys.executable).parent))
     assert container["command"][0] == "hf" and program is not None

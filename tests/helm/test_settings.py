@@ -35,7 +35,7 @@ VALUES = values_of(CHART / "values.yaml")
 SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-1"}
 FIELDS = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
 
-# What the chart decides, from other values or from nothing; everything else is in `engine` or `router.settings`.
+# Fields that the chart sets itself; other fields are keys of `engine` or `router.settings`.
 INSTANCE_DECIDED = set(
     "model served_model_name device host rpc_port transfer_port events_port http_port instance_id advertise_host"
     " registry cluster_key_file kv_transport kv_checksum kv_tail_parts kv_zeromq_connections kv_lease_s kv_run_dir"
@@ -56,7 +56,7 @@ every_variant = pytest.mark.parametrize("path", VARIANTS, ids=variant_name)
 
 
 def settings_of(rendered: list[Manifest], role: str) -> Any:
-    """As the container's process would read them."""
+    """Return the settings as the process in the container reads them."""
     container = container_of(pod_of(rendered, role))
     return load(
         RouterSettings if role == "router" else InstanceSettings,

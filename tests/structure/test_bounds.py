@@ -15,7 +15,7 @@ import baton_serve.services.router
 
 
 def schemas() -> list[type[BaseModel]]:
-    """All models of requests, wherever the router declares them."""
+    """Return every request model that the router declares."""
     for module in pkgutil.walk_packages(baton_serve.services.router.__path__, "baton_serve.services.router."):
         importlib.import_module(module.name)
     found, left = set(), [BaseModel]

@@ -10,7 +10,7 @@ BUDGETS = {
     "classes of 250 lines of code and more": 9,
     "prose that must be read twice": 1_254,
 }
-"""What is still above its target. A budget only shrinks: lower it with every change that allows it."""
+"""Figures still above their target. A budget only shrinks: lower it with every change that allows it."""
 LEAST = {"comments per 100 lines of code": 1.3}
 """The same for figures that should grow."""
 

@@ -55,14 +55,14 @@ def test_no_pickle_anywhere() -> None:
 
 def test_nobody_but_settings_reads_the_environment() -> None:
     reads = re.compile(r"os\.environ|os\.getenv|from os import .*environ")
-    # A main also tells its device which card it may see.
+    # A main also sets the variable that selects the visible cards of its device.
     mains = {f"services/{role}/main.py" for role in ("prefill", "decode", "unified")}
     forking = {"services/local/launches.py", "services/local/preload.py"}  # they set a new process's
     allowed = {
         "services/common/settings/configuration.py",
         *forking,
         *mains,
-    }  # a main also tells its device which card it may see
+    }  # a main also selects the visible cards
     found = {
         relative
         for p in source_files()

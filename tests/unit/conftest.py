@@ -17,7 +17,7 @@ settings.load_profile("search" if "BATON_TEST_EXAMPLES" in os.environ else "unit
 
 @pytest.fixture(scope="package", autouse=True)
 def without_collections() -> Iterator[None]:
-    """What these tests leave behind is little; looking for it would take a tenth of their time."""
+    """Disable garbage collection: these tests leave little behind, and collections would take a tenth of their time."""
     gc.disable()
     yield
     gc.enable()

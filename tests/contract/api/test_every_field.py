@@ -1,6 +1,7 @@
-"""Nothing is accepted and ignored: of each field of the OpenAPI document, a value other than its default changes what
-instances are asked or what the client gets, or is an error. What has no effect by design stands in NO_EFFECT, and each
-field has a row with a test in docs/reference/api.md."""
+"""Check that no field of the OpenAPI document is accepted and ignored: a value other than its default changes the
+messages to instances or the answer, or is an error. NO_EFFECT lists the fields without effect by design, and each
+field has a row with a test in docs/reference/api.md.
+"""
 
 import re
 from pathlib import Path
@@ -222,7 +223,7 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"), USER),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), USER),
 }
-"""They tell who asks, or ask for what is so anyway; docs/reference/api.md says so."""
+"""These fields identify the caller, or request what is the case anyway; docs/reference/api.md says so."""
 
 UNSERVED: dict[str, set[str]] = {
     "/v1/responses": set(responses_schema.UNSERVED),
@@ -288,7 +289,7 @@ def writes(work: Work, sequence: int, position: int) -> int:
 
 
 async def seen(router: Router, path: str, body: dict[str, Any]) -> str:
-    """All that comes of a request: what the instances are asked and what the client gets, without ids and times."""
+    """Return the effects of a request: the messages to the instances and the answer, without IDs and times."""
     for fake in router.fakes.instances.values():
         fake.received.clear()
     answer = await router.http.post(path, json={name: value for name, value in body.items() if value is not None})
@@ -375,7 +376,7 @@ CATALOGUE = """
     chat_template chat_template_kwargs response_format guided_json guided_regex guided_choice guided_grammar
     guided_decoding_backend guided_whitespace_pattern
 """.split()
-"""vLLM's extra parameters."""
+"""Extra parameters of vLLM that the schemas must have."""
 ONLY_CHATS = {"add_generation_prompt", "documents", "chat_template", "chat_template_kwargs"}
 
 

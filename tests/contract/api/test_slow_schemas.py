@@ -1,4 +1,4 @@
-"""What slow schemas do to other requests of the same router."""
+"""A slow schema must not delay other requests of the same router."""
 
 import asyncio
 from collections.abc import Iterator

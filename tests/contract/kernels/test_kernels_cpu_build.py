@@ -30,7 +30,7 @@ def real_library() -> Path:
 
 
 def copying_compiler(directory: Path) -> str:
-    """Writes a real library where it is told to, and a line to `calls`."""
+    """Return a compiler that copies a real library to its last argument and appends a line to `calls`."""
     script = f'echo x >> {directory}/calls\nfor last; do :; done\ncp {real_library()} "$last"'
     return compiler(directory, script)
 

@@ -27,7 +27,7 @@ ROWS = [1, 2, 3, 4, 5, 13, 100, 600]
 SHAPES = [(100, 384), (72, 896)]
 NOT_IN_TILES = (40, 100)
 IN_PIECES = (72, 2176)
-"""So many inputs that those of many rows pass a near cache piece by piece."""
+"""With this number of inputs, the inputs of many rows pass a small cache piece by piece."""
 
 
 def _library() -> ctypes.CDLL | None:

@@ -1,4 +1,4 @@
-"""All layers of one row in one kernel: equal to the same steps apart."""
+"""The kernel that computes all layers of one row gives the same result as separate steps."""
 
 from dataclasses import dataclass, replace
 

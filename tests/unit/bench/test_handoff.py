@@ -1,4 +1,4 @@
-"""What `baton-bench handoff` makes of times and metrics."""
+"""Results of `baton-bench handoff` from times and metrics."""
 
 import pytest
 

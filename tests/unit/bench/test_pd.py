@@ -1,4 +1,4 @@
-"""What counts as good, and which layout's best is told."""
+"""Good requests, the best goodput of each layout, and the output of `baton-bench pd`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The ratios that are told, and which setups are started."""
+"""The ratios in the output of `baton-bench pd-cpu`, and the setups that it starts."""
 
 from baton_serve.bench.serving.pd_cpu import CpuSetup, Values, parser, rows, setups
 

@@ -1,4 +1,4 @@
-"""Where a transfer's processor time goes, from samples of it."""
+"""CPU time of a transfer by thread, from samples of it."""
 
 import os
 

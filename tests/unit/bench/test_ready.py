@@ -1,4 +1,4 @@
-"""What `baton-bench ready` makes of the processes' logs."""
+"""Stages that `baton-bench ready` reads from the logs of the processes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What `baton-bench replay` sends, and what it makes of the answers."""
+"""Requests of `baton-bench replay`, and its report of the answers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What benchmarks print."""
+"""The output of benchmarks: tables and JSON."""
 
 import pytest
 

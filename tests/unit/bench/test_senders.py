@@ -1,4 +1,4 @@
-"""What a load's sender makes of the pieces of a streamed answer."""
+"""Outcomes that load senders parse from the pieces of a streamed answer."""
 
 import json
 

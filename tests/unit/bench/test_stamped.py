@@ -13,7 +13,8 @@ Read = tuple[bytes, int, int]
 
 
 def read(pieces: list[bytes], *, blocks_s: float = 0.0) -> list[Read]:
-    """What was read of an answer that a server wrote in `pieces`; after each of them nobody runs for `blocks_s`."""
+    """Return the reads of an answer that a server writes in `pieces`; after each piece the event loop is blocked for
+    `blocks_s`."""
     reads: list[Read] = []
 
     async def scenario() -> None:

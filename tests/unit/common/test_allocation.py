@@ -1,4 +1,4 @@
-"""Who computes on which cores, over described hosts."""
+"""Assignment of cores to processes, on described hosts."""
 
 from collections.abc import Sequence
 

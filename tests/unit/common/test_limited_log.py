@@ -1,4 +1,4 @@
-"""What strangers send fills no log."""
+"""Messages of strangers do not fill the log."""
 
 import logging
 

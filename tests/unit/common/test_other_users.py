@@ -1,4 +1,4 @@
-"""What a process of another user of this machine can do at the sockets between Baton's processes: nothing."""
+"""A process of another user of this machine cannot do anything at the sockets between Baton's processes."""
 
 import asyncio
 import secrets
@@ -33,7 +33,7 @@ def bounded(body: Callable[[], Awaitable[None]]) -> None:
 
 
 async def connected(address: str) -> str:
-    """What becomes of a link to `address`, once somebody listens there: `served`, or why it was lost."""
+    """Connect to `address` and return `served`, or the reason why the link was lost."""
     found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def end(what: str) -> None:
@@ -56,7 +56,7 @@ def connect(address: str) -> str:
 
 
 def listen(name: str) -> bytes:
-    """What the first one who connects says."""
+    """Return the first bytes of the first process that connects."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.settimeout(8)
         listener.bind(f"\0{name}")

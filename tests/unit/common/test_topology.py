@@ -1,4 +1,4 @@
-"""What is read of a host whose /sys and /proc are written here."""
+"""The topology read from a host whose /sys and /proc are written by the test."""
 
 import os
 from pathlib import Path

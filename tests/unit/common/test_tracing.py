@@ -1,4 +1,4 @@
-"""Where traces go, what is refused, and that a process without tracing breaks no trace."""
+"""The destination of traces, invalid settings, and that a process without tracing passes traces on."""
 
 import sys
 

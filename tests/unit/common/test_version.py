@@ -1,4 +1,4 @@
-"""One version, wherever it is told."""
+"""The version is the same wherever it is reported."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a turn of the loop writes to its connections leaves at its end: in order, whole, and for nobody who is gone."""
+"""Writes of one iteration of the event loop are sent at its end: in order, complete, and not to closed connections."""
 
 import asyncio
 import socket

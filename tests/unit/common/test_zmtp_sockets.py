@@ -1,5 +1,5 @@
-"""What a connection to an instance writes, and when: everything of a turn at once, nothing is lost at the end, and what
-its peer does not take is kept up to a limit.
+"""Writes of a connection to an instance: all of one iteration of the loop are sent at once, none is lost at the end,
+and unsent bytes are kept up to a limit.
 """
 
 import asyncio

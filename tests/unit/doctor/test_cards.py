@@ -1,4 +1,4 @@
-"""What the kernel's files say about Intel cards."""
+"""Facts about Intel cards in the files of the kernel."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the doctor says of each transport that it tried; the probe itself is a contract test."""
+"""The doctor's report on each transport that it tried; the probe itself is a contract test."""
 
 import pytest
 

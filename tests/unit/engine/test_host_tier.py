@@ -22,7 +22,7 @@ def chain(root: int, length: int) -> list[BlockHash]:
 
 
 class Memory:
-    """What blocks and slots hold, as the moves change it."""
+    """The content of blocks and slots, updated with each move."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -103,7 +103,7 @@ def test_slots_that_are_about_to_be_read_are_not_overwritten() -> None:
     pool, memory = pool_of(2, 2)
     pool.release(store(pool, memory, chain(1, 2)))
     pool.release(store(pool, memory, chain(2, 2)))
-    store(pool, memory, chain(1, 2))  # evicts chain 2, for which there is no slot now
+    store(pool, memory, chain(1, 2))  # evicts chain 2, for which no slot is left
     assert pool.find(chain(2, 2)).blocks == []
 
 

@@ -1,4 +1,4 @@
-"""Steps leave those who write their promised time: the scheduler with an engine's learned pace."""
+"""Steps meet the ITL SLOs of decoding sequences: the scheduler with the step times learned by an engine."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, 
 
 STEP_S = 0.006
 ALLOWS_64, ALLOWS_128 = promise_of_step(STEP_S + 0.0017), promise_of_step(STEP_S + 0.0033)
-"""Promises; 40 tokens of prompts take 1 ms."""
+"""ITL SLOs that allow 64 and 128 tokens in a step; 40 prompt tokens take 1 ms."""
 
 
 def step_time_model(*, max_stretch: float = 1e9) -> StepTimeModel:
@@ -18,7 +18,7 @@ def step_time_model(*, max_stretch: float = 1e9) -> StepTimeModel:
 
 
 def writing(*itl_slos_s: float | None, paced: StepTimeModel | None = None) -> tuple[RequestTable, Scheduler]:
-    """Sequences that write, with these promises, and a prompt of 200 tokens that waits."""
+    """Return a table with decoding sequences that have these ITL SLOs, and a waiting prompt of 200 tokens."""
     table = make_roster(num_blocks=200, seqs=8, batched=256)
     scheduler = Scheduler(table, paced)
     for number, itl_slo_s in enumerate(itl_slos_s):
@@ -86,7 +86,7 @@ def test_every_step_is_bounded_and_the_tokens_are_the_same(is_ahead: bool) -> No
 
 
 def test_what_an_instance_has_to_spare_for_prompts() -> None:
-    """64 tokens in a step, two of them of those who write."""
+    """A step has 64 tokens, two of them of decoding sequences."""
     table, scheduler = writing(ALLOWS_64, ALLOWS_128, paced=step_time_model())
     assert scheduler.spare_tokens_per_s() == pytest.approx(62 / (STEP_S + 62 / 40_000))
     assert writing(ALLOWS_64, None, paced=step_time_model())[1].spare_tokens_per_s() == 0.0, (

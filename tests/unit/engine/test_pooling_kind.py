@@ -1,4 +1,4 @@
-"""What a model is for, and how its vectors are made, from the files of its folder alone."""
+"""The kind of a model and the recipe for its vectors, from the files of its folder alone."""
 
 import json
 from pathlib import Path

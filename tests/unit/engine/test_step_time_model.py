@@ -28,7 +28,7 @@ def learned(longer_ms: dict[int, float], *, max_stretch: float = inf) -> StepTim
 
 
 def promise_of_step(seconds: float) -> float:
-    """That allows steps so long."""
+    """Return the ITL SLO that allows steps of this duration."""
     return max(seconds / MAX_ITL_SLO_RATIO, seconds + TOKEN_DELIVERY_S)
 
 

@@ -103,7 +103,7 @@ def _launch(scheduler: Scheduler, plan: ScheduledBatch) -> tuple[ScheduledBatch,
 
 
 def run_to_end(table: RequestTable, scheduler: Scheduler, *, most_steps: int = 500) -> dict[tuple[str, int], list[int]]:
-    """All tokens by request and sequence; fails when the work does not end."""
+    """Run until the work is done, and return the tokens by request and sequence. Fails after `most_steps`."""
     tokens: dict[tuple[str, int], list[int]] = {}
     for _ in range(most_steps):
         if not scheduler.has_work():

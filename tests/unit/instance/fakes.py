@@ -211,7 +211,7 @@ class FakeRouterPort:
         self.has_sent.set()
 
     def answers(self, router: RouterId = ROUTER) -> list[Any]:
-        """What a router was sent, batches unpacked."""
+        """Return the messages sent to a router, with batches unpacked."""
         found: list[Any] = []
         for receiver, message in self.sent:
             if receiver == router:
@@ -249,7 +249,7 @@ class NoPulls:
 
 
 class FakeTransfer:
-    """Both ends. The test settles `release` (a reason) and `fetched` (a result or an error)."""
+    """A fake of both ends of a transfer. The test settles `release` (a reason) and `fetched` (a result or an error)."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []

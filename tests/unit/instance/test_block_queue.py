@@ -120,7 +120,7 @@ def test_blocks_freed_after_a_shortage_are_noticed_even_below_the_first_refusal(
 
 
 def test_blocks_freed_before_a_refusal_is_heard_of_are_noticed() -> None:
-    """Both come at once where this thread was busy; an engine at rest says nothing more."""
+    """The two events arrive at once if this thread was busy; an idle engine sends no further event."""
 
     async def test() -> None:
         engine = full_engine()

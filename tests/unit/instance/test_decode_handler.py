@@ -96,7 +96,7 @@ def test_the_engine_is_told_before_the_task_that_fetched_runs_again() -> None:
 
 
 def test_the_router_hears_of_the_handoff_before_any_token() -> None:
-    """Also where this thread had no time for the fetch's task while the engine wrote the whole answer."""
+    """This must hold even if the fetch's task had no time to run while the engine generated the whole answer."""
 
     async def test() -> None:
         b = bench()

@@ -1,4 +1,4 @@
-"""Who may take an instance out of service: its own user, root, and who has the cluster's key."""
+"""Processes that may take an instance out of service: those of its own user, of root, and with the cluster's key."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,7 +34,7 @@ HEALTH = HealthStatus(
 
 
 def drain(port: int, **headers: str) -> int:
-    """The answer's status."""
+    """Drain the instance and return the status of the answer."""
     request = Request(f"http://127.0.0.1:{port}/admin/drain?exit=0", method="POST", headers=headers)
     try:
         with urlopen(request, timeout=8) as answer:
@@ -45,7 +45,7 @@ def drain(port: int, **headers: str) -> int:
 
 
 def asked(ask: Callable[[int], int], *, host: str = "127.0.0.1") -> tuple[int, int]:
-    """What `ask` returned of an instance's port, and how often it was drained."""
+    """Return the result of `ask` with an instance's port, and how often the instance was drained."""
     drained: list[bool] = []
 
     async def on_drain(exit_afterwards: bool) -> None:

@@ -213,7 +213,8 @@ def test_a_snapshot_is_numbered_by_the_last_published_batch() -> None:
 
 
 def test_a_snapshot_has_the_number_of_when_it_was_taken() -> None:
-    """Also where this thread hears of it and of the next step at once: a router would miss that step's blocks."""
+    """This must hold even if this thread receives the snapshot and the next step at once: a router would miss the
+    blocks of that step."""
 
     async def test() -> None:
         b = bench()

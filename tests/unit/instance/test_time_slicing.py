@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Others:
-    """What other processes write, in a row that is not the test's."""
+    """Writes a row of shared memory as another process does."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:

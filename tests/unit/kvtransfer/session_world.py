@@ -178,7 +178,7 @@ class World(RuleBasedStateMachine):
                 assert self.is_here(block)
 
     def content(self, number: int) -> bytes:
-        """Of part `number` of all blocks'."""
+        """Return the content of part `number`, counted over the parts of all blocks."""
         return name(number // self.parts) + bytes([number % self.parts])
 
     def compute(self, block: int, part: int) -> None:

@@ -1,4 +1,4 @@
-"""A block's checksum is found once, and anew whenever its place was given out again."""
+"""The checksum of a block is computed once, and again after its place was reused."""
 
 import pytest
 

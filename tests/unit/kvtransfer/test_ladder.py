@@ -249,7 +249,7 @@ class Fate(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        """Whatever happened, in time there is a way again, and all that is barred is tried again."""
+        """After any events, there is a usable transport again in time, and every barred transport is retried."""
         usable = self.ladder.order(self.now + LIMITS.last_resort_s + 0.001)
         assert usable
         assert {*usable, *self.ladder.due(self.now + LIMITS.max_retry_s)} == {USM, ZEROMQ, NCCL, STAGING}

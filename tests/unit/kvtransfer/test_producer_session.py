@@ -49,7 +49,7 @@ def test_wanted_blocks_are_served_as_they_are_published() -> None:
 
 
 def ticked(one: ProducerSession, until: float, *, since: float = 0.0) -> list[ProducerStep]:
-    """What the ticks of a process that goes on give, from `since`."""
+    """Return the steps that periodic ticks give, from `since` to `until`."""
     steps: list[ProducerStep] = []
     for now in (since + 0.25 * number for number in range(1, int((until - since) / 0.25) + 1)):
         steps += one.tick(now)

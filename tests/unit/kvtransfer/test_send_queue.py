@@ -1,4 +1,4 @@
-"""What leaves when, on one connection."""
+"""Order and time of the messages on one connection."""
 
 import pytest
 from hypothesis import given, settings

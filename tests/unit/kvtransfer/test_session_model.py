@@ -14,7 +14,7 @@ from tests.unit.kvtransfer.samples import TICKET, name
 from tests.unit.kvtransfer.session_world import GARBAGE, LIMITS, NUM_BLOCKS, Connection, Renewal, World
 
 TICK_S = 0.4
-"""Of an end that goes on."""
+"""Interval of the ticks of an end that keeps running."""
 
 
 class BothEnds(World):

@@ -1,4 +1,4 @@
-"""What the demo asks and how it shows where the time went."""
+"""The requests of the demo, and its display of where the time went."""
 
 from random import Random
 

@@ -85,7 +85,7 @@ class Router:
         return events_of(answer.text)
 
     def check_idle(self) -> None:
-        """Nothing of an ended request is left anywhere."""
+        """Assert that ended requests have left nothing behind."""
         assert self.dispatcher.num_running == 0
         assert self.fakes.busy() == []
         for worker in self.cluster.workers():

@@ -84,7 +84,7 @@ def record(
 
 @dataclass
 class Job:
-    """What a fake instance was asked to do. `sent` counts tokens of each sequence sent by this instance."""
+    """A request at a fake instance. `sent` counts the tokens that this instance has sent of each sequence."""
 
     message: Prefill | Decode | Generate
     sent: dict[int, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class FakeInstance:
         self.refuses: ErrorCode | None = None
         self.draining = False
         self.answer_with: list[float] | None = None
-        """Scores of classes."""
+        """Scores of classes to answer with."""
         self.cached: list[BlockHash] = []
         self.link: FakeLink | None = None
         self.sequence = 0
@@ -197,7 +197,7 @@ class FakeInstance:
         self._soon()
 
     def die(self, reason: str = "the connection broke") -> None:
-        """Nothing is heard from it any more."""
+        """End the instance: it sends nothing any more."""
         link, self.link = self.link, None
         self.jobs.clear()
         self.cluster.instances.pop(self.record.instance, None)
@@ -205,7 +205,7 @@ class FakeInstance:
             link.lose(reason)
 
     def _pool(self, message: Pool) -> None:
-        """Answers each input, unless it is held, with three numbers that tell of it alone."""
+        """Answer each input, unless it is held, with three numbers that depend on this input alone."""
         if self.refuses is not None:
             failed = Failed(request_id=message.request_id, code=self.refuses, message="refused by the test")
             asyncio.get_running_loop().call_soon(self.send, failed)

@@ -18,7 +18,7 @@ def adapter(name: str, fingerprint: str = "") -> AdapterRecord:
 
 
 def load(router: Router, instance: str, *adapters: AdapterRecord) -> None:
-    """As its next report tells it."""
+    """Load adapters into a fake instance, and send its next report."""
     fake = router.fakes[instance]
     fake.record = msgspec.structs.replace(fake.record, adapters=list(adapters))
     fake.report()

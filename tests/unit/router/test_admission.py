@@ -1,4 +1,4 @@
-"""Who goes, who waits and who is refused: decisions alone, and as a client meets them."""
+"""Requests that are admitted, wait or are refused: decisions alone, and as a client sees them."""
 
 import asyncio
 from typing import Any
@@ -77,7 +77,8 @@ def test_tokens_that_would_come_slowly_are_refused() -> None:
 
 @pytest.mark.parametrize("slo", [Slo(itl_s=0.02), Slo(ttft_s=0.2)])
 def test_an_instance_that_was_slow_long_ago_gets_another_chance(slo: Slo) -> None:
-    """What was measured beside other processes would refuse all for ever, if nobody was let in without a promise."""
+    """A rate measured while other processes were busy would refuse all requests with an SLO forever, unless a request
+    without one came. So an old measurement counts less and less."""
     for doubt, is_taken in ((1.0, False), (2.0, False), (4.0, True)):
         verdict = admission_verdict(
             placement(step_s=0.05, doubt=doubt), slo, RULES, waited_s=0, tokens=50, waiting=IDLE

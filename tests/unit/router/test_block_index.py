@@ -1,4 +1,4 @@
-"""What is cached where: events, snapshots, gaps, guesses."""
+"""The index of cached blocks: events, snapshots, gaps, guesses."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,6 @@
-"""What a body may cost: things are counted before there is work, the first error ends validation, and long work is
-done beside the event loop."""
+"""Bounds on the cost of a body: items are counted before any work, the first error ends validation, and long work runs
+outside of the event loop.
+"""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""docs/reference/api.md tells the truth: its tests exist, and what it calls refused is refused by name."""
+"""docs/reference/api.md is right: its tests exist, and fields that it calls refused are refused by name."""
 
 import re
 from pathlib import Path

@@ -7,7 +7,7 @@ import pytest
 from baton_serve.contracts.messages import Decode, Prefill
 from tests.unit.router.conftest import Router, Serve
 
-# What the fake cluster writes for seed 0: letters 7 apart.
+# The text that the fake cluster generates for seed 0: letters 7 apart.
 LETTERS = "ahovcjqxelszgnubipwdkryfmt"
 
 

@@ -58,7 +58,7 @@ def test_any_pieces_of_a_byte_fallback_vocabulary(ids: list[int], cut: int, skip
 def test_bytes_that_are_no_text_become_one_mark_each_and_harm_nothing_else(ids: list[int], cut: int) -> None:
     once = streamed(BYTE_FALLBACK, ids, len(ids) or 1)
     assert streamed(BYTE_FALLBACK, ids, cut) == once
-    # Where the library gives up on a whole run of bytes, we keep its readable part.
+    # The library drops a whole run of bytes if one is invalid; we keep its readable part.
     library = BYTE_FALLBACK.decode(ids)
     if "\ufffd" not in once:
         assert once == library

@@ -8,7 +8,7 @@ from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 
 
 class Flying(RequestLifecycle):
-    """A flight that only remembers when it was given up; then it is no more among `lifecycles`."""
+    """A lifecycle that only records when it was given up; it then leaves `lifecycles`."""
 
     def __init__(
         self, name: str, deadline: float, lifecycles: "dict[RequestLifecycle, None]", late: dict[str, float]
@@ -24,7 +24,7 @@ class Flying(RequestLifecycle):
 
 
 async def none_left(lifecycles: "dict[RequestLifecycle, None]") -> None:
-    while lifecycles:  # noqa: ASYNC110 - nobody tells
+    while lifecycles:  # noqa: ASYNC110 - there is nothing to wait on
         await asyncio.sleep(0.001)
 
 

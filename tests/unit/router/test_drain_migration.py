@@ -1,4 +1,4 @@
-"""Who takes over the blocks of an instance that leaves."""
+"""The choice of the instance that takes over the blocks of a draining one."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""What clients hear when something is wrong: OpenAI's shape, the right status, the cause by name, nothing internal."""
+"""Errors as clients see them: OpenAI's shape, the right status, the cause by name, nothing internal."""
 
 import json
 from typing import Any

@@ -229,7 +229,7 @@ def slow(router: Router) -> None:
 
 
 class Held(Asked):
-    """A promised request whose first token has come, while decode instances stand still."""
+    """A request with an ITL SLO whose first token has arrived, while decode instances are blocked."""
 
     def __init__(self, router: Router, **body: Any) -> None:
         self._task = asyncio.create_task(self._ask(router, body))

@@ -1,4 +1,4 @@
-"""What a web page may have a browser send to a router that runs on the same machine."""
+"""Requests that a web page can make a browser send to a router on the same machine."""
 
 from typing import Any
 

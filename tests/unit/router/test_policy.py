@@ -1,4 +1,4 @@
-"""Who serves a request, as tables of clusters."""
+"""The choice of instances for a request, over tables of clusters."""
 
 import itertools
 from typing import Any
@@ -38,7 +38,7 @@ def candidate(name: str, role: Role, **changes: Any) -> Candidate:
 
 
 def chosen(demand: Demand, *candidates: Candidate, policy: PlacementPolicy = ALWAYS) -> tuple[str, str, str]:
-    """(decision, prefill, decode)"""
+    """Return (decision, prefill, decode) of the placement."""
     placement = place(demand, ClusterView(candidates), policy)
     assert isinstance(placement, Placement), placement
     prefill, decode = placement.prefill, placement.decode
@@ -116,7 +116,7 @@ def test_a_short_uncached_prompt_stays_on_decode() -> None:
 
 
 def test_a_prompt_goes_past_a_busy_prefill_where_all_who_write_were_promised_a_pace() -> None:
-    """400 tokens take the decode instance 0.8 s beside those who write there, a prefill instance 0.4 s."""
+    """400 tokens take the decode instance 0.8 s beside its decoding sequences, and a prefill instance 0.4 s."""
     promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
     assert chosen(promised, replace(P0, queued_tokens=401), decode) == ("decode_only", "", "d0")
     assert chosen(promised, replace(P0, queued_tokens=399), decode)[0] == "disaggregated", "no faster there"
@@ -129,7 +129,7 @@ def test_a_prompt_goes_past_a_busy_prefill_where_all_who_write_were_promised_a_p
 
 
 def test_those_who_write_are_not_slowed_down_for_a_first_token_that_comes_in_the_promised_time() -> None:
-    """After 1.4 s by way of a prefill instance, 0.8 s beside those who write."""
+    """The first token takes 1.4 s with the prefill instance, and 0.8 s beside the decoding sequences."""
     busy, decode = replace(P0, queued_tokens=1000), replace(D0, spare_tokens_per_s=500.0)
     for ttft_s, decision in ((None, "decode_only"), (1.5, "decode_only"), (1.6, "disaggregated")):
         assert chosen(replace(LONG, itl_s=0.6, ttft_s=ttft_s), busy, decode)[0] == decision

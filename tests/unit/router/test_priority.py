@@ -1,4 +1,4 @@
-"""Who may go before others."""
+"""Priority of requests, and the keys that may set it."""
 
 from pathlib import Path
 

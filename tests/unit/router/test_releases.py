@@ -1,7 +1,7 @@
-"""Whatever fails on a request's way, and whenever: nothing stays counted for it, and other requests are served.
+"""After any failure of a request at any time, nothing stays counted for it, and other requests are served.
 
-An exception is raised by the n-th call of a port (links, the tokenizer, the view of the cluster, the index, metrics,
-the client's connection), or the request's task is cancelled at the n-th turn of the loop.
+The n-th call of a port raises an exception (links, the tokenizer, the view of the cluster, the index, metrics, the
+client's connection), or the request's task is cancelled at the n-th iteration of the loop.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ ANYTHING = settings(max_examples=100, deadline=None, suppress_health_check=[Heal
 
 
 class Faults:
-    """Raises `error` in the call number `at` of what it wraps."""
+    """Wraps functions and raises `error` in the wrapped call number `at`."""
 
     def __init__(self, at: int, error: Exception) -> None:
         self.at = at
@@ -67,7 +67,7 @@ class Faults:
             monkeypatch.setattr(owner, name, self.around(getattr(owner, name)))
 
     def prepare(self, prepare: Callable[[ToInstance], Sending], message: ToInstance) -> Sending:
-        """Instances that cannot be told to stop go on: that is no fault of the router's."""
+        """Never fail a cancel: the instances would go on, and that would not be the router's fault."""
         if isinstance(message, Cancel):
             return prepare(message)
         self.count()
@@ -120,7 +120,8 @@ def counters(router: Router) -> dict[str, Any]:
 
 
 class Trouble(NamedTuple):
-    """What happens to one request. `steps`: after which instances stop, so that nothing ends by itself."""
+    """The failure of one request. `steps` is the number of steps after which instances stop, so that no request ends
+    by itself."""
 
     at: int
     error: Exception
@@ -216,7 +217,7 @@ def timing() -> RequestTiming:
 
 
 def test_what_cannot_be_encoded_is_refused_before_anything_is_counted_or_sent(serve: Serve) -> None:
-    """Whatever let it through: schemas refuse such numbers."""
+    """This holds even for values that the schemas refuse, if they get past the schemas."""
 
     async def scenario(router: Router) -> None:
         before = counters(router)

@@ -1,4 +1,4 @@
-"""What is told of requests that have ended: soon, together, and never later than somebody asks."""
+"""Log lines of ended requests: soon, together, and never later than a query for them."""
 
 import asyncio
 import logging
@@ -80,7 +80,7 @@ def test_a_line_bears_the_moment_of_the_end_and_not_that_of_the_telling(
         nonlocal ended
         await router.complete(prompt="hello", max_tokens=2)
         ended = time.time()
-        time.sleep(0.1)  # noqa: ASYNC251 - the loop stands still, so that telling is late
+        time.sleep(0.1)  # noqa: ASYNC251 - block the loop, so that the log line is late
 
     with caplog.at_level("INFO"):
         serve(scenario)

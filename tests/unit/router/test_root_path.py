@@ -19,7 +19,8 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "s
 
 
 def behind_a_proxy(app: Any) -> httpx.AsyncClient:
-    """What the app gets from `HttpServer(root_path=PREFIX)`: see contract/test_http_server.py."""
+    """Return a client with the scope that `HttpServer(root_path=PREFIX)` gives the app: see
+    contract/test_http_server.py."""
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app, root_path=PREFIX), base_url=f"http://router{PREFIX}"
     )

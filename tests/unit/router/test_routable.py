@@ -1,4 +1,4 @@
-"""Who takes new work: sorted out once, and again with whatever changes."""
+"""The instances that accept new work, updated with each change of the cluster."""
 
 import time
 
@@ -102,7 +102,7 @@ def worker(name: str, role: Role, rate: float, *, is_measured: bool = True, layo
 
 
 def test_who_has_computed_nothing_is_taken_to_be_as_fast_as_the_others() -> None:
-    """Its warm-up may have run beside theirs. Instances of another layout say nothing of it, nor those that write."""
+    """Its warm-up may have run beside theirs. Instances of another layout, and decode instances, do not count."""
     other = msgspec.structs.replace(LAYOUT, fingerprint="another")
     workers = [
         worker("proved", "prefill", 900.0),

@@ -1,4 +1,4 @@
-"""Who is let in, what is written down, and clients that hold a connection."""
+"""Access, logged data, and clients that keep a connection busy."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the model's folder decides about requests."""
+"""Decisions about requests that depend on the model's folder."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Streams that are written where their tokens arrive: the same as those that the request's task writes."""
+"""Streams written where their tokens arrive equal the streams written by the request's task."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ JSON = (b"content-type", b"application/json")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
 TEXT: dict[str, Any] = {"prompt": "hello", "max_tokens": 12}
 OWN = re.compile(r'"created(?:_at)?":\d+|(?:call|toolu|fc|msg|rs)_[0-9a-f]{8,}')
-"""What differs from answer to answer."""
+"""Parts that differ from answer to answer."""
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT),

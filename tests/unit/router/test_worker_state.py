@@ -1,4 +1,4 @@
-"""What the router remembers of an instance."""
+"""The router's state of one instance."""
 
 import pytest
 

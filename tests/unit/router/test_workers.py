@@ -1,4 +1,4 @@
-"""Several workers behind one port: what they tell each other, and their metrics as one answer."""
+"""Several router processes behind one port: their messages to each other, and their metrics as one answer."""
 
 import asyncio
 import tempfile
@@ -61,7 +61,7 @@ def test_the_last_requests_of_all_are_newest_first() -> None:
 
 
 class Told:
-    """One worker that tells what it is given."""
+    """A router process that answers with the values it is given."""
 
     def __init__(self, index: int, folder: str) -> None:
         self.used: list[WindowUsage] = []
