@@ -80,11 +80,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Isolated by default: the time to the first token reveals whether another caller has sent the same prefix before.
     prefix_cache_sharing: Annotated[
         CacheSharing,
-        Meta(
-            description="which requests may use each other's cached prefixes: per-key, those with API keys of the same"
-            " owner (name=… or cache_group=… in --api-key-file), or all; without API keys of several owners"
-            " all requests share them"
-        ),
+        Meta(description="which API keys share cached prefixes: per-key (those of one name=… or cache_group=…) or all"),
     ] = "per-key"
     audit_log: Annotated[
         str | None,

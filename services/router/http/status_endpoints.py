@@ -21,6 +21,7 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import DetokenizeRequest, TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import DetokenizeAnswer, TokenizeAnswer
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
+from baton_serve.services.router.requests.handoff_counts import HandoffStats, joined, warning_of
 from baton_serve.services.router.text.multimodal.image_tokens import expand_placeholders, image_urls
 from baton_serve.services.router.text.tokenization import beside_loop
 
@@ -86,6 +87,10 @@ class RouterHealth(msgspec.Struct, frozen=True, kw_only=True):
     requests_in_flight: int
     generated_tokens: int
     """Number of tokens generated since the start of the router's processes."""
+    handoffs: dict[str, HandoffStats]
+    """Due and completed KV handoffs of the last minute, by name of the model."""
+    warning: str | None
+    """A problem that an operator should look into although requests can be served; None without one."""
     instances: list[InstanceHealth]
     unreached: list[UnreachableInstance]
     """Instances that are registered but not connected: just started, just lost, or not reachable from here."""
@@ -105,8 +110,13 @@ def own_stats(service: ModelService) -> ProcessStats:
     return ProcessStats(
         requests_in_flight=sum(sibling.dispatcher.num_running for sibling in service.siblings),
         generated_tokens=sum(sibling.metrics.generated_tokens for sibling in service.siblings),
+        handoffs=_own_handoffs(service),
         recent=[(ended_at, msgspec.Raw(msgspec.json.encode(request))) for ended_at, request in recent],
     )
+
+
+def _own_handoffs(service: ModelService) -> dict[str, HandoffStats]:
+    return {one.metrics.model_name: one.dispatcher.handoff_counts.stats() for one in service.siblings}
 
 
 def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> RouterHealth:
@@ -130,6 +140,7 @@ def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> Router
             reason += f"; registered, but not connected: {', '.join(record.instance for record in unreached)}"
         if not cluster.is_registry_connected():
             reason += "; the registry does not answer"
+    handoffs = joined([_own_handoffs(service), *(other.handoffs for other in others)])
     return RouterHealth(
         status="ok" if reason is None else "unavailable",
         reason=reason,
@@ -139,6 +150,8 @@ def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> Router
         + sum(other.requests_in_flight for other in others),
         generated_tokens=sum(sibling.metrics.generated_tokens for sibling in service.siblings)
         + sum(other.generated_tokens for other in others),
+        handoffs=handoffs,
+        warning=warning_of(handoffs),
         instances=[_instance_health(worker) for worker in ready],
         unreached=[UnreachableInstance(record.instance, record.role, record.http_address) for record in unreached],
     )

@@ -199,6 +199,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     other_ttft_s: float = 0.0
     """Predicted TTFT, in seconds, of the alternative that was not chosen: prefill on the decode instance instead of
     disaggregated, or the other way round. It is 0 if only one of them was possible."""
+    misses_handoff: bool = False
+    """One instance computes the prompt, though it is long enough for disaggregation and both pools have instances:
+    no prefill instance can hand off blocks to a decode instance that has room for the prompt."""
     shortest_queue_s: float = 0.0
     """Queueing time in seconds at the least busy instance that could have computed the prompt; 0 if one is idle."""
 
@@ -206,6 +209,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def predicted_itl_s(self) -> float:
         """Predicted inter-token latency in seconds; 0 if it is unknown or nothing is decoded."""
         return self.decode.next_step_s if self.decode is not None else 0.0
+
+    @property
+    def handoff_is_due(self) -> bool:
+        """Whether this placement needs a KV handoff, or would need one that no two instances can do."""
+        return self.decision == "disaggregated" or self.misses_handoff
 
     @property
     def final_worker(self) -> Candidate:
@@ -261,7 +269,27 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
         option = _place_in_group(demand, group, policy, cluster.turn)
         if option is not None and (best is None or option.predicted_ttft_s < best.predicted_ttft_s):
             best = option
-    return best or NoCapacity("empty_pool", _no_capacity_message(candidates, demand))
+    if best is None:
+        return NoCapacity("empty_pool", _no_capacity_message(candidates, demand))
+    is_miss = _misses_handoff(best, demand, policy, candidates, groups)
+    return msgspec.structs.replace(best, misses_handoff=True) if is_miss else best
+
+
+def _misses_handoff(
+    best: Placement,
+    demand: Demand,
+    policy: PlacementPolicy,
+    candidates: Sequence[Candidate],
+    groups: Sequence[Sequence[Candidate]],
+) -> bool:
+    """Return whether a prompt is computed on one instance only because no two instances can do a handoff."""
+    if best.decode is None or best.prefill is not None or demand.max_new_tokens == 1:
+        return False
+    if best.decode.uncached(demand.num_tokens) < policy.disaggregation_min_tokens:
+        return False
+    # With both roles in one group a handoff was possible, and one instance was chosen because it is faster.
+    pools = {"prefill", "decode"}
+    return pools <= {c.role for c in candidates} and not any(pools <= {c.role for c in group} for group in groups)
 
 
 def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]:

@@ -17,6 +17,7 @@ import msgspec
 from baton_serve.contracts.same_user import stranger
 from baton_serve.services.common.logs import LimitedLog
 from baton_serve.services.router.quota.usage import UsageWindow, WindowUsage
+from baton_serve.services.router.requests.handoff_counts import HandoffStats
 
 
 class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,8 @@ class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
 
     requests_in_flight: int
     generated_tokens: int
+    handoffs: dict[str, HandoffStats] = {}
+    """The KV handoffs of the last minute by name of the model."""
     recent: list[tuple[float, msgspec.Raw]]
     """The last requests as JSON, each with the time of its end in seconds. The monotonic clock is the machine's, so
     that times of different processes can be compared."""

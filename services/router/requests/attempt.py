@@ -24,6 +24,9 @@ After it the worker computes the prefix instead.
 class AttemptOwner(Protocol):
     """Receives the answers to an attempt: the `RequestLifecycle`, which cannot be imported without a cycle."""
 
+    def on_placed(self, placement: Placement) -> None:
+        """Record the placement of an attempt whose messages are sent next."""
+
     def on_tokens(self, attempt: "Attempt", worker: WorkerState, tokens: Tokens, now: float) -> None:
         """Handle new tokens of one sequence, which arrived at `now`."""
 

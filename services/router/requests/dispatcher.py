@@ -23,6 +23,7 @@ from baton_serve.services.router.placement.fair_queue import FairQueue
 from baton_serve.services.router.placement.policy import Placement
 from baton_serve.services.router.protocol.errors import ApiError, RateLimitError, UnavailableError
 from baton_serve.services.router.quota.usage import UsageLedger
+from baton_serve.services.router.requests.handoff_counts import HandoffCounts
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestPolicy, RequestTiming
@@ -118,6 +119,7 @@ class Dispatcher:
         self._mean_end_interval_s = 1.0
         """Mean seconds between two ends of requests: the Retry-After of rejections that depend on such an end."""
         self.request_log = RequestLog(metrics, clock=clock)
+        self.handoff_counts = HandoffCounts(metrics, clock=clock)
         cluster.add_listener(self._dispatch_waiting)
         metrics.in_flight.set_function(lambda: len(self._lifecycles))
 
@@ -192,6 +194,14 @@ class Dispatcher:
         """Send waiting requests on, since a worker has fewer prompt tokens left to compute."""
         if self._waiting:
             self._dispatch_waiting()
+
+    def on_handoff_due(self) -> None:
+        """Count a placement for which a KV handoff is due."""
+        self.handoff_counts.add_due()
+
+    def on_handoff_completed(self) -> None:
+        """Count a KV handoff of which all blocks have arrived."""
+        self.handoff_counts.add_completed()
 
     def take_retry(self) -> bool:
         """Take one retry from the router's budget. Return False if it is used up."""

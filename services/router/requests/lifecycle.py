@@ -62,6 +62,12 @@ class LifecycleOwner(Protocol):
     def on_prefill_done(self, lifecycle: "RequestLifecycle") -> None:
         """Look for queued requests that may go now: a worker has fewer prompt tokens left to compute."""
 
+    def on_handoff_due(self) -> None:
+        """Count a placement for which a KV handoff is due."""
+
+    def on_handoff_completed(self) -> None:
+        """Count a KV handoff of which all blocks have arrived."""
+
     def take_retry(self) -> bool:
         """Take one retry from the budget that all requests share. Return False if the budget is used up."""
         ...
@@ -107,7 +113,6 @@ class RequestLifecycle:
             policy=policy,
             clock=clock,
             timing=timing,
-            timeline=self.timeline,
         )
         self._placement_retry: PlacementRetry | None = None
         self._replay_timers: list[asyncio.TimerHandle] = []
@@ -159,6 +164,12 @@ class RequestLifecycle:
             self.timeline.finish_reasons += ["abort" for s in self.sequences if not s.is_finished]
             self._end(reason)
 
+    def on_placed(self, placement: Placement) -> None:
+        """Record the placement of an attempt in the timeline, and count the handoff that it needs."""
+        self.timeline.record_placement(placement, self._clock())
+        if placement.handoff_is_due:
+            self._owner.on_handoff_due()
+
     def on_tokens(self, attempt: Attempt, worker: WorkerState, message: Tokens, now: float) -> None:
         """Pass new tokens of one sequence to the client, and end what they end. `now` is when the message came."""
         sequence = attempt.sequences.get(message.sequence)
@@ -197,6 +208,7 @@ class RequestLifecycle:
                     self.prompt_logprobs = answer.prompt_logprobs
             case HandoffReport():
                 self.timeline.handoff = answer
+                self._owner.on_handoff_completed()
                 worker.circuit_breaker.succeeded()
                 attempt.decode_has_blocks = True
             case Failed():

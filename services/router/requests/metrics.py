@@ -57,7 +57,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry, model_name: str, *, families: MetricFamilies | None = None) -> None:
         self._families = families or MetricFamilies(registry)
         self.registry = registry
-        self._model = model_name
+        self.model_name = model_name
         lengths = _one_two_five(_MAX_TOKENS_BUCKET)
         self._ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "Time from the arrival of a request to its first token.", _TTFT_S
@@ -126,6 +126,14 @@ class RouterMetrics:
             "baton:replays",
             "Cumulative number of replays: streams that were resumed on other instances after a failure.",
         )
+        self._handoffs_due = self._counter(
+            "baton:handoffs_due",
+            "Cumulative number of placements that needed a KV handoff, or would have needed one that no two instances "
+            "can do.",
+        )
+        self._handoffs_completed = self._counter(
+            "baton:handoffs_completed", "Cumulative number of completed KV handoffs, counted when the last block came."
+        )
         self._success = self._labelled(
             "vllm:request_success", "Cumulative number of finished sequences, by finish reason.", "finished_reason"
         )
@@ -159,6 +167,14 @@ class RouterMetrics:
     def refused(self, cause: str) -> None:
         """Count a request that was rejected with status 429."""
         self._count(self._refusals, cause).value += 1
+
+    def handoff_due(self) -> None:
+        """Count a placement for which a KV handoff is due."""
+        self._handoffs_due.value += 1
+
+    def handoff_completed(self) -> None:
+        """Count a completed KV handoff."""
+        self._handoffs_completed.value += 1
 
     def waiting(self, *, requests: int, tokens: int) -> None:
         """Set how many prompts wait in the router, and their tokens."""
@@ -234,14 +250,14 @@ class RouterMetrics:
             self._held.observe(timeline.held_s)
 
     def _count(self, family: str, label: str) -> CounterValue:
-        return self._families.counters.labels(family, self._model, label)
+        return self._families.counters.labels(family, self.model_name, label)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._families.histograms.add(name, text, buckets, self._model)
+        return self._families.histograms.add(name, text, buckets, self.model_name)
 
     def _counter(self, name: str, text: str) -> CounterValue:
         self._families.counters.declare(name, text)
-        return self._families.counters.labels(name, self._model)
+        return self._families.counters.labels(name, self.model_name)
 
     def _labelled(self, name: str, text: str, label: str) -> str:
         """Declare a counter with a label beside the model's name, and return the name for `_count`."""
@@ -249,4 +265,4 @@ class RouterMetrics:
         return name
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return self._families.gauge(name, text).labels(self._model)
+        return self._families.gauge(name, text).labels(self.model_name)

@@ -18,7 +18,6 @@ from baton_serve.services.router.requests.prompt_request import (
     RequestPolicy,
     RequestTiming,
 )
-from baton_serve.services.router.requests.timeline import Timeline
 from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
@@ -34,7 +33,6 @@ class RequestAttempts:
         policy: RequestPolicy,
         clock: Callable[[], float],
         timing: RequestTiming,
-        timeline: Timeline,
     ) -> None:
         self._request = request
         self._owner = owner
@@ -42,7 +40,6 @@ class RequestAttempts:
         self._policy = policy
         self._clock = clock
         self._timing = timing
-        self._timeline = timeline
         self._block_hashes = PromptBlockHashes(request.token_ids, request.cache_salt, request.lora, request.media)
         self._running: set[Attempt] = set()
         self._num_started = 0
@@ -76,7 +73,7 @@ class RequestAttempts:
             return None
         attempt = self._new_attempt(placement, sequences, position=num_generated, num_replays=num_replays)
         try:
-            self._timeline.record_placement(placement, self._clock())
+            self._owner.on_placed(placement)
             root = block_hashes.root(placement.final_worker.layout)
             work = self._work(attempt, token_ids, root, needs_prompt_logprobs=needs_prompt_logprobs)
             self._send(attempt, placement, work, block_hashes)

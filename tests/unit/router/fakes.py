@@ -43,6 +43,7 @@ from baton_serve.contracts.messages import (
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.contracts.wire import encode
 from baton_serve.services.router.cluster.worker_state import WorkerState
+from baton_serve.services.router.placement.policy import Placement
 from baton_serve.services.router.requests.attempt import Attempt
 
 LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
@@ -336,6 +337,9 @@ class FakeFlight:
 
     def __init__(self) -> None:
         self.heard: list[tuple[Attempt, Answer | str]] = []
+
+    def on_placed(self, placement: Placement) -> None:
+        raise AssertionError("the attempts of these tests are made without a placement")
 
     def on_tokens(self, attempt: Attempt, worker: WorkerState, tokens: Tokens, now: float) -> None:
         self.heard.append((attempt, tokens))
