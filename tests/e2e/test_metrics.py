@@ -19,6 +19,8 @@ OF_THE_ROUTER = {
     "vllm:request_success_total": 1,
     "baton:handoff_seconds_count": 1,
     "baton:handoff_exposed_seconds_count": 1,
+    "baton:handoffs_due_total": 1,
+    "baton:handoffs_completed_total": 1,
     "baton:prefix_hit_tokens_total": 0,
     "baton:placements_total": 1,
 }
