@@ -104,7 +104,7 @@ def test_the_largest_grammar_within_the_bounds_needs_half_of_the_stack_and_the_c
     ],
     ids=["stack", "stack of rules", "processor time", "time", "memory"],
 )
-def test_a_compiler_that_ends_at_a_limit_costs_one_request_which_is_told_the_limit(
+def test_a_compiler_that_ends_at_a_limit_fails_one_request_with_the_limit_in_the_error(
     limits: CompileLimits, grammar: str, reason: str
 ) -> None:
     async def body() -> None:

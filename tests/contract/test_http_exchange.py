@@ -114,7 +114,7 @@ def test_head_is_answered_without_a_body(path: str) -> None:
     talk(echo, body)
 
 
-def test_a_client_that_asks_first_is_told_to_send_its_body() -> None:
+def test_a_client_that_expects_100_continue_is_asked_for_its_body() -> None:
     async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for _ in range(2):
             writer.write(b"POST /a HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n")

@@ -141,7 +141,7 @@ def test_a_router_that_falls_silent_is_lost(key: ClusterKey | None) -> None:
     asyncio.run(whole())
 
 
-def test_a_router_that_was_lost_hears_no_more_and_gives_its_connection_up(key: ClusterKey | None) -> None:
+def test_a_lost_router_gets_no_more_messages_and_closes_its_connection(key: ClusterKey | None) -> None:
     """It was only busy, and would wait for ever for what has been given up here."""
 
     async def whole() -> None:
@@ -161,7 +161,7 @@ def test_a_router_that_was_lost_hears_no_more_and_gives_its_connection_up(key: C
     asyncio.run(whole())
 
 
-def test_a_message_to_a_router_that_is_gone_tells_so(key: ClusterKey | None) -> None:
+def test_sending_a_message_to_a_lost_router_reports_it(key: ClusterKey | None) -> None:
     async def body(instance: Instance, router: Router) -> None:
         router.link.send(Cancel(RequestId("r")))
         sender, _ = await instance.received.get()

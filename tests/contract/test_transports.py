@@ -86,7 +86,7 @@ def test_bytes_and_payload_arrive_and_the_blocks_are_released(transport: str) ->
     run(test())
 
 
-def test_the_end_of_a_fetch_is_told_before_its_task_runs_again(transport: str) -> None:
+def test_the_end_of_a_fetch_is_reported_before_its_task_runs_again(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
             ticket, seen = pair.ticket(), list[object]()
@@ -112,7 +112,7 @@ def test_the_end_of_a_fetch_is_told_before_its_task_runs_again(transport: str) -
     run(test())
 
 
-def test_an_error_in_what_hears_of_the_end_is_the_fetchs(transport: str) -> None:
+def test_an_error_in_the_callback_at_the_end_fails_the_fetch(transport: str) -> None:
     async def test() -> None:
         async with pair_of(only(transport)) as pair:
             ticket = pair.ticket()

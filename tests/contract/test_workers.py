@@ -151,7 +151,7 @@ def test_what_keeps_workers_from_starting_is_said_and_ends_the_router() -> None:
     assert said.endswith("baton router: the router's processes cannot start; see the error above\n")
 
 
-def test_every_worker_is_told_what_the_common_registry_is() -> None:
+def test_every_router_process_gets_the_url_of_the_common_registry() -> None:
     async def run(folder: str) -> None:
         url, own = f"memory://{folder}/all", [f"memory://{folder}/{index}" for index in range(2)]
         views = [registry_view(one) for one in own]

@@ -46,7 +46,7 @@ def ask_together(cluster: Cluster, first: int, headers: dict[str, str]) -> list[
         return list(pool.map(lambda number: ask(cluster, number, headers), range(first, first + AT_ONCE)))
 
 
-def test_the_decode_instance_reads_prompts_that_would_wait_if_a_pace_was_promised(cluster: Cluster) -> None:
+def test_with_an_itl_slo_the_decode_instance_computes_prompts_that_would_wait(cluster: Cluster) -> None:
     ask(cluster, 90, {})  # how fast prefill reads is known then, and decode, which has read nothing, may be as fast
     promised = ask_together(cluster, 0, PROMISE)
     assert {told["decision"] for _, told in promised} == {"disaggregated", "decode_only"}

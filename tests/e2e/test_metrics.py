@@ -49,6 +49,6 @@ def test_one_request_is_counted_once_everywhere(cluster: Cluster) -> None:
     assert received["baton:kv_link_bytes_per_second"] > 0
 
 
-def test_finished_requests_are_told_apart_by_reason(cluster: Cluster) -> None:
+def test_finished_requests_are_counted_by_reason(cluster: Cluster) -> None:
     cluster.complete("why did it end", max_tokens=2, ignore_eos=True)
     assert 'vllm:request_success_total{finished_reason="length"' in httpx.get(f"{cluster.url}/metrics").text

@@ -160,7 +160,7 @@ def test_prompts_for_another_instance_follow_each_other_and_their_blocks_wait_fo
         assert {launched - after for after, launched in waited} == {0, 1}
 
 
-def test_nothing_is_told_of_a_prompt_that_was_cancelled_while_it_was_launched_on(reference: Reference) -> None:
+def test_a_prompt_cancelled_while_its_next_step_was_launched_is_not_reported(reference: Reference) -> None:
     with ahead_engine(reference.folder, max_num_batched_tokens=16, block_size=8) as source:
         source.add(make_work(source, "a", PROMPT), mode="prefill")
         assert [len(done.blocks) for done in source.step().completed] == [2]

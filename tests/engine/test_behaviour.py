@@ -108,7 +108,7 @@ def test_a_failed_handoff_is_finished_here(engine: Engine, reference: Reference)
     assert first[0].cached_tokens == 3 * engine.layout.block_tokens
 
 
-def test_stop_tokens_end_a_sequence_and_are_told(engine: Engine, reference: Reference) -> None:
+def test_stop_tokens_end_a_sequence_and_are_reported(engine: Engine, reference: Reference) -> None:
     prompt, answer = reference.prompts[3], reference.answers[3]
     position = next(i for i in range(2, len(answer)) if answer.index(answer[i]) == i)
     engine.add(make_work(engine, "a", prompt, stop_token_ids=[answer[position]]))

@@ -83,7 +83,7 @@ def test_requests_that_come_while_others_are_written_answer_as_generate(
     assert [len(outputs) for outputs in heard.values()][2:] == [1, 7]
 
 
-def test_an_aborted_request_is_heard_of_no_more(engine: LLMEngine) -> None:
+def test_an_aborted_request_has_no_further_output(engine: LLMEngine) -> None:
     engine.add_request("long", "x", LONG)
     engine.add_request("beams", "x", SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=100))
     while not any(output.request_id == "long" for output in engine.step()):
@@ -111,7 +111,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(engine: LLMEngine) 
     assert not engine.has_unfinished_requests()
 
 
-def test_coroutines_hear_the_same_and_what_they_leave_ends(folder: Path, expected: list[Told]) -> None:
+def test_coroutines_get_the_same_outputs_and_abandoned_streams_end(folder: Path, expected: list[Told]) -> None:
     engine = AsyncLLMEngine.from_engine_args(EngineArgs(str(folder), **OPTIONS))
 
     async def heard(number: int) -> Told:

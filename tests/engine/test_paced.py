@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_prompts_beside_promised_answers(
+def test_prompts_beside_answers_with_an_itl_slo(
     family: str, is_ahead: bool, references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = references(family)

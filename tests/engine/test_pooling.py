@@ -147,7 +147,7 @@ def test_classes_equal_transformers(
 
 
 @torch.no_grad()
-def test_the_two_texts_of_a_pair_are_told_apart(tmp_path: Path) -> None:
+def test_the_two_texts_of_a_pair_are_distinguished(tmp_path: Path) -> None:
     folder = write_pooling_model(tmp_path / "m", "bert", "classify", num_labels=1)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     pairs = [PoolingInput([2, 7, 3, 8, 9, 3], [0, 0, 0, 1, 1, 1]), PoolingInput([2, 8, 8, 3, 9, 3], [0, 0, 0, 0, 1, 1])]
@@ -197,7 +197,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
         engine_of(folder, "classify")
 
 
-def test_weights_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers_are_reported(tmp_path: Path) -> None:
     folder = write_pooling_model(tmp_path, "bert")
     weights = load_file(folder / "model.safetensors")
     next(weight for name, weight in weights.items() if name.endswith("output.dense.weight"))[0, 0] = float("nan")

@@ -35,12 +35,12 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         make_engine(tmp_path / "nothing")
 
 
-def test_a_folder_without_a_config_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         make_engine(tmp_path)
 
 
-def test_a_broken_config_is_told(folder: Path) -> None:
+def test_a_broken_config_is_reported(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
         make_engine(folder)
@@ -54,25 +54,25 @@ def test_a_size_that_no_model_has_is_named(folder: Path, name: str, size: float)
         make_engine(folder)
 
 
-def test_a_config_that_is_nested_too_deep_is_told(folder: Path) -> None:
+def test_a_config_that_is_nested_too_deep_is_reported(folder: Path) -> None:
     (folder / "config.json").write_text(100_000 * "[" + 100_000 * "]")
     with pytest.raises(ModelError, match="not valid JSON"):
         make_engine(folder)
 
 
-def test_an_unknown_architecture_is_told(folder: Path) -> None:
+def test_an_unknown_architecture_is_reported(folder: Path) -> None:
     edit_config(folder, model_type="nonesuch", architectures=["NonesuchForCausalLM"])
     with pytest.raises(ModelError, match="nonesuch"):
         make_engine(folder)
 
 
-def test_a_folder_without_weights_is_told(folder: Path) -> None:
+def test_a_folder_without_weights_is_reported(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="load-format dummy"):
         make_engine(folder)
 
 
-def test_truncated_weights_are_told(folder: Path) -> None:
+def test_truncated_weights_are_reported(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=r"cannot be loaded.*download it again"):
@@ -82,19 +82,19 @@ def test_truncated_weights_are_told(folder: Path) -> None:
         make_engine(folder)
 
 
-def test_missing_weights_are_told(folder: Path) -> None:
+def test_missing_weights_are_reported(folder: Path) -> None:
     edit_config(folder, num_hidden_layers=4)
     with pytest.raises(ModelError, match="lacks"):
         make_engine(folder)
 
 
-def test_weights_of_another_shape_are_told(folder: Path) -> None:
+def test_weights_of_another_shape_are_reported(folder: Path) -> None:
     edit_config(folder, intermediate_size=128)
     with pytest.raises(ModelError):
         make_engine(folder)
 
 
-def test_weights_that_are_no_numbers_are_told(folder: Path) -> None:
+def test_weights_that_are_not_numbers_are_reported(folder: Path) -> None:
     path = folder / "model.safetensors"
     weights = load_file(path)
     weights["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
@@ -135,7 +135,7 @@ def test_a_length_beyond_the_model_is_refused(folder: Path) -> None:
         make_engine(folder, max_model_len=1024)
 
 
-def test_a_device_that_is_not_there_is_told(folder: Path) -> None:
+def test_a_missing_device_is_reported(folder: Path) -> None:
     with pytest.raises(ConfigError, match="torch sees"):
         make_engine(folder, device="xpu")
 
@@ -189,7 +189,7 @@ def test_an_architecture_that_cannot_be_served_is_named(
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_a_model_that_brings_its_own_code_is_told_what_would_run_it(folder: Path, model_type: str) -> None:
+def test_the_error_for_a_model_with_its_own_code_names_the_flag_that_runs_it(folder: Path, model_type: str) -> None:
     edit_config(folder, model_type=model_type, architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Own"})
     with pytest.raises(UnsupportedModelError, match=f"OwnForCausalLM.*'{model_type}'.*--trust-remote-code"):
         make_engine(folder)
@@ -209,7 +209,7 @@ def test_dummy_weights_are_the_same_for_the_same_seed(folder: Path) -> None:
     assert found[0][0] != found[2][0]
 
 
-def test_a_fingerprint_tells_weights_apart_and_survives_a_copy(tmp_path: Path) -> None:
+def test_a_fingerprint_distinguishes_weights_and_survives_a_copy(tmp_path: Path) -> None:
     def fingerprint(name: str, seed: int) -> str:
         with make_engine(write_tiny_model(tmp_path / name, seed=seed)) as engine:
             return engine.layout.fingerprint
@@ -218,7 +218,7 @@ def test_a_fingerprint_tells_weights_apart_and_survives_a_copy(tmp_path: Path) -
     assert fingerprint("c", 1) != fingerprint("a2", 0)
 
 
-def test_progress_is_told(folder: Path) -> None:
+def test_progress_is_reported(folder: Path) -> None:
     from baton_serve.engine import EngineConfig
 
     told: list[str] = []

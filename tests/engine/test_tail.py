@@ -26,7 +26,7 @@ PARTS = 4
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("gemma2", "float32"), ("llama", "bfloat16")])
-def test_a_part_is_told_when_its_layers_are_computed(
+def test_a_layer_group_is_reported_when_its_layers_are_computed(
     tmp_path: Path, family: str, dtype: str, kv_cache_dtype: str
 ) -> None:
     """Llama's layers are fused, in bf16 on most CPUs into one call; Gemma's are transformers' own."""
@@ -70,7 +70,7 @@ def test_only_prompts_that_are_handed_on_have_a_tail(tmp_path: Path) -> None:
         assert told == []
 
 
-def test_few_blocks_are_told_of_in_larger_groups_or_whole() -> None:
+def test_few_blocks_are_reported_in_larger_groups_or_whole() -> None:
     """Of a block in four parts all of it, three quarters, half, a quarter are useful; of two blocks half as much."""
     layout = KVLayout(fingerprint="f", num_layers=8, num_kv_heads=2, block_tokens=16, head_dim=64, dtype="float32")
     one, two = (CompletedBlocks(RequestId(f"{n}"), [NamedBlock(BlockHash(b""), 0)] * n) for n in (1, 2))

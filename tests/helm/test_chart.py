@@ -240,7 +240,7 @@ def test_the_grace_period_covers_draining_and_leases(path: Path | None) -> None:
     assert pod["terminationGracePeriodSeconds"] > drain + sleep
 
 
-def test_nothing_that_tells_whether_pools_are_there_decides_whether_the_router_lives() -> None:
+def test_the_availability_of_pools_does_not_decide_the_liveness_of_the_router() -> None:
     router = container_of(pod_of(render(None), "router"))
     assert router["readinessProbe"]["httpGet"]["path"] == "/health"
     assert {router[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} == {"/metrics"}

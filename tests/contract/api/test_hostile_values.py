@@ -148,7 +148,7 @@ def test_json_that_is_nested_less_deep_is_read(serve: Serve, depth: int) -> None
 
 @pytest.mark.parametrize("value", ["1e400", "-1e400", "nan", "1e-320", "0", HUGE, "1" + 4000 * "0"])
 @pytest.mark.parametrize("name", ["x-baton-itl-ms", "x-baton-ttft-ms"])
-def test_a_promised_time_has_bounds_too(serve: Serve, name: str, value: str) -> None:
+def test_an_slo_has_bounds_too(serve: Serve, name: str, value: str) -> None:
     async def scenario(router: Router) -> None:
         answer = await router.http.post("/v1/completions", json={"prompt": "a"}, headers={name: value})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == name

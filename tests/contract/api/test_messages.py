@@ -61,7 +61,7 @@ def test_events_build_up_what_comes_whole(serve: Serve) -> None:
     serve(scenario, **HERMES)
 
 
-def test_a_stop_sequence_and_the_limit_are_told(serve: Serve) -> None:
+def test_a_stop_sequence_and_the_limit_are_reported(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         router.fakes.token_of = writes("one two three")
         async with client_of(router) as client:

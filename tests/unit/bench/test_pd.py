@@ -123,7 +123,7 @@ def test_an_earlier_run_gives_the_same_curve_and_plot(tmp_path: Path, capsys: py
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_where_it_loses_is_told() -> None:
+def test_the_output_lists_where_separate_prefill_is_worse() -> None:
     found = [measured(APART, 1.0, [outcome(0.1, [7])]), measured(UNIFIED, 1.0, [outcome(0.2, [60])] * 2)]
     assert list(losses(found, 1.0)) == [
         f"goodput at p99 ITL <= {at} ms, TTFT <= 1000 ms: 0.5 against 1 req/s" for at in (75, 100, 150, 200)

@@ -38,7 +38,7 @@ def test_prompts_are_the_same_every_time_and_another_seed_gives_others() -> None
     assert trace_requests(trace, seed=2)[1].prompt != second.prompt
 
 
-def test_the_hit_rate_is_what_the_server_tells() -> None:
+def test_the_hit_rate_is_the_one_that_the_server_reports() -> None:
     told = [RequestOutcome(prompt_tokens=100, cached_tokens=40), RequestOutcome(prompt_tokens=100, cached_tokens=0)]
     assert hit_rate_of(told, {}, {}) == 0.2
     silent = [RequestOutcome(prompt_tokens=100)]

@@ -113,7 +113,7 @@ def test_a_first_token_that_is_held_back_leaves_a_shorter_first_gap() -> None:
         assert held.itl_p99_s < one.itl_p99_s - 0.1
 
 
-def test_a_promised_pace_bounds_what_a_unified_instance_computes_beside_answers() -> None:
+def test_an_itl_slo_bounds_the_prompt_tokens_of_a_unified_instance_beside_answers() -> None:
     trace = alone(TraceRequest(0.0, 512, 300, (1,)), TraceRequest(1.0, 2048, 2, (2, 3, 4, 5)))
     unified = replace(scenario(trace, prefill=0, decode=0), num_unified=1)
     promised = simulate(replace(unified, itl_s=0.1))
@@ -122,7 +122,7 @@ def test_a_promised_pace_bounds_what_a_unified_instance_computes_beside_answers(
     assert len(promised.served) == 2
 
 
-def test_where_a_pace_is_promised_a_decode_instance_takes_prompts_from_a_queue() -> None:
+def test_with_an_itl_slo_a_decode_instance_takes_prompts_from_a_queue() -> None:
     trace = alone(*(TraceRequest(0.1 * n, 512, 100, (n,)) for n in range(20)))
     split = scenario(trace, prefill=1, decode=1)
     apart, shared = simulate(split), simulate(replace(split, itl_s=0.2))

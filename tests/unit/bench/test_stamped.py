@@ -47,7 +47,7 @@ def test_the_body_comes_as_it_was_written_head_or_no_head() -> None:
     assert [data for data, _, _ in reads] == [b"1\r\na\r\n", b"1\r\nb\r\n", b"0\r\n\r\n"]
 
 
-def test_what_a_reader_is_late_by_is_not_in_the_stamp() -> None:
+def test_a_late_read_does_not_change_the_time_stamp() -> None:
     clock = stamped.ClockWatch()
     reads = read([HEAD + b"1\r\na\r\n", b"1\r\nb\r\n", b"0\r\n\r\n"], blocks_s=0.05)
     clock.check()
@@ -58,6 +58,6 @@ def test_what_a_reader_is_late_by_is_not_in_the_stamp() -> None:
 @pytest.mark.parametrize(
     ("pieces", "reason"), [([b"HTTP/1.1 503 No\r\n\r\n"], "503"), ([HEAD, b"1\r\na\r\n"], "the connection broke")]
 )
-def test_an_answer_that_is_none_is_told(pieces: list[bytes], reason: str) -> None:
+def test_an_invalid_answer_is_reported(pieces: list[bytes], reason: str) -> None:
     with pytest.raises(HttpError, match=reason):
         read(pieces)

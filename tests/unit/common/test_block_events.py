@@ -61,7 +61,7 @@ def test_batches_arrive_in_order_and_numbered() -> None:
     run(body)
 
 
-def test_who_joins_late_is_told_of_the_gap() -> None:
+def test_a_late_subscriber_gets_a_gap() -> None:
     async def body(publisher: EventPublisher, follower: Follower) -> None:
         late = Follower(publisher.address)
         publisher.publish(stored(1))

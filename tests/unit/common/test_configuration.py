@@ -193,13 +193,13 @@ def test_help_shows_groups_defaults_and_units(capsys: pytest.CaptureFixture[str]
         assert part in text, text
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         read("--version")
     assert stopped.value.code == 0 and capsys.readouterr().out.startswith("baton ")
 
 
-def test_options_of_other_processes_are_taken_and_told_apart() -> None:
+def test_options_of_other_processes_are_accepted_and_kept_apart() -> None:
     loaded = load_with(
         Settings,
         options_of(Other),

@@ -94,7 +94,9 @@ def test_a_signal_ends_a_start_that_takes_long() -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigurationError("no such\nfolder"), OSError("no such folder"), KeyError("x")])
-def test_an_expected_error_at_start_is_told_in_one_line(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+def test_an_expected_error_at_start_is_reported_in_one_line(
+    capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
     async def start(lifecycle: Lifecycle) -> None:
         raise error
 

@@ -29,7 +29,7 @@ def test_hyperthreads_and_nodes_are_read(tmp_path: Path) -> None:
     assert found.num_cores == 2 and found.quota is None
 
 
-def test_a_system_that_tells_nothing_has_whole_cores_on_one_node(tmp_path: Path) -> None:
+def test_a_system_without_topology_files_has_whole_cores_on_one_node(tmp_path: Path) -> None:
     assert this_host(tmp_path).cpus == tuple(Cpu(number, number, 0) for number in range(4))
 
 

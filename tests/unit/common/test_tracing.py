@@ -27,7 +27,7 @@ def test_an_endpoint_that_is_no_http_address_is_refused_with_an_example(endpoint
         make_tracing(endpoint, service="s", instance="i")
 
 
-def test_missing_packages_are_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "baton_serve.services.common.opentelemetry_tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'baton-serve\[otel\]'"):

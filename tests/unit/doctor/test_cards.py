@@ -40,7 +40,7 @@ def test_a_device_that_cannot_be_opened_names_its_group(tmp_path: Path) -> None:
     assert "usermod" in by_check(list(check_cards(tmp_path)))["permissions"].remedy
 
 
-def test_a_container_without_dev_dri_is_told(tmp_path: Path) -> None:
+def test_a_container_without_dev_dri_is_reported(tmp_path: Path) -> None:
     add_card(tmp_path, 0)
     (tmp_path / "dev/dri/renderD128").unlink()
     assert by_check(list(check_cards(tmp_path)))["permissions"].status == "problem"

@@ -18,7 +18,7 @@ def says(text: str) -> tuple[str, ...]:
     return (sys.executable, "-c", text)
 
 
-def test_a_good_card_is_told_with_its_speed() -> None:
+def test_a_good_card_is_reported_with_its_speed() -> None:
     found = list(device_findings(facts()))
     assert {finding.status for finding in found} == {"ok"}
     assert any("12.0 GB/s in, 11.0 GB/s out" in finding.message for finding in found)
@@ -35,7 +35,7 @@ def test_a_peer_copy_with_other_bytes_is_a_problem_however_fast_it_was() -> None
     assert finding.status == "problem" and "CCL_TOPO_P2P_ACCESS=0" in finding.remedy
 
 
-def test_a_verified_peer_copy_is_told() -> None:
+def test_a_verified_peer_copy_is_reported() -> None:
     good = PeerFacts(source=0, target=1, can_access=False, is_intact=True, bytes_per_second=6e9)
     assert any("6.0 GB/s, verified (through host memory)" in f.message for f in device_findings(facts(good)))
 
@@ -50,6 +50,6 @@ def test_a_driver_that_hangs_is_a_problem_and_does_not_hang_the_doctor() -> None
     assert finding.status == "problem" and "0.2 s" in finding.message
 
 
-def test_a_probe_that_dies_tells_its_last_words() -> None:
+def test_a_probe_that_dies_is_reported_with_its_last_output() -> None:
     (finding,) = check_devices(20, says("raise RuntimeError('UR_RESULT_ERROR_DEVICE_LOST')"))
     assert finding.status == "problem" and "DEVICE_LOST" in finding.message

@@ -31,7 +31,7 @@ def test_a_closed_port_is_a_problem() -> None:
     assert finding.status == "problem" and finding.remedy
 
 
-def test_what_is_no_address_is_told() -> None:
+def test_an_invalid_address_is_reported() -> None:
     (finding,) = asyncio.run(found("", "somewhere"))
     assert "HOST:PORT" in finding.message
 

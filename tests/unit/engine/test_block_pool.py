@@ -99,7 +99,7 @@ def test_a_second_block_of_the_same_name_stays_nameless() -> None:
     pool.check_invariants(blocks)
 
 
-def test_events_tell_what_was_stored_and_removed_in_order() -> None:
+def test_events_report_stored_and_removed_blocks_in_order() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     assert blocks

@@ -33,7 +33,7 @@ def prompt_tokens(plan: ScheduledBatch) -> int:
     return sum(chunk.length for chunk in plan.chunks if chunk.length > 1)
 
 
-def test_a_prompt_goes_in_chunks_that_the_tightest_promise_allows() -> None:
+def test_a_prompt_is_computed_in_chunks_that_the_tightest_slo_allows() -> None:
     for promises, tokens in (((ALLOWS_128,), 127), ((ALLOWS_128, ALLOWS_64, ALLOWS_128), 61)):
         table, scheduler = writing(*promises, paced=step_time_model())
         plan = scheduler.schedule(0.0)
@@ -41,19 +41,19 @@ def test_a_prompt_goes_in_chunks_that_the_tightest_promise_allows() -> None:
         table.check_invariants()
 
 
-def test_nothing_promised_is_a_whole_step_unless_a_stretch_is_set() -> None:
+def test_without_an_slo_a_prompt_gets_a_whole_step_unless_a_stretch_is_set() -> None:
     assert prompt_tokens(writing(None, paced=step_time_model())[1].schedule(0.0)) == 200
     assert prompt_tokens(writing(None)[1].schedule(0.0)) == 200
     assert prompt_tokens(writing(None, paced=step_time_model(max_stretch=1.3))[1].schedule(0.0)) == 64 - 1
 
 
-def test_where_nobody_writes_a_promise_bounds_nothing() -> None:
+def test_without_decoding_sequences_steps_are_not_bounded() -> None:
     table = make_roster(num_blocks=200, batched=256)
     add(table, make_work("a", [1] * 200, itl_s=ALLOWS_64))
     assert prompt_tokens(Scheduler(table, step_time_model()).schedule(0.0)) == 200
 
 
-def test_a_promise_that_cannot_be_kept_still_lets_prompts_advance() -> None:
+def test_an_slo_that_cannot_be_met_still_lets_prompts_advance() -> None:
     table, scheduler = writing(0.001, paced=step_time_model())
     assert prompt_tokens(scheduler.schedule(0.0)) == 31
     for _ in range(-(-200 // 31) - 1):

@@ -38,7 +38,7 @@ def test_an_ordinary_request_passes() -> None:
     check(19, temperature=1.0, top_p=0.9, logprobs=5)
 
 
-def test_too_long_a_prompt_is_told_with_numbers() -> None:
+def test_too_long_a_prompt_is_reported_with_numbers() -> None:
     with pytest.raises(RequestError, match=r"20 tokens.*maximum is 19") as caught:
         check(20)
     assert caught.value.code == "too_long"

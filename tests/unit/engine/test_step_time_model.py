@@ -36,13 +36,13 @@ def promise_for(longer_s: float) -> float:
     return promise_of_step(STEP_S + longer_s)
 
 
-def test_what_a_step_leaves_of_a_promise_is_a_part_and_a_time_at_least() -> None:
+def test_a_step_leaves_at_least_a_part_of_the_slo_and_a_time() -> None:
     assert max_step_s(0.100) == pytest.approx(0.085)
     assert max_step_s(0.012) == pytest.approx(0.009)
     assert max_step_s(promise_of_step(0.007)) == pytest.approx(0.007)
 
 
-def test_without_a_promise_or_a_measure_there_is_no_bound() -> None:
+def test_without_an_slo_or_a_measurement_steps_are_not_bounded() -> None:
     assert StepTimeModel(PREFILL, STEP_S).chunk_budget([None, None]) is None
     assert StepTimeModel(PREFILL, STEP_S).chunk_budget([]) is None
     assert StepTimeModel().chunk_budget([0.001]) is None
@@ -64,7 +64,7 @@ def test_what_was_seen_decides() -> None:
     )
 
 
-def test_the_tightest_promise_counts_and_whoever_has_none_counts_by_the_stretch() -> None:
+def test_the_tightest_slo_counts_and_sequences_without_one_count_by_the_stretch() -> None:
     step_time_model = learned({128: 0.6, 256: 2.0, 512: 6.5}, max_stretch=2.0)
     wide, tight = promise_for(0.007), promise_for(0.0007)
     assert step_time_model.chunk_budget([wide, tight, wide]) == 128 - 3
@@ -87,7 +87,7 @@ def test_no_prompt_waits_for_ever_and_what_is_left_of_a_class_costs_nothing() ->
     )
 
 
-def test_what_was_not_seen_is_counted_from_those_who_write() -> None:
+def test_unmeasured_step_times_are_extrapolated_from_decoding_sequences() -> None:
     """64 of its 128 tokens are theirs: the others take 1.6 ms alone."""
     step_time_model = StepTimeModel(PREFILL, STEP_S)
     assert step_time_model.chunk_budget([promise_for(0.0017)] * 64) == 64
@@ -136,7 +136,7 @@ def test_one_stumble_is_bounded_and_forgotten() -> None:
     assert step_time_model.chunk_budget([promise_for(0.003)]) == 320 - 1
 
 
-def test_speed_beside_those_who_write() -> None:
+def test_prefill_rate_beside_decoding_sequences() -> None:
     step_time_model = learned({256: 2.0})
     assert step_time_model.tokens_per_s(216, 40) == pytest.approx(216 / 0.008)
     assert step_time_model.tokens_per_s(5 * SIZE_CLASSES_TOKENS[-1], 1) > 0
@@ -154,7 +154,7 @@ def test_the_first_long_prompt_is_believed_rather_than_the_warm_up() -> None:
     assert step_time_model.prefill_tokens_per_s == pytest.approx(11_000)
 
 
-def test_many_short_prompts_tell_as_much_as_a_long_one() -> None:
+def test_many_short_prompts_measure_as_much_as_a_long_one() -> None:
     step_time_model = StepTimeModel(1_000, STEP_S, is_warm_up_estimate=True)
     for told in range(100, MIN_MEASURED_TOKENS_IN_ALL + 100, 100):
         assert step_time_model.is_warm_up_estimate == (told - 100 < MIN_MEASURED_TOKENS_IN_ALL)

@@ -119,7 +119,7 @@ def test_blocks_freed_after_a_shortage_are_noticed_even_below_the_first_refusal(
     run(test())
 
 
-def test_blocks_freed_before_a_refusal_is_heard_of_are_noticed() -> None:
+def test_blocks_freed_before_a_refusal_arrives_are_noticed() -> None:
     """The two events arrive at once if this thread was busy; an idle engine sends no further event."""
 
     async def test() -> None:
@@ -135,7 +135,7 @@ def test_blocks_freed_before_a_refusal_is_heard_of_are_noticed() -> None:
     run(test())
 
 
-def test_an_engine_that_cannot_say_fails_those_who_asked_and_is_asked_by_the_next() -> None:
+def test_an_engine_error_fails_the_waiting_requests_and_the_next_one_tries_again() -> None:
     async def test() -> None:
         engine = FakeEngine()
         engine.error = ZeroDivisionError()

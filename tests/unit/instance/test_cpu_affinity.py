@@ -43,7 +43,7 @@ def in_a_thread(action: Callable[[], object]) -> object:
     return found[0]
 
 
-def test_a_seat_is_that_of_one_thread_and_of_those_it_started() -> None:
+def test_cpu_affinity_applies_to_one_thread_and_the_threads_it_starts() -> None:
     first, before = min(os.sched_getaffinity(0)), os.sched_getaffinity(0)
     nice = os.getpriority(os.PRIO_PROCESS, 0)
 

@@ -72,7 +72,7 @@ def test_blocks_are_reserved_fetched_and_the_answer_is_written_from_the_second_t
     run(test())
 
 
-def test_the_engine_is_told_before_the_task_that_fetched_runs_again() -> None:
+def test_the_engine_is_notified_before_the_fetching_task_runs_again() -> None:
     async def test() -> None:
         b = bench()
         request = b.serving.table.add(ROUTER, work())
@@ -95,7 +95,7 @@ def test_the_engine_is_told_before_the_task_that_fetched_runs_again() -> None:
     run(test())
 
 
-def test_the_router_hears_of_the_handoff_before_any_token() -> None:
+def test_the_router_gets_the_handoff_report_before_any_token() -> None:
     """This must hold even if the fetch's task had no time to run while the engine generated the whole answer."""
 
     async def test() -> None:
@@ -128,7 +128,7 @@ class Spans(Span):
         self._seen[self._name].append(at)
 
 
-def test_a_trace_has_the_times_of_what_happened_not_of_the_task_that_heard_of_it() -> None:
+def test_a_trace_has_the_times_of_the_events_not_of_the_task_that_handles_them() -> None:
     async def test() -> None:
         b, seen = bench(), dict[str, list[float | None]]()
         b.serving.on_message(ROUTER, Decode(work(), ticket()))

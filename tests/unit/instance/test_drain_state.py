@@ -34,7 +34,7 @@ def draining(log: list[str]) -> tuple[DrainController, FakeServing]:
     return made, serving
 
 
-def test_new_work_is_refused_before_the_registry_is_told() -> None:
+def test_new_work_is_refused_before_the_registry_is_notified() -> None:
     async def scenario() -> None:
         log: list[str] = []
         d, serving = draining(log)

@@ -11,7 +11,7 @@ from tests.unit.instance.fakes import STATS
 PEER = InstanceId("prefill-0")
 
 
-def test_gauges_tell_the_state_of_now() -> None:
+def test_gauges_show_the_current_state() -> None:
     stats = replace(STATS, free_blocks=4, running=3, waiting=1, reserved=2, held=1, held_blocks=5, preemptions=6)
     stats = replace(stats, prefix_query_tokens=100, prefix_hit_tokens=25)
     stats = replace(stats, host_used_blocks=3, host_total_blocks=12, host_hit_tokens=10, host_loaded_blocks=7)

@@ -128,7 +128,7 @@ def test_answers_leave_with_the_pass_that_computed_them() -> None:
     run(test())
 
 
-def test_a_request_that_the_engine_refuses_is_told_why() -> None:
+def test_a_request_that_the_engine_refuses_gets_the_reason() -> None:
     async def test() -> None:
         bench = Bench()
         bench.engine.error = RequestError("too_long", "far too long")

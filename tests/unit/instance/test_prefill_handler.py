@@ -152,7 +152,7 @@ def test_a_sink_that_dies_while_the_prompt_is_computed_ends_the_request() -> Non
     run(test())
 
 
-def test_a_sink_that_cancels_has_told_the_router_itself() -> None:
+def test_a_sink_that_cancels_notifies_the_router_itself() -> None:
     async def test() -> None:
         b = bench()
         b.serving.on_message(ROUTER, Prefill(work(), ticket()))

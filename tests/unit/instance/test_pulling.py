@@ -25,7 +25,7 @@ def request(tokens: int = 12) -> AttemptEntry:
     return AttemptTable().add(ROUTER, msgspec.structs.replace(work(), token_ids=list(range(tokens))))
 
 
-def test_full_blocks_before_the_last_token_are_asked_for_and_those_that_came_are_told() -> None:
+def test_full_blocks_before_the_last_token_are_requested_and_received_ones_are_reported() -> None:
     async def test() -> None:
         b, asking = bench(), request()
         pulling = asyncio.create_task(puller_of(b).pull(asking, Pull(ticket=ticket(), num_blocks=3)))

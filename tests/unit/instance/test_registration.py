@@ -90,7 +90,7 @@ def test_while_the_registry_is_away_it_tries_again_sooner() -> None:
     run(test())
 
 
-def test_an_instance_whose_name_was_taken_over_is_told() -> None:
+def test_an_instance_is_notified_when_its_name_was_taken_over() -> None:
     async def test() -> None:
         superseded: list[str] = []
         registry, clock = FakeRegistry(Superseded("newer")), Clock()

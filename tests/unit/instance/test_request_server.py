@@ -117,7 +117,7 @@ def test_a_lost_router_takes_its_requests_with_it_and_no_others() -> None:
     run(test())
 
 
-def test_a_request_past_its_deadline_is_freed_before_its_router_hears_of_it() -> None:
+def test_a_request_past_its_deadline_is_freed_before_its_router_is_notified() -> None:
     async def test() -> None:
         b = bench()
         b.serving.on_message(ROUTER, Generate(work(timeout_s=0.0)))
@@ -276,7 +276,7 @@ def test_an_answer_that_has_ended_is_not_failed_by_what_ends_all_in_the_same_tur
     run(test())
 
 
-def test_when_the_engine_broke_every_request_is_told() -> None:
+def test_a_broken_engine_fails_every_request() -> None:
     async def test() -> None:
         b = bench()
         b.serving.on_message(ROUTER, Generate(work()))

@@ -85,7 +85,7 @@ def test_while_prompts_wait_steps_take_their_share_of_the_time(path: Path, clock
     assert turns.wait_s() == 0
 
 
-def test_a_wait_ends_with_the_prompts_or_when_nothing_was_heard_of_them(path: Path, clock: Clock) -> None:
+def test_a_wait_ends_with_the_prompts_or_without_reports_of_them(path: Path, clock: Clock) -> None:
     turns, others = BoundedTimeSlicer(TimeSliceMemory(str(path)), 0.1), Others(path)
     others.prompts(clock.now + 0.05)
     turns.begin()
@@ -115,7 +115,7 @@ def test_a_turn_is_announced_with_its_end_and_taken_back(path: Path, clock: Cloc
     assert others.own(COMPUTES_UNTIL) == 0
 
 
-def test_prefill_tells_of_prompts_until_it_rests(path: Path, clock: Clock) -> None:
+def test_prefill_reports_prompts_until_it_is_idle(path: Path, clock: Clock) -> None:
     memory, told = TimeSliceMemory(str(path)), list[tuple[int, int, int]]()
     turns, others = YieldingTimeSlicer(memory, lambda *rows: told.append(rows)), Others(path)
     assert turns.wait_s() == 0

@@ -73,7 +73,7 @@ def test_the_fastest_that_proved_itself_is_taken(
     assert ladder.order(5) == order
 
 
-def test_a_move_and_a_demotion_are_told_with_their_reasons() -> None:
+def test_a_move_and_a_demotion_are_reported_with_their_reasons() -> None:
     ladder = devices()
     ladder.attached(USM, 0)
     assert ladder.probed([proved(USM, 50e9), proved(NCCL, 300e9), failed(STAGING)], 1) == NCCL

@@ -141,7 +141,7 @@ def test_adapters_do_not_change_unless_that_is_allowed_and_the_key_is_given(serv
     serve(without_key, keys=["secret"], allow_runtime_lora_updating=True)
 
 
-def test_an_instance_that_joins_is_told_of_adapters_that_were_asked_for_and_of_no_others(serve: Serve) -> None:
+def test_a_new_instance_loads_the_adapters_that_were_loaded_over_http_and_no_others(serve: Serve) -> None:
     async def test(router: Router) -> None:
         await router.http.post(LOAD, json=POET)
         by_settings = adapter("clerk")

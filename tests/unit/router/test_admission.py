@@ -49,7 +49,7 @@ def test_a_long_queue_where_the_prefix_is_cached_holds_nobody_up_while_another_i
     assert admission_verdict(hot, NO_SLO, RULES, waited_s=0, tokens=50, waiting=IDLE) == "go"
 
 
-def test_nobody_overtakes_those_who_wait() -> None:
+def test_new_requests_do_not_overtake_waiting_ones() -> None:
     waiting = QueueState(queued_tokens=200, before_s=2.0, tokens_per_s=100.0)
     assert admission_verdict(placement(), NO_SLO, RULES, waited_s=0, tokens=50, waiting=waiting) == "wait"
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_in_time_is_refused_with_a_time(serve: Serve) -> None:
     serve(test)
 
 
-def test_a_model_may_have_its_own_promise(serve: Serve) -> None:
+def test_a_model_may_have_its_own_slo(serve: Serve) -> None:
     async def test(router: Router) -> None:
         slow(router)
         assert (await ask(router)).status_code == 429
@@ -181,7 +181,7 @@ def test_a_model_may_have_its_own_promise(serve: Serve) -> None:
     serve(test, default_ttft_ms=500.0)
 
 
-def test_a_promised_time_between_tokens_goes_with_the_work(serve: Serve) -> None:
+def test_the_itl_slo_is_sent_with_the_work(serve: Serve) -> None:
     async def test(router: Router) -> None:
         await ask(router, {"x-baton-itl-ms": "200"})
         await ask(router)
@@ -207,7 +207,7 @@ def test_a_decode_instance_with_time_to_spare_reads_what_would_wait(serve: Serve
     serve(test)
 
 
-def test_those_who_wait_go_by_priority_when_instances_have_less_to_do(serve: Serve) -> None:
+def test_waiting_requests_are_placed_by_priority_when_instances_have_less_to_do(serve: Serve) -> None:
     async def test(router: Router) -> None:
         slow(router)
         router.fakes["prefill-0"].hold = 0

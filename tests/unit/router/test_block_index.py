@@ -74,7 +74,7 @@ def test_batches_before_the_snapshot_wait_for_it() -> None:
     assert not index.is_waiting(A)
 
 
-def test_a_gap_is_told_and_closed_by_a_snapshot(index: BlockIndex) -> None:
+def test_a_gap_is_reported_and_closed_by_a_snapshot(index: BlockIndex) -> None:
     index.apply(stored(1, NAMES[:1]))
     assert not index.apply(stored(3, NAMES[2:3]))
     assert index.is_waiting(A)

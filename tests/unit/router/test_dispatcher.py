@@ -28,7 +28,7 @@ async def none_left(lifecycles: "dict[RequestLifecycle, None]") -> None:
         await asyncio.sleep(0.001)
 
 
-def test_each_flight_ends_at_its_own_deadline_in_whatever_order_they_began() -> None:
+def test_each_request_ends_at_its_own_deadline_in_whatever_order_they_began() -> None:
     late: dict[str, float] = {}
 
     async def scenario() -> None:

@@ -210,7 +210,7 @@ def test_an_error_of_an_instance_that_replays_cannot_mend(serve: Serve) -> None:
     serve(scenario, max_replays=2)
 
 
-def test_our_own_faults_are_logged_and_not_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_logged_and_not_sent_to_clients(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(router: Router) -> None:
         def broken(*args: object, **kwargs: object) -> None:
             raise ZeroDivisionError("secret detail")

@@ -321,7 +321,7 @@ def test_a_router_that_stops_sends_what_it_holds(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_without_a_promise_nothing_is_held(serve: Serve) -> None:
+def test_without_an_itl_slo_no_token_is_held(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         slow(router)
         router.fakes["decode-0"].hold = 0

@@ -85,6 +85,6 @@ def test_a_stream_passes_a_middleware_of_the_real_server_piece_by_piece(serve: S
         (f"{HERE}.HERE", "neither"),
     ],
 )
-def test_what_cannot_be_used_is_told(path: str, why: str) -> None:
+def test_unusable_middleware_is_reported(path: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         with_middleware(lambda scope, receive, send: None, [path])  # type: ignore[arg-type,return-value]

@@ -89,7 +89,7 @@ async def error_of(router: Router, body: dict[str, Any], status: int = 400) -> s
     return str(answer.json()["error"]["message"])
 
 
-def test_the_reader_gets_the_files_and_the_writer_their_places(see: Callable[..., None]) -> None:
+def test_prefill_gets_the_image_files_and_decode_their_positions(see: Callable[..., None]) -> None:
     async def scenario(router: Router) -> None:
         answer = await router.http.post(PATH, json=shown("ab", A, "c", B, A))
         assert answer.status_code == 200, answer.text
@@ -131,7 +131,7 @@ def test_without_an_instance_that_reads_images_text_is_served_and_images_wait(se
     see(scenario, prefill=0)
 
 
-def test_a_replay_brings_the_images_to_a_reader_again(see: Callable[..., None]) -> None:
+def test_a_replay_sends_the_images_to_prefill_again(see: Callable[..., None]) -> None:
     async def scenario(router: Router) -> None:
         router.fakes["decode-0"].hold = 2
         asking = asyncio.ensure_future(router.http.post(PATH, json=shown("ab", A, "c", max_tokens=8)))

@@ -412,7 +412,7 @@ def test_a_conversation_goes_on_where_its_blocks_are(serve: Serve) -> None:
     serve(scenario, prefill=2)
 
 
-def test_stopping_the_router_ends_its_flights(serve: Serve) -> None:
+def test_stopping_the_router_ends_its_requests(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         router.fakes["decode-0"].hold = 0
         asked = asyncio.create_task(router.http.post("/v1/completions", json=BODY))

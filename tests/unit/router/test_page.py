@@ -21,7 +21,7 @@ def test_the_page_is_one_file_that_loads_nothing_else(serve: Serve) -> None:
     serve(scenario, keys=["secret"])
 
 
-def test_the_last_requests_tell_where_their_time_went_and_nothing_of_their_text(serve: Serve) -> None:
+def test_the_last_requests_show_where_their_time_went_and_no_text(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         assert (await router.http.get("/recent")).json() == []
         for max_tokens in (3, 4):

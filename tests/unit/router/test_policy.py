@@ -57,7 +57,7 @@ D0, D1 = candidate("d0", "decode"), candidate("d1", "decode")
 U0 = candidate("u0", "unified")
 
 
-def test_equals_are_told_apart_by_name() -> None:
+def test_ties_are_broken_by_name() -> None:
     assert chosen(LONG, P1, P0, D1, D0) == ("disaggregated", "p0", "d0")
 
 
@@ -115,7 +115,7 @@ def test_a_short_uncached_prompt_stays_on_decode() -> None:
     assert chosen(short, P0, D0)[0] == "disaggregated"
 
 
-def test_a_prompt_goes_past_a_busy_prefill_where_all_who_write_were_promised_a_pace() -> None:
+def test_a_prompt_bypasses_a_busy_prefill_if_all_decoding_sequences_have_an_itl_slo() -> None:
     """400 tokens take the decode instance 0.8 s beside its decoding sequences, and a prefill instance 0.4 s."""
     promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
     assert chosen(promised, replace(P0, queued_tokens=401), decode) == ("decode_only", "", "d0")
@@ -128,14 +128,14 @@ def test_a_prompt_goes_past_a_busy_prefill_where_all_who_write_were_promised_a_p
     assert chosen(promised, busy, replace(decode, cached_tokens=200, queued_tokens=301))[0] == "decode_only"
 
 
-def test_those_who_write_are_not_slowed_down_for_a_first_token_that_comes_in_the_promised_time() -> None:
+def test_decoding_sequences_are_not_slowed_down_if_prefill_meets_the_ttft_slo() -> None:
     """The first token takes 1.4 s with the prefill instance, and 0.8 s beside the decoding sequences."""
     busy, decode = replace(P0, queued_tokens=1000), replace(D0, spare_tokens_per_s=500.0)
     for ttft_s, decision in ((None, "decode_only"), (1.5, "decode_only"), (1.6, "disaggregated")):
         assert chosen(replace(LONG, itl_s=0.6, ttft_s=ttft_s), busy, decode)[0] == decision
 
 
-def test_the_way_that_was_not_taken_is_told() -> None:
+def test_the_alternative_placement_is_reported() -> None:
     promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
     for queued, here_s, other_s in ((1000, 0.8, 1.4), (100, 0.5, 0.8)):
         placement = place(promised, ClusterView([replace(P0, queued_tokens=queued), decode]), ALWAYS)
@@ -187,7 +187,7 @@ def test_instances_that_failed_are_avoided_if_there_are_others() -> None:
     assert chosen(wary, P0, D0) == ("disaggregated", "p0", "d0")
 
 
-def test_what_can_never_fit_is_told_from_what_cannot_now() -> None:
+def test_prompts_that_never_fit_are_distinguished_from_prompts_that_do_not_fit_now() -> None:
     tiny = replace(D0, total_blocks=100, free_blocks=100)
     never = refused(LONG, tiny)
     assert never.reason == "never_fits"
@@ -199,7 +199,7 @@ def test_an_instance_that_has_measured_nothing_is_usable() -> None:
     assert chosen(LONG, replace(P0, prefill_tokens_per_s=0.0), D0)[1] == "p0"
 
 
-def test_the_shortest_queue_of_the_pool_is_told() -> None:
+def test_the_shortest_queue_of_the_pool_is_reported() -> None:
     cluster = ClusterView([replace(P0, cached_tokens=390, queued_tokens=200), replace(P1, queued_tokens=100), D0, U0])
     placement = place(LONG, cluster, ALWAYS)
     assert isinstance(placement, Placement)

@@ -367,7 +367,7 @@ def test_a_small_call_is_not_torn_apart() -> None:
     assert [group.num_tokens for group in split(many, 2)] == [9000, 9000, 9000, 9000, 4000]
 
 
-def test_documents_of_the_api_tell_these_endpoints(serve: Serve) -> None:
+def test_the_openapi_document_lists_the_pooling_endpoints(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         document = (await router.http.get("/openapi.json")).json()
         wanted = {

@@ -33,7 +33,7 @@ def test_an_ended_request_is_in_the_metrics_and_the_list_as_soon_as_somebody_rea
     serve(metrics_first)
 
 
-def test_many_are_told_of_without_waiting_and_the_last_ones_when_the_router_stops(
+def test_many_requests_are_logged_without_waiting_and_the_last_ones_when_the_router_stops(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton_serve.services.router.requests.request_log._MAX_DELAY_S", 60.0)
@@ -50,7 +50,9 @@ def test_many_are_told_of_without_waiting_and_the_last_ones_when_the_router_stop
     assert len(lines(caplog)) == 17
 
 
-def test_hundreds_that_end_together_are_told_of_in_several_turns(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_requests_that_end_together_are_logged_in_several_turns(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turn, turns = 0, list[int]()
 
     async def count() -> None:
@@ -71,7 +73,7 @@ def test_hundreds_that_end_together_are_told_of_in_several_turns(serve: Serve, m
     assert max(Counter(turns).values()) <= 16
 
 
-def test_a_line_bears_the_moment_of_the_end_and_not_that_of_the_telling(
+def test_a_log_line_has_the_time_of_the_end_and_not_that_of_logging(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = 0.0

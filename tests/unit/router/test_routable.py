@@ -120,7 +120,7 @@ def test_who_has_computed_nothing_is_taken_to_be_as_fast_as_the_others() -> None
     assert spare == {name: rate / 2 for name, rate in rates.items()}
 
 
-def test_who_has_computed_nothing_of_late_may_be_faster_than_it_was() -> None:
+def test_an_instance_without_recent_work_may_be_faster_than_measured() -> None:
     slow, fast = worker("slow", "decode", 300.0), worker("fast", "prefill", 1000.0)
 
     def rate(now: float) -> float:

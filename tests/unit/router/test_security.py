@@ -38,7 +38,7 @@ def test_pages_of_other_origins_are_let_in_only_where_it_is_set(serve: Serve) ->
     serve(test)
 
 
-def test_the_audit_log_tells_who_asked_and_nothing_of_what_was_said(serve: Serve, tmp_path: Path) -> None:
+def test_the_audit_log_names_the_caller_and_contains_no_text(serve: Serve, tmp_path: Path) -> None:
     async def test(router: Router) -> None:
         audit = AuditLog(str(tmp_path / "audit"))
         app = create_app(router.service, api_keys=ApiKeys(["sk-hush"]), audit=audit)

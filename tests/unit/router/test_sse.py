@@ -166,7 +166,7 @@ def test_tokens_are_taken_in_the_call_that_brings_them_while_somebody_waits() ->
     asyncio.run(scenario())
 
 
-def test_what_fails_at_once_is_the_readers_to_hear() -> None:
+def test_an_immediate_failure_is_raised_in_the_consumer() -> None:
     async def scenario() -> None:
         token_queue = TokenQueue()
 

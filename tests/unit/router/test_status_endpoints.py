@@ -89,7 +89,7 @@ def test_tokens_and_text_turn_into_each_other(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_the_tokenizer_is_told_only_where_that_is_asked_for(serve: Serve, tmp_path: Path) -> None:
+def test_the_tokenizer_is_published_only_if_enabled(serve: Serve, tmp_path: Path) -> None:
     async def told(router: Router) -> None:
         info = (await router.http.get("/tokenizer_info")).json()
         assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
@@ -140,7 +140,7 @@ def test_metrics_count_each_request_once(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_the_documents_tell_every_endpoint(serve: Serve) -> None:
+def test_the_openapi_document_lists_every_endpoint(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         document = (await router.http.get("/openapi.json")).json()
         wanted = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/health"}

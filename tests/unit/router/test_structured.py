@@ -194,7 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_what_cannot_be_compiled_is_refused_before_any_instance_hears_of_it(serve: Serve) -> None:
+def test_an_invalid_grammar_is_refused_before_anything_is_sent_to_an_instance(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         for path, prompt in (("/v1/completions", {"prompt": "a"}), (PATH, {"messages": HELLO})):
             for body, param, reason in REFUSED:

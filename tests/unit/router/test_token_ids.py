@@ -20,7 +20,7 @@ def choices_of(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]
     return [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
 
 
-def test_completions_tell_them_of_each_choice(serve: Serve) -> None:
+def test_completions_return_token_ids_of_each_choice(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         body: dict[str, Any] = {"prompt": ["hello", "you there"], "n": 2, "max_tokens": 5, "return_token_ids": True}
         whole = (await ask(router, COMPLETIONS, **body))["choices"]
@@ -40,7 +40,7 @@ def test_completions_tell_them_of_each_choice(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_chats_tell_the_prompt_s_once(serve: Serve) -> None:
+def test_chats_return_the_token_ids_of_the_prompt_once(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         body: dict[str, Any] = {"messages": HELLO, "n": 2, "max_tokens": 5, "return_token_ids": True}
         whole = await ask(router, CHAT, **body)
@@ -74,7 +74,7 @@ def test_they_are_whole_where_text_is_held_back(serve: Serve, path: str) -> None
     serve(scenario, reasoning_parser="deepseek_r1")
 
 
-def test_an_echoed_prompt_is_told_as_tokens_alone(serve: Serve) -> None:
+def test_an_echoed_prompt_is_returned_as_tokens_alone(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         body = {"prompt": "hello", "echo": True, "max_tokens": 3, "return_token_ids": True}
         (choice,) = (await ask(router, COMPLETIONS, **body))["choices"]
@@ -89,7 +89,7 @@ def test_an_echoed_prompt_is_told_as_tokens_alone(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_who_does_not_ask_is_not_told(serve: Serve) -> None:
+def test_token_ids_are_returned_only_on_request(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         for path, given in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "hello"})):
             whole = await router.http.post(path, json={**given, "max_tokens": 3, "return_token_ids": False})

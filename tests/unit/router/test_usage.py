@@ -96,7 +96,7 @@ def test_a_line_that_says_nonsense_stops_the_start(tmp_path: Path, line: str) ->
         ApiKeys(file=str(tmp_path / "keys"))
 
 
-def test_a_key_over_its_limit_is_told_when_to_come_back(serve: Serve) -> None:
+def test_a_key_over_its_limit_gets_a_retry_after_header(serve: Serve) -> None:
     async def test(router: Router) -> None:
         body = {"prompt": "abcd", "max_tokens": 2}
         router.app.keys = ApiKeys(["one", "two"], defaults=Caller(requests_per_minute=1))

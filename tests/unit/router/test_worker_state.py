@@ -16,7 +16,7 @@ from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESH
 from tests.unit.router.fakes import record
 
 
-def test_the_tokens_computed_of_late_fade() -> None:
+def test_the_count_of_recently_computed_tokens_decays() -> None:
     worker = WorkerState(record("p0", "prefill"))
     assert worker.candidate(Match(), now=5.0).turnover == 0
     worker.assign(RequestId("a"), LoadEstimate(handler=None, prefill_tokens=200, sequences=1, blocks=50))  # type: ignore[arg-type]

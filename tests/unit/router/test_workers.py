@@ -29,7 +29,7 @@ def exposition(*, errors: int, model: str = "m") -> str:
     return generate_latest(metrics.registry).decode()
 
 
-def test_metrics_of_workers_are_told_apart_and_add_up() -> None:
+def test_metrics_of_router_processes_have_a_label_and_add_up() -> None:
     text = join_metrics({0: exposition(errors=2), 1: exposition(errors=3)})
     families = {family.name: family for family in text_string_to_metric_families(text)}
     errors = {sample.labels["worker"]: sample.value for sample in families["baton:http_errors"].samples}
