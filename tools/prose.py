@@ -72,6 +72,12 @@ def product_files() -> list[Path]:
     return [path for path in _tracked("*.py") if _is_product(path)]
 
 
+def supporting_files() -> list[Path]:
+    """Return the tracked Python files of benchmarks, tools and tests."""
+    folders = ("baton_serve/bench", "tools", "tests")
+    return [path for path in _tracked("*.py") if str(path.relative_to(ROOT)).startswith(folders)]
+
+
 def _is_product(path: Path) -> bool:
     first = path.relative_to(ROOT).parts[:2]
     return first[0] in ("services", "kvtransfer", "baton_serve") and first != ("baton_serve", "bench")
