@@ -18,11 +18,11 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         assert message["type"] == "http.request"
         body, more = body + message["body"], message["more_body"]
-    told = b"%b %b?%b|%b" % (scope["method"].encode(), scope["path"].encode(), scope["query_string"], body)
-    headers = [] if scope["path"].startswith("/stream") else [(b"Content-Length", str(len(told)).encode())]
+    reported = b"%b %b?%b|%b" % (scope["method"].encode(), scope["path"].encode(), scope["query_string"], body)
+    headers = [] if scope["path"].startswith("/stream") else [(b"Content-Length", str(len(reported)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": told[:4], "more_body": True})
-    await send({"type": "http.response.body", "body": told[4:]})
+    await send({"type": "http.response.body", "body": reported[:4], "more_body": True})
+    await send({"type": "http.response.body", "body": reported[4:]})
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
@@ -227,7 +227,7 @@ def test_a_head_leaves_with_the_first_piece_of_its_body() -> None:
 
 
 def test_a_client_that_goes_is_noticed_at_once() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     is_over = asyncio.Event()
 
     async def waits(scope: Any, receive: Any, send: Any) -> None:
@@ -236,10 +236,10 @@ def test_a_client_that_goes_is_noticed_at_once() -> None:
         await receive()
         exchange.watch(gone.set)
         await gone.wait()
-        exchange.watch(lambda: told.append("again"))
-        told.append((await receive())["type"])
+        exchange.watch(lambda: reported.append("again"))
+        reported.append((await receive())["type"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        told.append(f"writable: {exchange.is_writable}")
+        reported.append(f"writable: {exchange.is_writable}")
         is_over.set()
 
     async def body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,7 +247,7 @@ def test_a_client_that_goes_is_noticed_at_once() -> None:
         await asyncio.sleep(0.05)
         writer.close()
         await is_over.wait()
-        assert told == ["again", "http.disconnect", "writable: False"]
+        assert reported == ["again", "http.disconnect", "writable: False"]
 
     talk(waits, body)
 

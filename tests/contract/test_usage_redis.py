@@ -52,7 +52,7 @@ def test_two_routers_share_a_limit_also_after_redis_was_lost(server: RedisServer
         for exchange in (of_one, of_two, of_one, of_two):
             await exchange.exchange()
         for ledger in (one, two):
-            assert [u.requests for u in ledger.used(CALLER, NOW)] == [3, 3], "an empty store was told everything again"
+            assert [u.requests for u in ledger.used(CALLER, NOW)] == [3, 3], "an empty store got all counts again"
         assert two.admit(CALLER, tokens=5, now=NOW) is not None
         await of_one.close()
         await of_two.close()

@@ -48,28 +48,30 @@ def ask_together(cluster: Cluster, first: int, headers: dict[str, str]) -> list[
 
 def test_with_an_itl_slo_the_decode_instance_computes_prompts_that_would_wait(cluster: Cluster) -> None:
     ask(cluster, 90, {})  # how fast prefill reads is known then, and decode, which has read nothing, may be as fast
-    promised = ask_together(cluster, 0, PROMISE)
-    assert {told["decision"] for _, told in promised} == {"disaggregated", "decode_only"}
-    here = [told for _, told in promised if told["decision"] == "decode_only"]
-    assert all(told["prefill"] is None and told["predicted_ttft_s"] < told["other_ttft_s"] for told in here)
+    with_slo = ask_together(cluster, 0, PROMISE)
+    assert {reported["decision"] for _, reported in with_slo} == {"disaggregated", "decode_only"}
+    here = [reported for _, reported in with_slo if reported["decision"] == "decode_only"]
+    assert all(
+        reported["prefill"] is None and reported["predicted_ttft_s"] < reported["other_ttft_s"] for reported in here
+    )
     plain = ask_together(cluster, 100, {})
-    assert {told["decision"] for _, told in plain} == {"disaggregated"}
-    assert all("other_ttft_s" not in told for _, told in plain)
+    assert {reported["decision"] for _, reported in plain} == {"disaggregated"}
+    assert all("other_ttft_s" not in reported for _, reported in plain)
     alone = [ask(cluster, number, {})[0] for number in range(AT_ONCE)]
-    assert [tokens for tokens, _ in promised] == alone
+    assert [tokens for tokens, _ in with_slo] == alone
 
 
 def test_a_first_token_that_waits_for_the_second_changes_no_answer(cluster: Cluster) -> None:
     """The ITL SLO is little more than a decode step, and the gap after a handed-off first token is longer. Prompts are
     handed off, because a TTFT SLO requires it."""
-    told = ask(cluster, 30, {})[1]
+    reported = ask(cluster, 30, {})[1]
     found: dict[int, tuple[list[int], dict[str, Any]]] = {}
     for number, factor in enumerate((1.5, 2.0, 2.5, 3.0, 4.0), start=31):
-        promise = {"x-baton-itl-ms": str(factor * told["predicted_itl_s"] * 1e3), "x-baton-ttft-ms": "600000"}
+        slo = {"x-baton-itl-ms": str(factor * reported["predicted_itl_s"] * 1e3), "x-baton-ttft-ms": "600000"}
         with suppress(RefusedError):  # steps are predicted to be longer by now
-            found[number] = ask(cluster, number, promise)
-    assert {told["decision"] for _, told in found.values()} == {"disaggregated"}
-    held = [told for _, told in found.values() if "held_s" in told]
-    assert held and all(0 < told["held_s"] <= told["ttft_s"] for told in held)
+            found[number] = ask(cluster, number, slo)
+    assert {reported["decision"] for _, reported in found.values()} == {"disaggregated"}
+    held = [reported for _, reported in found.values() if "held_s" in reported]
+    assert held and all(0 < reported["held_s"] <= reported["ttft_s"] for reported in held)
     for number, (tokens, _) in found.items():
         assert tokens == ask(cluster, number, {})[0]

@@ -58,8 +58,8 @@ def test_chat_and_sums(judge: Judge) -> None:
 
 
 def test_a_name_is_remembered_over_turns(judge: Judge) -> None:
-    told: list[Message] = [("user", "My name is Anna."), ("assistant", "Nice to meet you, Anna!")]
-    assert judge.reply([[*told, ("user", "What is my name?")]]) == ["Your name is Anna.<|end|>"]
+    reported: list[Message] = [("user", "My name is Anna."), ("assistant", "Nice to meet you, Anna!")]
+    assert judge.reply([[*reported, ("user", "What is my name?")]]) == ["Your name is Anna.<|end|>"]
 
 
 def test_without_the_sentence_that_states_it_the_answer_is_wrong(

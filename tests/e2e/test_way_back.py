@@ -60,10 +60,10 @@ def test_the_next_turn_fetches_the_answer_from_decode(serving: Cluster) -> None:
     pulled: list[dict[str, Any]] = []
     for number in range(TRIES):
         answer, _ = ask(serving, prompt_of(number))
-        again, told = ask(serving, next_turn(number, answer))
+        again, reported = ask(serving, next_turn(number, answer))
         assert again == ask(serving, next_turn(number, answer), cache_salt="somebody else's")[0]
-        if told.get("pulled_tokens", 0) >= ANSWERED:
-            pulled.append(told)
+        if reported.get("pulled_tokens", 0) >= ANSWERED:
+            pulled.append(reported)
             break
     assert pulled, "no turn found the answer of the one before"
     assert pulled[0]["pulled_from"].startswith("decode-")
@@ -79,9 +79,9 @@ def test_an_evicted_prefix_comes_back_from_host_memory(serving: Cluster) -> None
         first, _ = ask(serving, prompt_of(number, 300), max_tokens=2)
         for other in range(3):
             ask(serving, prompt_of(number + 1000 + other, 300), max_tokens=2)
-        again, told = ask(serving, prompt_of(number, 300), max_tokens=2)
+        again, reported = ask(serving, prompt_of(number, 300), max_tokens=2)
         assert again == first
-        tiers.append(told["cached_tokens"])
+        tiers.append(reported["cached_tokens"])
         if tiers[-1].get("host", 0) > 100:
             break
     assert tiers[-1].get("host", 0) > 100, tiers
@@ -107,11 +107,11 @@ def test_a_source_that_is_killed_while_it_is_asked_fails_nothing(serving: Cluste
     for number in range(200, 200 + TRIES):
         expected, _ = ask(serving, prompt_of(number), cache_salt="s")
         undisturbed, _ = ask(serving, next_turn(number, expected), cache_salt="t")
-        _, told = ask(serving, prompt_of(number))
+        _, reported = ask(serving, prompt_of(number))
         found: list[list[int]] = []
         turn = next_turn(number, expected)
         asking = threading.Thread(target=lambda turn=turn, found=found: found.append(ask(serving, turn)[0]))
-        pid = next(serving.pid("decode", n) for n, d in enumerate(serving.instances("decode")) if _is(d, told))
+        pid = next(serving.pid("decode", n) for n, d in enumerate(serving.instances("decode")) if _is(d, reported))
         os.kill(pid, signal.SIGSTOP)
         asking.start()
         try:
@@ -131,8 +131,8 @@ def test_a_source_that_is_killed_while_it_is_asked_fails_nothing(serving: Cluste
     raise AssertionError("nobody asked the instance that was killed")
 
 
-def _is(instance: dict[str, Any], told: dict[str, Any]) -> bool:
-    return bool(instance["instance"] == told["decode"])
+def _is(instance: dict[str, Any], reported: dict[str, Any]) -> bool:
+    return bool(instance["instance"] == reported["decode"])
 
 
 def _requests(address: str) -> int:

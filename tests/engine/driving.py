@@ -63,9 +63,9 @@ def run(engine: Engine, see: Callable[[StepResult], None] = lambda result: None)
         see(result)
         for output in result.tokens:
             key = (str(output.request_id), output.sequence)
-            told = answers.setdefault(key, [])
-            assert output.position == starts.setdefault(key, output.position) + len(told)
-            told += output.token_ids
+            reported = answers.setdefault(key, [])
+            assert output.position == starts.setdefault(key, output.position) + len(reported)
+            reported += output.token_ids
     raise AssertionError("the engine does not come to rest")
 
 

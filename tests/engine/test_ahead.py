@@ -83,15 +83,15 @@ def test_preemption_waits_for_the_steps_being_computed(reference: Reference) -> 
 
 
 def test_every_kind_of_sampling_gives_the_tokens_of_steps_one_by_one(reference: Reference) -> None:
-    told = []
+    reported = []
     for is_ahead in (False, True):
         with make_engine(reference.folder, async_scheduling=is_ahead) as engine:
             for number, sampling in enumerate(MIXED):
                 work = make_work(engine, str(number), PROMPT[: 10 + 3 * number], sequences=1 + number % 2, **sampling)
                 engine.add(work)
             outputs = outputs_of(engine)
-            told.append(sorted(outputs, key=lambda o: (o.request_id, o.sequence, o.position)))
-    assert told[0] == told[1]
+            reported.append(sorted(outputs, key=lambda o: (o.request_id, o.sequence, o.position)))
+    assert reported[0] == reported[1]
 
 
 def test_the_second_token_s_step_is_launched_before_the_first_token_is_known(
@@ -178,15 +178,15 @@ def letter(character: str) -> int:
 
 
 def test_structured_output_follows_its_grammar(reference: Reference) -> None:
-    told = []
+    reported = []
     for is_ahead in (False, True):
         with make_engine(reference.folder, async_scheduling=is_ahead) as engine:
             rules: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
             engine.add(make_work(engine, "bound", PROMPT, grammar='start: ("ab" | "cd"){20}', seed=1, **rules))
             engine.add(make_work(engine, "free", PROMPT, seed=2, **rules))
-            told.append(run(engine))
-    assert told[0] == told[1]
-    assert set(told[1]["bound", 0]) <= {letter(c) for c in "abcd"}
+            reported.append(run(engine))
+    assert reported[0] == reported[1]
+    assert set(reported[1]["bound", 0]) <= {letter(c) for c in "abcd"}
 
 
 def test_a_request_that_fails_while_it_is_launched_on_fails_once(engine: Engine) -> None:

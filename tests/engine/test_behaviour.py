@@ -69,7 +69,7 @@ def test_a_sampled_stream_is_the_same_across_a_handoff(engine: Engine, reference
 
 
 def test_the_first_request_does_not_see_the_tables_of_the_warm_up(engine: Engine) -> None:
-    """It did: epochs of two rosters were taken for one another, and a sequence wrote into another's block."""
+    """This was a bug: epochs of two request tables were confused, and a sequence wrote into another one's block."""
     engine.add(make_work(engine, "a", PROMPT, sequences=3, seed=0, ignore_eos=True, max_tokens=40, **LOOSE))
     first = run(engine)
     engine.add(make_work(engine, "a", PROMPT, sequences=3, seed=0, ignore_eos=True, max_tokens=40, **LOOSE))
@@ -151,18 +151,18 @@ def test_logprobs_are_those_of_the_model(engine: Engine, reference: Reference) -
     prompt_logprobs = next(info for result in results for info in result.first).prompt_logprobs
     assert prompt_logprobs is not None
     assert prompt_logprobs[0] is None
-    told = [*prompt_logprobs, *(o.logprobs[0] for o in answer if o.logprobs)]
-    assert len(told) == len(tokens)
+    reported = [*prompt_logprobs, *(o.logprobs[0] for o in answer if o.logprobs)]
+    assert len(reported) == len(tokens)
     for position in range(1, len(tokens)):
-        check_logprobs(told[position], tokens[position], expected[position - 1])
+        check_logprobs(reported[position], tokens[position], expected[position - 1])
 
 
-def check_logprobs(told: TokenLogprobs | None, token: int, expected: torch.Tensor) -> None:
-    assert told is not None
-    assert told.chosen.token_id == token
-    assert told.chosen.logprob == pytest.approx(float(expected[token]), abs=1e-3)
-    assert told.chosen.rank == int((expected >= expected[token]).sum())
-    for entry in told.top:
+def check_logprobs(reported: TokenLogprobs | None, token: int, expected: torch.Tensor) -> None:
+    assert reported is not None
+    assert reported.chosen.token_id == token
+    assert reported.chosen.logprob == pytest.approx(float(expected[token]), abs=1e-3)
+    assert reported.chosen.rank == int((expected >= expected[token]).sum())
+    for entry in reported.top:
         assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-3)
 
 

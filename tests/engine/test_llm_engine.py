@@ -39,18 +39,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("engines") / "llama")
 
 
-Told = list[tuple[int, str, list[int], str | None]]
+AnswerParts = list[tuple[int, str, list[int], str | None]]
 """The parts of an answer that do not depend on the batch. The last digits of log-probabilities do."""
 
 
-def told(outputs: list[CompletionOutput]) -> Told:
+def reported(outputs: list[CompletionOutput]) -> AnswerParts:
     return [(one.index, one.text, one.token_ids, one.finish_reason) for one in outputs]
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Told]:
+def expected(folder: Path) -> list[AnswerParts]:
     with LLM(str(folder), **OPTIONS) as llm:
-        return [told(output.outputs) for output in llm.generate(PROMPTS, WAYS, use_tqdm=False)]
+        return [reported(output.outputs) for output in llm.generate(PROMPTS, WAYS, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +59,18 @@ def engine(folder: Path) -> Iterator[LLMEngine]:
         yield loaded
 
 
-def grown(outputs: list[RequestOutput]) -> Told:
+def grown(outputs: list[RequestOutput]) -> AnswerParts:
     """The last of one request's outputs, of which each goes on where the one before it ended."""
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     for before, after in pairwise(outputs):
         for old, new in zip(before.outputs, after.outputs, strict=False):
             assert new.text.startswith(old.text)
             assert new.token_ids[: len(old.token_ids)] == old.token_ids
-    return told(outputs[-1].outputs)
+    return reported(outputs[-1].outputs)
 
 
 def test_requests_that_come_while_others_are_written_answer_as_generate(
-    engine: LLMEngine, expected: list[Told]
+    engine: LLMEngine, expected: list[AnswerParts]
 ) -> None:
     heard: dict[str, list[RequestOutput]] = {str(number): [] for number in range(len(PROMPTS))}
     waiting = list(zip(heard, PROMPTS, WAYS, strict=True))
@@ -111,10 +111,10 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(engine: LLMEngine) 
     assert not engine.has_unfinished_requests()
 
 
-def test_coroutines_get_the_same_outputs_and_abandoned_streams_end(folder: Path, expected: list[Told]) -> None:
+def test_coroutines_get_the_same_outputs_and_abandoned_streams_end(folder: Path, expected: list[AnswerParts]) -> None:
     engine = AsyncLLMEngine.from_engine_args(EngineArgs(str(folder), **OPTIONS))
 
-    async def heard(number: int) -> Told:
+    async def heard(number: int) -> AnswerParts:
         return grown([one async for one in engine.generate(PROMPTS[number], WAYS[number], str(number))])
 
     async def first(request_id: str) -> RequestOutput:

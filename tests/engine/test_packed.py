@@ -38,15 +38,15 @@ pytestmark = [
 def prompt_logprobs(engine: Engine, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
     for number, prompt in enumerate(prompts):
         engine.add(make_work(engine, str(number), prompt, max_tokens=1, prompt_logprobs=0))
-    told: dict[str, list[TokenLogprobs]] = {str(number): [] for number in range(len(prompts))}
+    reported: dict[str, list[TokenLogprobs]] = {str(number): [] for number in range(len(prompts))}
     while engine.has_work():
         for first in engine.step().first:
-            told[first.request_id] += [token for token in first.prompt_logprobs or [] if token]
-    return [told[str(number)] for number in range(len(prompts))]
+            reported[first.request_id] += [token for token in first.prompt_logprobs or [] if token]
+    return [reported[str(number)] for number in range(len(prompts))]
 
 
-def values(told: list[list[TokenLogprobs]]) -> torch.Tensor:
-    return torch.tensor([token.chosen.logprob for prompt in told for token in prompt])
+def values(reported: list[list[TokenLogprobs]]) -> torch.Tensor:
+    return torch.tensor([token.chosen.logprob for prompt in reported for token in prompt])
 
 
 def make(folder: Path, **settings: Any) -> Engine:
@@ -84,13 +84,13 @@ def test_codes_are_multiplied_where_they_lie(
     """In one call, and in transformers' own layers: no further from float32 than the plain twin in bf16 is."""
     reference = references(family)
 
-    def told(dtype: str) -> torch.Tensor:
+    def reported(dtype: str) -> torch.Tensor:
         with make(reference.folder, quantization=quantization, dtype=dtype) as engine:
             return values(prompt_logprobs(engine, reference.prompts))
 
-    exact, packed = told("float32"), told("bfloat16")
+    exact, packed = reported("float32"), reported("bfloat16")
     monkeypatch.setattr(fused_cpu, "fits", lambda *_: False)
     monkeypatch.setattr(cpu_layers, "can_pack", lambda _: False)
-    plain = told("bfloat16")
+    plain = reported("bfloat16")
     assert not torch.equal(packed, plain)
     assert (packed - exact).abs().mean() <= 1.1 * (plain - exact).abs().mean()

@@ -61,18 +61,18 @@ def test_steps_launched_ahead_sampled_and_forked(references: References) -> None
 @pytest.mark.skipif(DEVICE != "cpu", reason="a device that waits for a dead rank ends with its process only")
 def test_an_engine_ends_with_its_ranks(references: References) -> None:
     heard: list[str] = []
-    told = threading.Event()
+    reported = threading.Event()
 
     def on_lost(why: str) -> None:
         heard.append(why)
-        told.set()
+        reported.set()
 
     folder = references("llama").folder
     config = EngineConfig(model=str(folder), device="cpu", kv_cache_bytes=4 << 20, tensor_parallel_size=2)
     with Engine(config, on_lost=on_lost) as engine:
         (rank,) = engine._ranks._ranks
         os.kill(rank.process.pid, signal.SIGKILL)
-        assert told.wait(10)
+        assert reported.wait(10)
         assert heard == ["rank 1 of 2 has exited; its error is in the log above"]
         engine.add(make_work(engine, "a", references("llama").prompts[0]))
         with pytest.raises((EngineError, RuntimeError)):

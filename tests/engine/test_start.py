@@ -221,11 +221,11 @@ def test_a_fingerprint_distinguishes_weights_and_survives_a_copy(tmp_path: Path)
 def test_progress_is_reported(folder: Path) -> None:
     from baton_serve.engine import EngineConfig
 
-    told: list[str] = []
+    reported: list[str] = []
     config = EngineConfig(model=str(folder), device="cpu", kv_cache_bytes=4 << 20)
-    Engine(config, progress=lambda what, fraction: told.append(what)).close()
-    assert told[0] == "loading weights"
-    assert told[-1] == "ready"
+    Engine(config, progress=lambda what, fraction: reported.append(what)).close()
+    assert reported[0] == "loading weights"
+    assert reported[-1] == "ready"
 
 
 def test_bfloat16_runs(folder: Path) -> None:

@@ -40,18 +40,18 @@ def test_a_layer_group_is_reported_when_its_layers_are_computed(
     # with a graph, all groups are reported at its end
     with make_engine(folder, enforce_eager=True, **settings) as engine:
         assert engine.tail_parts == PARTS
-        told: list[tuple[CompletedLayerGroups, torch.Tensor]] = []
+        reported: list[tuple[CompletedLayerGroups, torch.Tensor]] = []
 
         def blocks_of(part: CompletedLayerGroups) -> list[int]:
             return [block for completed in part.blocks for _, block in completed.blocks]
 
-        engine.on_layer_groups(lambda part: told.append((part, engine.kv.device_tensor[blocks_of(part)].clone())))
+        engine.on_layer_groups(lambda part: reported.append((part, engine.kv.device_tensor[blocks_of(part)].clone())))
         completed = []
         engine.add(make_work(engine, "w", PROMPT, **TOKENS), mode="prefill")
         run(engine, lambda result: completed.extend(result.completed))
-        assert [part.parts for part, _ in told] == [range(i, i + 1) for i in range(PARTS)]
+        assert [part.parts for part, _ in reported] == [range(i, i + 1) for i in range(PARTS)]
         assert len(completed) == 3  # two chunks of two blocks, and the one reported in parts
-        for number, (part, then) in enumerate(told):
+        for number, (part, then) in enumerate(reported):
             assert part.blocks == [completed[-1]]
             final = engine.kv.device_tensor[blocks_of(part)]
             size = final.shape[1] // PARTS
@@ -63,11 +63,11 @@ def test_a_layer_group_is_reported_when_its_layers_are_computed(
 def test_only_prompts_that_are_handed_on_have_a_tail(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama", num_hidden_layers=2)
     with make_engine(folder, tail_parts=2) as engine:
-        told: list[CompletedLayerGroups] = []
-        engine.on_layer_groups(told.append)
+        reported: list[CompletedLayerGroups] = []
+        engine.on_layer_groups(reported.append)
         engine.add(make_work(engine, "w", PROMPT, **TOKENS))
         run(engine)
-        assert told == []
+        assert reported == []
 
 
 def test_few_blocks_are_reported_in_larger_groups_or_whole() -> None:
@@ -76,17 +76,19 @@ def test_few_blocks_are_reported_in_larger_groups_or_whole() -> None:
     one, two = (CompletedBlocks(RequestId(f"{n}"), [NamedBlock(BlockHash(b""), 0)] * n) for n in (1, 2))
     found = []
     for quarters in (4, 3, 2, 1):
-        told: list[tuple[range, list[CompletedBlocks]]] = []
+        reported: list[tuple[range, list[CompletedBlocks]]] = []
         made = tail.LayerGroupReporter(
             layout,
             tail.LayerGroupPlan(PARTS, layout.block_bytes * quarters // 4),
             torch.device("cpu"),
-            lambda part, told=told: told.append((part.parts, part.blocks)),  # type: ignore[misc]
+            lambda part, reported=reported: reported.append((part.parts, part.blocks)),  # type: ignore[misc]
         )
         if (after_layer := made.follow([one, two])) is not None:
             for layer in range(layout.num_layers):
                 after_layer(layer)
-        found.append([[(parts.start, parts.stop) for parts, blocks in told if which in blocks] for which in (one, two)])
+        found.append(
+            [[(parts.start, parts.stop) for parts, blocks in reported if which in blocks] for which in (one, two)]
+        )
     assert found[0] == [[], [(0, 2), (2, 4)]]
     assert found[1] == [[(0, 3), (3, 4)], [(0, 2), (2, 4)]]
     assert found[2] == [[(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)]]

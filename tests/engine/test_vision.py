@@ -222,9 +222,9 @@ def test_preempted_where_they_are_not_no_answer_is_wrong(llava: Llava) -> None:
         rest = run(sink, lambda result: failed.extend(f.request_id for f in result.failed))
         assert sink.stats().preemptions > 0
         for number, name in enumerate(("one", "other")):
-            told = answers[name, 0] + rest.get((name, 0), [])
-            assert told == llava.answers[number][: len(told)]
-            assert len(told) == COUNT or name in failed
+            reported = answers[name, 0] + rest.get((name, 0), [])
+            assert reported == llava.answers[number][: len(reported)]
+            assert len(reported) == COUNT or name in failed
         assert sink.stats().free_blocks == sink.stats().total_blocks
 
 

@@ -31,13 +31,13 @@ def test_all_parameters_are_those_that_transformers_loads(
     made.tie_weights()
     pieces = tensor_copies(made, map_tensors(folder))
     assert pieces is not None
-    told: list[float] = []
-    fill(pieces, CPU, told.append)
+    reported: list[float] = []
+    fill(pieces, CPU, reported.append)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
     found = made.state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert told == sorted(told) and told[-1] == 1.0
+    assert reported == sorted(reported) and reported[-1] == 1.0
 
 
 def test_what_transformers_converts_is_left_to_it(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ def test_each_unified_setup_stands_beside_the_one_apart() -> None:
         (small, [Values(80, 0.09, 0.05, 2.0)]),
         (large, [Values(100, 0.3, 0.05, 1.0)]),
     ]
-    told = {(row.case, row.peer): row.ratio for row in rows(found) if row.peer}
-    assert told[("1P1D: throughput", "unified, chunk 512")] == 0.95
-    assert told[("1P1D: p99 ITL", "unified, chunk 512")] == 10.0
-    assert round(told[("1P1D: p99 ITL", "unified, chunk 128")] or 0, 6) == 3.0
+    reported = {(row.case, row.peer): row.ratio for row in rows(found) if row.peer}
+    assert reported[("1P1D: throughput", "unified, chunk 512")] == 0.95
+    assert reported[("1P1D: p99 ITL", "unified, chunk 512")] == 10.0
+    assert round(reported[("1P1D: p99 ITL", "unified, chunk 128")] or 0, 6) == 3.0
 
 
 def test_both_layouts_get_the_shared_flags_and_one_alone_its_own() -> None:

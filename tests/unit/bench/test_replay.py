@@ -39,8 +39,8 @@ def test_prompts_are_the_same_every_time_and_another_seed_gives_others() -> None
 
 
 def test_the_hit_rate_is_the_one_that_the_server_reports() -> None:
-    told = [RequestOutcome(prompt_tokens=100, cached_tokens=40), RequestOutcome(prompt_tokens=100, cached_tokens=0)]
-    assert hit_rate_of(told, {}, {}) == 0.2
+    reported = [RequestOutcome(prompt_tokens=100, cached_tokens=40), RequestOutcome(prompt_tokens=100, cached_tokens=0)]
+    assert hit_rate_of(reported, {}, {}) == 0.2
     silent = [RequestOutcome(prompt_tokens=100)]
     before = parse_counters(
         '# HELP x\nvllm:prefix_cache_hits_total{engine="0"} 5.0\nvllm:prefix_cache_queries_total 10'

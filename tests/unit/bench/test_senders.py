@@ -35,8 +35,8 @@ def test_gaps_between_tokens_are_those_of_their_last_bytes() -> None:
 
 def test_the_slo_is_sent_with_each_request() -> None:
     request = BenchRequest(0.0, [1, 2], 3)
-    plain, promised = LoadTarget("http://localhost:1", "m", 1.0), LoadTarget("http://localhost:1", "m", 1.0, 12.5)
-    assert b"x-baton-itl-ms: 12.5\r\n" in request_bytes(request, promised).split(b"\r\n\r\n")[0] + b"\r\n"
+    plain, with_slo = LoadTarget("http://localhost:1", "m", 1.0), LoadTarget("http://localhost:1", "m", 1.0, 12.5)
+    assert b"x-baton-itl-ms: 12.5\r\n" in request_bytes(request, with_slo).split(b"\r\n\r\n")[0] + b"\r\n"
     assert b"x-baton-itl-ms" not in request_bytes(request, plain)
     assert b"x-baton-ttft-ms: 900\r\n" in request_bytes(
         request, LoadTarget("http://localhost:1", "m", 1.0, 12.0, 900.0)

@@ -105,8 +105,8 @@ def test_an_objective_of_gaps_is_for_each_requests_own() -> None:
 def test_a_first_token_that_is_held_back_leaves_a_shorter_first_gap() -> None:
     trace = alone(*(TraceRequest(0.9 * n, 512, 40, (n,)) for n in range(12)))
     split = replace(scenario(trace, prefill=1, decode=1), cost=SLOW_LINK, keeps_own_gaps=True)
-    plain, promised = simulate(split), simulate(replace(split, itl_s=0.4))
-    for one, held in list(zip(plain.served, promised.served, strict=True))[9:]:  # what is expected is known by then
+    plain, with_slo = simulate(split), simulate(replace(split, itl_s=0.4))
+    for one, held in list(zip(plain.served, with_slo.served, strict=True))[9:]:  # what is expected is known by then
         assert held.ttft_s > one.ttft_s + 0.1
         assert one.itl_p99_s is not None
         assert held.itl_p99_s is not None
@@ -116,10 +116,10 @@ def test_a_first_token_that_is_held_back_leaves_a_shorter_first_gap() -> None:
 def test_an_itl_slo_bounds_the_prompt_tokens_of_a_unified_instance_beside_answers() -> None:
     trace = alone(TraceRequest(0.0, 512, 300, (1,)), TraceRequest(1.0, 2048, 2, (2, 3, 4, 5)))
     unified = replace(scenario(trace, prefill=0, decode=0), num_unified=1)
-    promised = simulate(replace(unified, itl_s=0.1))
-    assert promised.gaps.percentile(100) < 0.1
+    with_slo = simulate(replace(unified, itl_s=0.1))
+    assert with_slo.gaps.percentile(100) < 0.1
     assert simulate(unified).gaps.percentile(100) > 2.0
-    assert len(promised.served) == 2
+    assert len(with_slo.served) == 2
 
 
 def test_with_an_itl_slo_a_decode_instance_takes_prompts_from_a_queue() -> None:

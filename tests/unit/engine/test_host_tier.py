@@ -126,7 +126,7 @@ class TiersMachine(RuleBasedStateMachine):
     def start(self, num_slots: int) -> None:
         self.pool, self.memory = pool_of(NUM_BLOCKS, num_slots)
         self.owned: list[list[int]] = []
-        self.told: dict[str, set[BlockHash]] = {"device": set(), "host": set()}
+        self.reported: dict[str, set[BlockHash]] = {"device": set(), "host": set()}
 
     @rule(root=st.integers(1, 6), length=st.integers(1, 6))
     def arrive(self, root: int, length: int) -> None:
@@ -163,10 +163,10 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.memory.slots[slot] == known
         for event in pool.take_events():
             if isinstance(event, BlocksStored):
-                self.told[event.tier] |= set(event.names)
+                self.reported[event.tier] |= set(event.names)
             else:
-                self.told[event.tier] -= set(event.names)
-        assert self.told == {"device": set(pool.cached_block_hashes()), "host": set(host.names())}
+                self.reported[event.tier] -= set(event.names)
+        assert self.reported == {"device": set(pool.cached_block_hashes()), "host": set(host.names())}
 
 
 TiersMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=40, deadline=None)

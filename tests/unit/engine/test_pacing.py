@@ -5,11 +5,11 @@ import pytest
 from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
 from baton_serve.engine.core.step_time_model import StepTimeModel
-from tests.unit.engine.test_step_time_model import promise_of_step
-from tests.unit.engine.work import AheadSteps, add, made_up_token, make_roster, make_work, step
+from tests.unit.engine.test_step_time_model import slo_of_step
+from tests.unit.engine.work import AheadSteps, add, made_up_token, make_table, make_work, step
 
 STEP_S = 0.006
-ALLOWS_64, ALLOWS_128 = promise_of_step(STEP_S + 0.0017), promise_of_step(STEP_S + 0.0033)
+ALLOWS_64, ALLOWS_128 = slo_of_step(STEP_S + 0.0017), slo_of_step(STEP_S + 0.0033)
 """ITL SLOs that allow 64 and 128 tokens in a step; 40 prompt tokens take 1 ms."""
 
 
@@ -19,7 +19,7 @@ def step_time_model(*, max_stretch: float = 1e9) -> StepTimeModel:
 
 def writing(*itl_slos_s: float | None, paced: StepTimeModel | None = None) -> tuple[RequestTable, Scheduler]:
     """Return a table with decoding sequences that have these ITL SLOs, and a waiting prompt of 200 tokens."""
-    table = make_roster(num_blocks=200, seqs=8, batched=256)
+    table = make_table(num_blocks=200, seqs=8, batched=256)
     scheduler = Scheduler(table, paced)
     for number, itl_slo_s in enumerate(itl_slos_s):
         add(table, make_work(f"w{number}", [1, 2, 3], max_tokens=100, itl_s=itl_slo_s))
@@ -34,10 +34,10 @@ def prompt_tokens(plan: ScheduledBatch) -> int:
 
 
 def test_a_prompt_is_computed_in_chunks_that_the_tightest_slo_allows() -> None:
-    for promises, tokens in (((ALLOWS_128,), 127), ((ALLOWS_128, ALLOWS_64, ALLOWS_128), 61)):
-        table, scheduler = writing(*promises, paced=step_time_model())
+    for slos_s, tokens in (((ALLOWS_128,), 127), ((ALLOWS_128, ALLOWS_64, ALLOWS_128), 61)):
+        table, scheduler = writing(*slos_s, paced=step_time_model())
         plan = scheduler.schedule(0.0)
-        assert (prompt_tokens(plan), len(plan.chunks)) == (tokens, len(promises) + 1)
+        assert (prompt_tokens(plan), len(plan.chunks)) == (tokens, len(slos_s) + 1)
         table.check_invariants()
 
 
@@ -48,7 +48,7 @@ def test_without_an_slo_a_prompt_gets_a_whole_step_unless_a_stretch_is_set() -> 
 
 
 def test_without_decoding_sequences_steps_are_not_bounded() -> None:
-    table = make_roster(num_blocks=200, batched=256)
+    table = make_table(num_blocks=200, batched=256)
     add(table, make_work("a", [1] * 200, itl_s=ALLOWS_64))
     assert prompt_tokens(Scheduler(table, step_time_model()).schedule(0.0)) == 200
 
@@ -90,8 +90,8 @@ def test_what_an_instance_has_to_spare_for_prompts() -> None:
     table, scheduler = writing(ALLOWS_64, ALLOWS_128, paced=step_time_model())
     assert scheduler.spare_tokens_per_s() == pytest.approx(62 / (STEP_S + 62 / 40_000))
     assert writing(ALLOWS_64, None, paced=step_time_model())[1].spare_tokens_per_s() == 0.0, (
-        "nothing was promised to one"
+        "one sequence has no ITL SLO"
     )
     assert writing(0.001, paced=step_time_model())[1].spare_tokens_per_s() == 0.0, "no time is left"
-    assert Scheduler(make_roster(), step_time_model()).spare_tokens_per_s() == 40_000.0, "nobody writes"
+    assert Scheduler(make_table(), step_time_model()).spare_tokens_per_s() == 40_000.0, "nobody writes"
     assert table.num_preemptions == 0

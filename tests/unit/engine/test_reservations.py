@@ -14,7 +14,7 @@ from tests.unit.engine.work import (
     ROOT,
     add,
     expected_tokens,
-    make_roster,
+    make_table,
     make_work,
     run_to_end,
     step,
@@ -25,7 +25,7 @@ A = RequestId("a")
 
 @pytest.fixture
 def table() -> Iterator[RequestTable]:
-    table = make_roster()
+    table = make_table()
     yield table
     table.check_invariants()
 

@@ -13,7 +13,7 @@ from tests.unit.engine.work import (
     ROOT,
     add,
     expected_tokens,
-    make_roster,
+    make_table,
     make_work,
     run_to_end,
     step,
@@ -22,7 +22,7 @@ from tests.unit.engine.work import (
 
 @pytest.fixture
 def table() -> Iterator[RequestTable]:
-    table = make_roster()
+    table = make_table()
     yield table
     table.check_invariants()
 
@@ -94,7 +94,7 @@ def test_two_running_requests_share_their_prefix(table: RequestTable, scheduler:
 
 
 def test_the_latest_request_gives_way_when_memory_is_short() -> None:
-    table = make_roster(num_blocks=5, batched=32)
+    table = make_table(num_blocks=5, batched=32)
     scheduler = Scheduler(table)
     add(table, make_work("a", [1] * 8, max_tokens=8))
     add(table, make_work("b", [2] * 8, max_tokens=8))
@@ -104,7 +104,7 @@ def test_the_latest_request_gives_way_when_memory_is_short() -> None:
 
 
 def test_a_preempted_request_comes_before_later_ones() -> None:
-    table = make_roster(num_blocks=5, batched=32)
+    table = make_table(num_blocks=5, batched=32)
     scheduler = Scheduler(table)
     add(table, make_work("a", [1] * 8, max_tokens=8))
     add(table, make_work("b", [2] * 8, max_tokens=8))
@@ -141,7 +141,7 @@ def test_cached_blocks_of_a_prefill_request_are_reported_at_its_first_step(
 
 
 def test_blocks_of_a_prefill_request_are_never_taken_from_it() -> None:
-    table = make_roster(num_blocks=5, batched=4)
+    table = make_table(num_blocks=5, batched=4)
     scheduler = Scheduler(table)
     add(table, make_work("a", [1] * 4, max_tokens=20))
     step(table, scheduler)
@@ -173,7 +173,7 @@ def run_to_end_after_first(table: RequestTable, scheduler: Scheduler) -> set[int
 
 
 def test_more_sequences_than_slots_still_all_end() -> None:
-    table = make_roster(seqs=2)
+    table = make_table(seqs=2)
     scheduler = Scheduler(table)
     add(table, make_work("a", [1] * 6, sequences=5, max_tokens=7))
     tokens = run_to_end(table, scheduler)
@@ -188,7 +188,7 @@ def test_an_end_of_sequence_token_stops(table: RequestTable, scheduler: Schedule
 
 
 def test_the_longest_length_ends_a_sequence() -> None:
-    table = make_roster(num_blocks=2)
+    table = make_table(num_blocks=2)
     scheduler = Scheduler(table)
     add(table, make_work("a", [1] * 6, max_tokens=99))
     (first,) = finish(scheduler, scheduler.schedule(0.0)).tokens

@@ -1,4 +1,4 @@
-"""Random lives of requests against pool, roster, scheduler and reservations: nothing leaks, everything ends."""
+"""Random lives of requests against pool, request table, scheduler and reservations: nothing leaks, everything ends."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from baton_serve.engine.core.outputs import StepResult
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.scheduler import Scheduler
 from baton_serve.engine.core.sequence import Mode
-from tests.unit.engine.work import BLOCK_TOKENS, ROOT, AheadSteps, add, made_up_token, make_roster, make_work, step
+from tests.unit.engine.work import BLOCK_TOKENS, ROOT, AheadSteps, add, made_up_token, make_table, make_work, step
 
 NUM_BLOCKS = 9
 LONGEST_PROMPT = 18
@@ -23,7 +23,7 @@ LONGEST_PROMPT = 18
 class SchedulingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table = make_roster(NUM_BLOCKS, seqs=3, batched=7)
+        self.table = make_table(NUM_BLOCKS, seqs=3, batched=7)
         self.scheduler = Scheduler(self.table)
         self.reservations = Reservations(self.table)
         self.count = 0
@@ -38,7 +38,7 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     @initialize(caching=st.booleans())
     def start(self, caching: bool) -> None:
-        self.table = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching)
+        self.table = make_table(NUM_BLOCKS, seqs=3, batched=7, caching=caching)
         self.scheduler = Scheduler(self.table)
         self.reservations = Reservations(self.table)
         self.imports = KVImports(self.table)
@@ -222,7 +222,7 @@ class HostTierMachine(SchedulingMachine):
 
     @initialize(caching=st.just(True), host_slots=st.integers(1, 7))
     def start(self, caching: bool, host_slots: int = 1) -> None:
-        self.table = make_roster(NUM_BLOCKS, seqs=3, batched=7, caching=caching, host_slots=host_slots)
+        self.table = make_table(NUM_BLOCKS, seqs=3, batched=7, caching=caching, host_slots=host_slots)
         self.scheduler = Scheduler(self.table)
         self.reservations = Reservations(self.table)
         self.imports = KVImports(self.table)

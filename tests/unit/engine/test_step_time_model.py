@@ -27,19 +27,19 @@ def learned(longer_ms: dict[int, float], *, max_stretch: float = inf) -> StepTim
     return step_time_model
 
 
-def promise_of_step(seconds: float) -> float:
+def slo_of_step(seconds: float) -> float:
     """Return the ITL SLO that allows steps of this duration."""
     return max(seconds / MAX_ITL_SLO_RATIO, seconds + TOKEN_DELIVERY_S)
 
 
-def promise_for(longer_s: float) -> float:
-    return promise_of_step(STEP_S + longer_s)
+def slo_for(longer_s: float) -> float:
+    return slo_of_step(STEP_S + longer_s)
 
 
 def test_a_step_leaves_at_least_a_part_of_the_slo_and_a_time() -> None:
     assert max_step_s(0.100) == pytest.approx(0.085)
     assert max_step_s(0.012) == pytest.approx(0.009)
-    assert max_step_s(promise_of_step(0.007)) == pytest.approx(0.007)
+    assert max_step_s(slo_of_step(0.007)) == pytest.approx(0.007)
 
 
 def test_without_an_slo_or_a_measurement_steps_are_not_bounded() -> None:
@@ -51,22 +51,20 @@ def test_without_an_slo_or_a_measurement_steps_are_not_bounded() -> None:
 def test_what_was_not_seen_is_as_slow_as_prompts_alone() -> None:
     """128 tokens take 3.2 ms alone."""
     step_time_model = StepTimeModel(PREFILL, STEP_S)
-    assert step_time_model.chunk_budget([promise_for(0.0033)]) == 128 - 1
-    assert step_time_model.chunk_budget([promise_for(0.0031)]) == 64 - 1
+    assert step_time_model.chunk_budget([slo_for(0.0033)]) == 128 - 1
+    assert step_time_model.chunk_budget([slo_for(0.0031)]) == 64 - 1
 
 
 def test_what_was_seen_decides() -> None:
     step_time_model = learned({128: 0.6, 256: 2.0})
-    assert step_time_model.chunk_budget([promise_for(0.0021)] * 40) == 256 - 40
-    assert step_time_model.chunk_budget([promise_for(0.0019)] * 40) == 128 - 40
-    assert step_time_model.chunk_budget([promise_for(0.0021 + 64 / PREFILL)]) == 320 - 1, (
-        "from the nearest that is known"
-    )
+    assert step_time_model.chunk_budget([slo_for(0.0021)] * 40) == 256 - 40
+    assert step_time_model.chunk_budget([slo_for(0.0019)] * 40) == 128 - 40
+    assert step_time_model.chunk_budget([slo_for(0.0021 + 64 / PREFILL)]) == 320 - 1, "from the nearest that is known"
 
 
 def test_the_tightest_slo_counts_and_sequences_without_one_count_by_the_stretch() -> None:
     step_time_model = learned({128: 0.6, 256: 2.0, 512: 6.5}, max_stretch=2.0)
-    wide, tight = promise_for(0.007), promise_for(0.0007)
+    wide, tight = slo_for(0.007), slo_for(0.0007)
     assert step_time_model.chunk_budget([wide, tight, wide]) == 128 - 3
     assert step_time_model.chunk_budget([wide, None]) == 384 - 2, "6 ms more"
     assert step_time_model.chunk_budget([wide]) == 512 - 1
@@ -82,17 +80,17 @@ def test_no_prompt_waits_for_ever_and_what_is_left_of_a_class_costs_nothing() ->
         64,
     ]
     assert not step_time_model.meets_itl_slos([0.001])
-    assert step_time_model.meets_itl_slos([promise_for(32 / PREFILL)]) and not step_time_model.meets_itl_slos(
-        [promise_for(30 / PREFILL)]
+    assert step_time_model.meets_itl_slos([slo_for(32 / PREFILL)]) and not step_time_model.meets_itl_slos(
+        [slo_for(30 / PREFILL)]
     )
 
 
 def test_unmeasured_step_times_are_extrapolated_from_decoding_sequences() -> None:
     """64 of its 128 tokens are theirs: the others take 1.6 ms alone."""
     step_time_model = StepTimeModel(PREFILL, STEP_S)
-    assert step_time_model.chunk_budget([promise_for(0.0017)] * 64) == 64
-    assert step_time_model.meets_itl_slos([promise_for(0.0017)] * 64) and not step_time_model.meets_itl_slos(
-        [promise_for(0.0015)] * 64
+    assert step_time_model.chunk_budget([slo_for(0.0017)] * 64) == 64
+    assert step_time_model.meets_itl_slos([slo_for(0.0017)] * 64) and not step_time_model.meets_itl_slos(
+        [slo_for(0.0015)] * 64
     )
 
 
@@ -100,40 +98,40 @@ def test_a_long_step_counts_at_once_and_a_short_one_little() -> None:
     step_time_model = learned({64: 0.5, 256: 2.0})
     for _ in range(5):
         step_time_model.mixed(255, 1, STEP_S + 0.004)
-    assert step_time_model.chunk_budget([promise_for(0.003)]) == 128 - 1
+    assert step_time_model.chunk_budget([slo_for(0.003)]) == 128 - 1
     step_time_model = learned({64: 0.5, 256: 4.0})
     for _ in range(5):
         step_time_model.mixed(255, 1, STEP_S + 0.002)
     slow_s = 0.002 + 0.002 * (1 - EMA_WEIGHT_IF_FASTER) ** 5
-    assert step_time_model.chunk_budget([promise_for(slow_s + 1e-5)]) == 256 - 1
-    assert step_time_model.chunk_budget([promise_for(slow_s - 1e-5)]) == 192 - 1
+    assert step_time_model.chunk_budget([slo_for(slow_s + 1e-5)]) == 256 - 1
+    assert step_time_model.chunk_budget([slo_for(slow_s - 1e-5)]) == 192 - 1
 
 
 def test_a_step_that_does_not_fill_its_class_does_not_make_it_look_short() -> None:
     step_time_model = StepTimeModel(PREFILL, STEP_S)
     step_time_model.mixed(129, 1, STEP_S + 0.001)
-    assert step_time_model.chunk_budget([promise_for(0.0045)]) == 128 - 1
+    assert step_time_model.chunk_budget([slo_for(0.0045)]) == 128 - 1
     step_time_model.mixed(189, 1, STEP_S + 0.001)
-    assert step_time_model.chunk_budget([promise_for(0.0011)]) == 192 - 1
+    assert step_time_model.chunk_budget([slo_for(0.0011)]) == 192 - 1
     step_time_model.mixed(129, 1, STEP_S + 0.005)
-    assert step_time_model.chunk_budget([promise_for(0.0011)]) == 32 - 1
+    assert step_time_model.chunk_budget([slo_for(0.0011)]) == 32 - 1
 
 
 def test_a_smaller_step_is_not_slower_than_a_larger_one() -> None:
-    assert learned({512: 2.0}).chunk_budget([promise_for(0.0021)]) == 512 - 1
-    assert learned({512: 2.0}).chunk_budget([promise_for(0.0019)]) == 64 - 1
+    assert learned({512: 2.0}).chunk_budget([slo_for(0.0021)]) == 512 - 1
+    assert learned({512: 2.0}).chunk_budget([slo_for(0.0019)]) == 64 - 1
 
 
 def test_one_stumble_is_bounded_and_forgotten() -> None:
     step_time_model = learned({128: 1.0, 256: 2.0})
     step_time_model.mixed(255, 1, 10.0)
-    assert step_time_model.chunk_budget([promise_for(0.0031)]) == 192 - 1
-    assert step_time_model.chunk_budget([promise_for(0.0033)]) == 256 - 1, (
+    assert step_time_model.chunk_budget([slo_for(0.0031)]) == 192 - 1
+    assert step_time_model.chunk_budget([slo_for(0.0033)]) == 256 - 1, (
         "a half longer than was expected, and of that 0.3"
     )
     for _ in range(20_000):
         step_time_model.decoded(STEP_S)
-    assert step_time_model.chunk_budget([promise_for(0.003)]) == 320 - 1
+    assert step_time_model.chunk_budget([slo_for(0.003)]) == 320 - 1
 
 
 def test_prefill_rate_beside_decoding_sequences() -> None:
@@ -156,8 +154,8 @@ def test_the_first_long_prompt_is_believed_rather_than_the_warm_up() -> None:
 
 def test_many_short_prompts_measure_as_much_as_a_long_one() -> None:
     step_time_model = StepTimeModel(1_000, STEP_S, is_warm_up_estimate=True)
-    for told in range(100, MIN_MEASURED_TOKENS_IN_ALL + 100, 100):
-        assert step_time_model.is_warm_up_estimate == (told - 100 < MIN_MEASURED_TOKENS_IN_ALL)
+    for reported in range(100, MIN_MEASURED_TOKENS_IN_ALL + 100, 100):
+        assert step_time_model.is_warm_up_estimate == (reported - 100 < MIN_MEASURED_TOKENS_IN_ALL)
         step_time_model.computed(100, 0.01)
     assert not step_time_model.is_warm_up_estimate
     assert step_time_model.prefill_tokens_per_s == pytest.approx(10_000, rel=0.02)

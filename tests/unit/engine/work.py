@@ -1,4 +1,4 @@
-"""Works and rosters for tests of the engine's pure parts."""
+"""Requests and request tables for tests of the engine's pure core."""
 
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
@@ -37,7 +37,7 @@ def make_work(
     )
 
 
-def make_roster(
+def make_table(
     num_blocks: int = 16, *, seqs: int = 4, batched: int = 8, caching: bool = True, host_slots: int = 0
 ) -> RequestTable:
     limits = SchedulerConfig(
@@ -109,9 +109,9 @@ def run_to_end(table: RequestTable, scheduler: Scheduler, *, most_steps: int = 5
         if not scheduler.has_work():
             return tokens
         for output in step(table, scheduler).tokens:
-            told = tokens.setdefault((output.request_id, output.sequence), [])
-            assert output.position == len(told)
-            told += output.token_ids
+            reported = tokens.setdefault((output.request_id, output.sequence), [])
+            assert output.position == len(reported)
+            reported += output.token_ids
     raise AssertionError("the work does not end")
 
 

@@ -121,7 +121,7 @@ def test_numbers_follow_the_turn_that_changed_them() -> None:
         engine = FakeEngine()
         engine.results = [StepResult(tokens=[output(work().request_id, n)]) for n in range(3)]
         thread, seen = await started(engine), list[str]()
-        told = asyncio.Semaphore(0)
+        reported = asyncio.Semaphore(0)
 
         def on_step_result(turn: TimedStepResult) -> None:
             seen.append("turn")
@@ -129,16 +129,16 @@ def test_numbers_follow_the_turn_that_changed_them() -> None:
         def on_stats(stats: EngineStats) -> None:
             seen.append("stats")
             if seen.count("turn") >= 3:
-                told.release()
+                reported.release()
 
         thread.attach(on_step_result=on_step_result, on_stats=on_stats, on_broken=lambda error: None)
         thread.post(lambda e: None)
-        await told.acquire()
+        await reported.acquire()
         assert engine.num_steps == 3
         assert seen[-2:] == ["turn", "stats"]
         before = len(seen)
         await thread.call(lambda e: None)
-        await told.acquire()
+        await reported.acquire()
         assert seen[before:] == ["turn", "stats"]
         await thread.stop()
 

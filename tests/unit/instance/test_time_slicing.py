@@ -116,13 +116,13 @@ def test_a_turn_is_announced_with_its_end_and_taken_back(path: Path, clock: Cloc
 
 
 def test_prefill_reports_prompts_until_it_is_idle(path: Path, clock: Clock) -> None:
-    memory, told = TimeSliceMemory(str(path)), list[tuple[int, int, int]]()
-    turns, others = YieldingTimeSlicer(memory, lambda *rows: told.append(rows)), Others(path)
+    memory, reported = TimeSliceMemory(str(path)), list[tuple[int, int, int]]()
+    turns, others = YieldingTimeSlicer(memory, lambda *rows: reported.append(rows)), Others(path)
     assert turns.wait_s() == 0
     for _ in range(2):
         turns.begin()
         turns.end()
-    assert told == [(memory.address, MAX_PROCESSES, WORDS_PER_ROW)]
+    assert reported == [(memory.address, MAX_PROCESSES, WORDS_PER_ROW)]
     assert others.own(PROMPTS_UNTIL) > clock.now * 1e9
     turns.rest()
     assert others.own(PROMPTS_UNTIL) == 0

@@ -185,9 +185,9 @@ def test_a_forced_transport_is_used_unproved_and_says_what_forced_it() -> None:
 
 
 def test_each_rung_of_a_probe_gets_a_verdict() -> None:
-    told = [proved(USM, 1e9)]
-    made = complete([USM, NCCL, STAGING], told, "crashed", "signal 11")
-    assert made == [told[0], Verdict(NCCL, "crashed", reason="signal 11"), Verdict(STAGING, "skipped")]
+    reported = [proved(USM, 1e9)]
+    made = complete([USM, NCCL, STAGING], reported, "crashed", "signal 11")
+    assert made == [reported[0], Verdict(NCCL, "crashed", reason="signal 11"), Verdict(STAGING, "skipped")]
 
 
 class Fate(RuleBasedStateMachine):

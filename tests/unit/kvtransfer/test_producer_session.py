@@ -66,14 +66,14 @@ def test_a_fetch_that_comes_first_is_parked_until_the_ticket_is_opened() -> None
 def test_a_parked_fetch_ends_with_its_own_deadline_or_when_nobody_opens_its_ticket_or_with_its_connection() -> None:
     one = ProducerSession(now=0.0, limits=LIMITS)
     one.fetch(fetch(0, timeout_s=2.0), link=1, pulls=True, now=0.0)
-    [told] = one.tick(2.0)
-    assert isinstance(told, Tell) and isinstance(told.message, Fail) and told.message.code == "expired"
+    [reported] = one.tick(2.0)
+    assert isinstance(reported, Tell) and isinstance(reported.message, Fail) and reported.message.code == "expired"
     assert one.is_over()
     unknown = ProducerSession(now=0.0, limits=LIMITS)
     unknown.fetch(fetch(0, timeout_s=60.0), link=1, pulls=True, now=0.0)
     assert ticked(unknown, LIMITS.answer_timeout_s - 0.25) == []
-    [told] = ticked(unknown, LIMITS.answer_timeout_s, since=LIMITS.answer_timeout_s - 0.25)
-    assert isinstance(told, Tell) and isinstance(told.message, Fail) and "opened" in told.message.reason
+    [reported] = ticked(unknown, LIMITS.answer_timeout_s, since=LIMITS.answer_timeout_s - 0.25)
+    assert isinstance(reported, Tell) and isinstance(reported.message, Fail) and "opened" in reported.message.reason
     lost = ProducerSession(now=0.0, limits=LIMITS)
     lost.fetch(fetch(0), link=1, pulls=True, now=0.0)
     lost.link_lost(dead=False)
@@ -100,8 +100,8 @@ def test_damaged_blocks_are_served_again() -> None:
 def test_blocks_stay_while_a_consumer_that_reads_them_may_still_copy() -> None:
     one = streaming(0)
     one.publish([(name(0), 5)])
-    [told] = one.give_up("cancelled", "enough")
-    assert isinstance(told, Tell) and isinstance(told.message, Fail)
+    [reported] = one.give_up("cancelled", "enough")
+    assert isinstance(reported, Tell) and isinstance(reported.message, Fail)
     assert one.state is ProducerState.ENDING
     assert one.link_lost(dead=False) == []
     assert ticked(one, LEASE - 0.1) == []
@@ -156,8 +156,8 @@ def test_a_ticket_nobody_fetches_expires_and_answers_late_fetches() -> None:
     one = opened()
     assert one.tick(TICKET.timeout_s) == [Drain()]
     assert one.quiet() == [Released("expired")]
-    [told] = one.fetch(fetch(0), link=1, pulls=True, now=30.0)
-    assert isinstance(told, Tell) and isinstance(told.message, Fail)
+    [reported] = one.fetch(fetch(0), link=1, pulls=True, now=30.0)
+    assert isinstance(reported, Tell) and isinstance(reported.message, Fail)
 
 
 def test_late_calls_of_the_engine_change_nothing() -> None:

@@ -332,7 +332,7 @@ def handoff_report(work: Work) -> HandoffReport:
     )
 
 
-class FakeFlight:
+class FakeLifecycle:
     """Owner of an attempt: it only remembers what it hears, with who said it."""
 
     def __init__(self) -> None:

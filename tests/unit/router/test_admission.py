@@ -185,8 +185,8 @@ def test_the_itl_slo_is_sent_with_the_work(serve: Serve) -> None:
     async def test(router: Router) -> None:
         await ask(router, {"x-baton-itl-ms": "200"})
         await ask(router)
-        told = [[m.work.itl_s for m in router.fakes[name].assignments()] for name in ("prefill-0", "decode-0")]
-        assert told == [[0.2, 0.5]] * 2
+        reported = [[m.work.itl_s for m in router.fakes[name].assignments()] for name in ("prefill-0", "decode-0")]
+        assert reported == [[0.2, 0.5]] * 2
 
     serve(test, default_itl_ms=500.0)
 
@@ -198,9 +198,9 @@ def test_a_decode_instance_with_time_to_spare_reads_what_would_wait(serve: Serve
             Load(free_blocks=100, total_blocks=100, prefill_tokens_per_s=10.0, spare_tokens_per_s=40.0, running=1)
         )
         answer = await ask(router, {"x-baton-itl-ms": "200", "x-baton-explain": "1"})
-        told = answer.json()["baton"]
-        assert (told["decision"], told["decode"]) == ("decode_only", "decode-0")
-        assert told["predicted_ttft_s"] < 1.0 < told["other_ttft_s"], "20 tokens at 40 and at 10 a second"
+        reported = answer.json()["baton"]
+        assert (reported["decision"], reported["decode"]) == ("decode_only", "decode-0")
+        assert reported["predicted_ttft_s"] < 1.0 < reported["other_ttft_s"], "20 tokens at 40 and at 10 a second"
         answer = await ask(router, {"x-baton-explain": "1"}, prompt=list(range(65, 85)))
         assert answer.json()["baton"]["decision"] == "disaggregated"
 

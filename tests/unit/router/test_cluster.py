@@ -91,9 +91,9 @@ def test_instances_that_can_hand_nothing_over_are_named_with_their_layouts(caplo
         assert not caplog.records
         fakes.add(record("e", "decode", layout=msgspec.structs.replace(LAYOUT, dtype="fp8_e4m3")))
         await settle()
-        (told,) = caplog.records
-        assert "converting int8 to fp8_e4m3 would round the values a second time" in told.message
-        assert f"p ({codes})" in told.message and "e (KVLayout(" in told.message
+        (reported,) = caplog.records
+        assert "converting int8 to fp8_e4m3 would round the values a second time" in reported.message
+        assert f"p ({codes})" in reported.message and "e (KVLayout(" in reported.message
 
     with_cluster(scenario)
 

@@ -7,7 +7,7 @@ from baton_serve.services.router.requests.dispatcher import Deadlines
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 
 
-class Flying(RequestLifecycle):
+class RecordingLifecycle(RequestLifecycle):
     """A lifecycle that only records when it was given up; it then leaves `lifecycles`."""
 
     def __init__(
@@ -35,14 +35,17 @@ def test_each_request_ends_at_its_own_deadline_in_whatever_order_they_began() ->
         lifecycles: dict[RequestLifecycle, None] = {}
         deadlines = Deadlines(lifecycles, clock=time.monotonic)
         now = time.monotonic()
-        made = {name: Flying(name, now + s, lifecycles, late) for name, s in (("b", 0.02), ("c", 0.04), ("a", 0.01))}
+        made = {
+            name: RecordingLifecycle(name, now + s, lifecycles, late)
+            for name, s in (("b", 0.02), ("c", 0.04), ("a", 0.01))
+        }
         for lifecycle in made.values():
             lifecycles[lifecycle] = None
             deadlines.watch(lifecycle)
-        landed = Flying("landed", now + 0.005, lifecycles, late)
+        landed = RecordingLifecycle("landed", now + 0.005, lifecycles, late)
         deadlines.watch(landed)  # it was over before its deadline came
         await none_left(lifecycles)
-        again = Flying("again", time.monotonic() + 0.01, lifecycles, late)
+        again = RecordingLifecycle("again", time.monotonic() + 0.01, lifecycles, late)
         lifecycles[again] = None
         deadlines.watch(again)
         await none_left(lifecycles)
@@ -59,7 +62,7 @@ def test_nothing_is_given_up_after_the_router_has_stopped() -> None:
     async def scenario() -> None:
         lifecycles: dict[RequestLifecycle, None] = {}
         deadlines = Deadlines(lifecycles, clock=time.monotonic)
-        lifecycle = Flying("a", time.monotonic(), lifecycles, late)
+        lifecycle = RecordingLifecycle("a", time.monotonic(), lifecycles, late)
         lifecycles[lifecycle] = None
         deadlines.watch(lifecycle)
         deadlines.close()

@@ -22,7 +22,7 @@ from baton_serve.services.router.requests.timeline import Timeline
 from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.text.token_sequence import TokenSequence
 from tests.unit.router.conftest import Router, Serve, events_of, settle
-from tests.unit.router.fakes import FakeFlight, record
+from tests.unit.router.fakes import FakeLifecycle, record
 from tests.unit.router.test_lifecycle import Asked
 
 ITL_S, GAP_S = 0.010, 0.025
@@ -30,7 +30,7 @@ HOLD_S = GAP_S - FIRST_GAP_ITL_RATIO * ITL_S
 
 
 class Bench:
-    """A delivery, as one flight has it, at the moment when its first token comes from prefill."""
+    """A pacer as a request lifecycle owns it, at the time at which its first token comes from prefill."""
 
     def __init__(self, slo: Slo, *, max_itls: float = 3.0, position: int = 0, num_sequences: int = 1) -> None:
         self.loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class Bench:
         )
         sequences = {i: TokenSequence(i) for i in range(num_sequences)}
         self.attempt = Attempt(
-            owner=FakeFlight(),
+            owner=FakeLifecycle(),
             request_id=RequestId("r~0"),
             sequences=sequences,
             prefill=WorkerState(record("p0", "prefill")),
@@ -147,7 +147,7 @@ def test_the_second_token_brings_the_first_with_it() -> None:
         (Slo(ttft_s=0.010, itl_s=ITL_S), 3.0, 0, HELD_TTFT_RATIO * 0.010),
         (Slo(ttft_s=1.0, itl_s=ITL_S), 3.0, 0, HOLD_S),
     ],
-    ids=["no promise", "ttft alone", "kept anyhow", "off", "bounded", "replayed", "ttft is near", "ttft is far"],
+    ids=["no itl slo", "ttft alone", "kept anyhow", "off", "bounded", "replayed", "ttft is near", "ttft is far"],
 )
 def test_how_long_a_first_token_is_held(slo: Slo, max_itls: float, position: int, held_s: float) -> None:
     async def scene() -> None:
@@ -262,8 +262,8 @@ def test_an_answer_whose_first_token_was_held_is_the_same(serve: Serve, n: int, 
         router.fakes["decode-0"].resume()
         answer = await asked.answer()
         assert [choice["text"] for choice in answer["choices"]] == expected
-        told = answer["baton"]
-        assert 0 < told["held_s"] <= told["ttft_s"]
+        reported = answer["baton"]
+        assert 0 < reported["held_s"] <= reported["ttft_s"]
         text = (await router.http.get("/metrics")).text
         assert 'baton:first_token_held_seconds_count{model_name="tiny"} 1.0' in text
 

@@ -117,15 +117,15 @@ def test_a_short_uncached_prompt_stays_on_decode() -> None:
 
 def test_a_prompt_bypasses_a_busy_prefill_if_all_decoding_sequences_have_an_itl_slo() -> None:
     """400 tokens take the decode instance 0.8 s beside its decoding sequences, and a prefill instance 0.4 s."""
-    promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
-    assert chosen(promised, replace(P0, queued_tokens=401), decode) == ("decode_only", "", "d0")
-    assert chosen(promised, replace(P0, queued_tokens=399), decode)[0] == "disaggregated", "no faster there"
+    with_slo, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
+    assert chosen(with_slo, replace(P0, queued_tokens=401), decode) == ("decode_only", "", "d0")
+    assert chosen(with_slo, replace(P0, queued_tokens=399), decode)[0] == "disaggregated", "no faster there"
     busy = replace(P0, queued_tokens=1000)
-    assert chosen(promised, busy, replace(decode, queued_tokens=301))[0] == "disaggregated", "others are read there"
-    assert chosen(promised, busy, D0)[0] == "disaggregated", "it would break a promise"
-    assert chosen(LONG, busy, decode)[0] == "disaggregated", "nothing was promised"
-    assert chosen(promised, replace(busy, cached_tokens=390), decode)[0] == "decode_only", "the queue is as long"
-    assert chosen(promised, busy, replace(decode, cached_tokens=200, queued_tokens=301))[0] == "decode_only"
+    assert chosen(with_slo, busy, replace(decode, queued_tokens=301))[0] == "disaggregated", "others are read there"
+    assert chosen(with_slo, busy, D0)[0] == "disaggregated", "it would miss an SLO"
+    assert chosen(LONG, busy, decode)[0] == "disaggregated", "the request has no ITL SLO"
+    assert chosen(with_slo, replace(busy, cached_tokens=390), decode)[0] == "decode_only", "the queue is as long"
+    assert chosen(with_slo, busy, replace(decode, cached_tokens=200, queued_tokens=301))[0] == "decode_only"
 
 
 def test_decoding_sequences_are_not_slowed_down_if_prefill_meets_the_ttft_slo() -> None:
@@ -136,9 +136,9 @@ def test_decoding_sequences_are_not_slowed_down_if_prefill_meets_the_ttft_slo() 
 
 
 def test_the_alternative_placement_is_reported() -> None:
-    promised, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
+    with_slo, decode = replace(LONG, itl_s=0.6), replace(D0, spare_tokens_per_s=500.0)
     for queued, here_s, other_s in ((1000, 0.8, 1.4), (100, 0.5, 0.8)):
-        placement = place(promised, ClusterView([replace(P0, queued_tokens=queued), decode]), ALWAYS)
+        placement = place(with_slo, ClusterView([replace(P0, queued_tokens=queued), decode]), ALWAYS)
         assert isinstance(placement, Placement)
         assert (placement.predicted_ttft_s, placement.other_ttft_s) == (here_s, other_s)
     placement = place(LONG, ClusterView([P0, decode]), ALWAYS)

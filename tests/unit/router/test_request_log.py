@@ -17,7 +17,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.message == "request ended"]
 
 
-def told(router: Router) -> float | None:
+def reported(router: Router) -> float | None:
     return router.metrics.registry.get_sample_value(SAMPLE, {"model_name": "tiny"})
 
 
@@ -28,7 +28,7 @@ def test_an_ended_request_is_in_the_metrics_and_the_list_as_soon_as_somebody_rea
         await router.complete(prompt="hello", max_tokens=3)
         newest, oldest = (await router.http.get("/recent")).json()
         assert (newest["generated_tokens"], oldest["generated_tokens"]) == (3, 2)
-        assert told(router) == 2
+        assert reported(router) == 2
 
     serve(metrics_first)
 
@@ -42,7 +42,7 @@ def test_many_requests_are_logged_without_waiting_and_the_last_ones_when_the_rou
         for _ in range(16):
             await router.complete(prompt="hello", max_tokens=2)
         await settle()
-        assert told(router) == 16
+        assert reported(router) == 16
         await router.complete(prompt="hello", max_tokens=2)
 
     with caplog.at_level("INFO"):
@@ -62,7 +62,7 @@ def test_hundreds_of_requests_that_end_together_are_logged_in_several_turns(
             await asyncio.sleep(0)
 
     async def scenario(router: Router) -> None:
-        monkeypatch.setattr(router.metrics, "ended", lambda flight: turns.append(turn))
+        monkeypatch.setattr(router.metrics, "ended", lambda lifecycle: turns.append(turn))
         counting = asyncio.create_task(count())
         await asyncio.gather(*[router.complete(prompt="hello", max_tokens=3) for _ in range(100)])
         await settle()

@@ -90,7 +90,7 @@ def test_tokens_and_text_turn_into_each_other(serve: Serve) -> None:
 
 
 def test_the_tokenizer_is_published_only_if_enabled(serve: Serve, tmp_path: Path) -> None:
-    async def told(router: Router) -> None:
+    async def enabled(router: Router) -> None:
         info = (await router.http.get("/tokenizer_info")).json()
         assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
         assert (info["chat_template"], info["tokenizer_class"]) == (TEMPLATE, "PreTrainedTokenizerFast")
@@ -100,14 +100,14 @@ def test_the_tokenizer_is_published_only_if_enabled(serve: Serve, tmp_path: Path
     async def overridden(router: Router) -> None:
         assert (await router.http.get("/tokenizer_info")).json()["chat_template"] == "{{ 1 }}"
 
-    async def untold(router: Router) -> None:
+    async def disabled(router: Router) -> None:
         assert (await router.http.get("/tokenizer_info")).status_code == 404
 
     token = {"content": "<x>", "special": True}
     folder = str(write_folder(tmp_path, added_tokens_decoder={"3": token}, pad_token={**token, "content": "<pad>"}))
-    serve(told, model=folder, enable_tokenizer_info_endpoint=True)
+    serve(enabled, model=folder, enable_tokenizer_info_endpoint=True)
     serve(overridden, model=folder, enable_tokenizer_info_endpoint=True, chat_template="{{ 1 }}")
-    serve(untold)
+    serve(disabled)
 
 
 def test_metrics_count_each_request_once(serve: Serve) -> None:

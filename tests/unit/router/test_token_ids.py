@@ -67,9 +67,9 @@ def test_they_are_whole_where_text_is_held_back(serve: Serve, path: str) -> None
         (choice,) = (await ask(router, path, **body))["choices"]
         assert len(choice["token_ids"]) == 9
         chunks = await router.stream(path, **body)
-        told = [one["token_ids"] for one in choices_of(chunks, 0) if one.get("token_ids")]
-        assert len(told) > 5, "each as it comes"
-        assert [token for one in told for token in one] == choice["token_ids"]
+        reported = [one["token_ids"] for one in choices_of(chunks, 0) if one.get("token_ids")]
+        assert len(reported) > 5, "each as it comes"
+        assert [token for one in reported for token in one] == choice["token_ids"]
 
     serve(scenario, reasoning_parser="deepseek_r1")
 

@@ -60,7 +60,7 @@ def test_the_last_requests_of_all_are_newest_first() -> None:
     assert [bytes(one) for one in newest_requests([mine, other])] == [b"3", b"2", b"1"]
 
 
-class Told:
+class FixedProcess:
     """A router process that answers with the values it is given."""
 
     def __init__(self, index: int, folder: str) -> None:
@@ -75,12 +75,12 @@ class Told:
 
 def test_workers_know_each_others_figures_and_count_limits_together() -> None:
     async def run(folder: str) -> None:
-        first, second, third = (Told(index, folder) for index in range(3))
+        first, second, third = (FixedProcess(index, folder) for index in range(3))
         first.used = [WindowUsage(MINUTE, 1, 100), WindowUsage(DAY, 5, 500)]
         second.used = [WindowUsage(MINUTE, 2, 20)]
         third.used = [WindowUsage(MINUTE, 4, 40), WindowUsage(DAY, 4, 40)]
-        for told in (first, second):
-            await told.sibling_rpc.start()
+        for reported in (first, second):
+            await reported.sibling_rpc.start()
         assert [stats.requests_in_flight for stats in await first.sibling_rpc.siblings()] == [
             1
         ]  # the third is not there
@@ -88,8 +88,8 @@ def test_workers_know_each_others_figures_and_count_limits_together() -> None:
         assert sum(stats.requests_in_flight for stats in await first.sibling_rpc.siblings()) == 3
         assert list(await second.sibling_rpc.metrics()) == [0, 1, 2]
         assert await first.sibling_rpc.exchange(first.used) == [WindowUsage(MINUTE, 6, 60), WindowUsage(DAY, 4, 40)]
-        for told in (first, second, third):
-            await told.sibling_rpc.close()
+        for reported in (first, second, third):
+            await reported.sibling_rpc.close()
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run(folder))
