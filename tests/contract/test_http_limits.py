@@ -1,4 +1,4 @@
-"""Clients that are slow, that send what nobody reads, or that come in too great a number."""
+"""Slow clients, clients that send unread data, and too many clients."""
 
 import asyncio
 import errno

@@ -20,7 +20,7 @@ from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, SETTINGS, Meddler
 pytestmark = pytest.mark.slow
 LADDER = msgspec.structs.replace(SETTINGS, transports=("usm", "zeromq"), probe_retry_s=0.1, probe_timeout_s=60.0)
 SHORT_S = {"hang": 4.0, "mute": 2.0}
-"""How long a process that never ends is waited for; nobody else's deadline may be met before."""
+"""Seconds after which a process that never ends is given up. All other deadlines must be longer."""
 BOUND_S = 120.0
 """Probes are nice: where others use all cores, their processes take long to start."""
 

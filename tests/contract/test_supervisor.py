@@ -41,7 +41,7 @@ def server_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, params=["programs", "forks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How processes start: nobody sees a difference."""
+    """Select how processes are started, by fork or as programs. Both ways must behave equally."""
     monkeypatch.setattr(Stage, "preload", PUPPET if request.param == "forks" else None)
     return str(request.param)
 
@@ -245,7 +245,7 @@ def about(pid: int, what: str) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie that nobody reaps does not run."""
+    """A zombie that was not reaped does not count as running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -67,7 +67,7 @@ def text(ticket: Ticket) -> str:
 
 
 def at_a_port(settings: TransferSettings) -> TransferSettings:
-    """One that nothing else is given while nobody listens there."""
+    """Return the settings with a port that no other process gets while nothing listens on it."""
     return msgspec.structs.replace(settings, bind=f"tcp://127.0.0.1:{free_port()}")
 
 

@@ -199,7 +199,7 @@ class Cluster(Api):
         return int(httpx.get(f"http://{address}/health").json()["pid"])
 
     def wait_idle(self, timeout_s: float = 15.0) -> None:
-        """Until no instance runs, waits for or holds anything: whatever was leaked would stay."""
+        """Wait until no instance runs, waits for or holds anything. A leak would keep it from returning."""
         wait_until(lambda: not self.busy(), timeout_s=timeout_s, what=f"an idle cluster, but {self.busy()}")
 
     def busy(self) -> dict[str, float]:

@@ -10,8 +10,8 @@ from tests.e2e.cluster import Cluster
 
 pytestmark = pytest.mark.slow
 AT_ONCE = 8
-PROMISE = {"x-baton-itl-ms": "60000"}
-"""Kept whatever the machine is busy with."""
+SLO_HEADERS = {"x-baton-itl-ms": "60000"}
+"""An SLO that is met however busy the machine is."""
 
 
 class RefusedError(Exception):
@@ -48,7 +48,7 @@ def ask_together(cluster: Cluster, first: int, headers: dict[str, str]) -> list[
 
 def test_with_an_itl_slo_the_decode_instance_computes_prompts_that_would_wait(cluster: Cluster) -> None:
     ask(cluster, 90, {})  # how fast prefill reads is known then, and decode, which has read nothing, may be as fast
-    with_slo = ask_together(cluster, 0, PROMISE)
+    with_slo = ask_together(cluster, 0, SLO_HEADERS)
     assert {reported["decision"] for _, reported in with_slo} == {"disaggregated", "decode_only"}
     here = [reported for _, reported in with_slo if reported["decision"] == "decode_only"]
     assert all(

@@ -64,7 +64,7 @@ SINKS = {"decode-0": "usm", "decode-1": "zeromq"}
 
 @pytest.mark.parametrize("family", IN_PROCESSES)
 def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
-    """Handed off to one instance in shared memory and to another over TCP, each with prompts that nobody has cached."""
+    """One handoff uses shared memory, another TCP, each with prompts that no instance has cached."""
     write_tiny_model(tmp_path, family)
     model = reference_model(tmp_path)
     # A step reads at most 32 prompt tokens, so the long prompts are prefilled in chunks.

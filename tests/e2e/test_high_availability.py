@@ -1,4 +1,6 @@
-"""Two routers over a Redis that fails in every way while clients stream: serving goes on from the last view."""
+"""Two routers with a Redis that fails in many ways while clients stream: they continue with the last view of the
+cluster.
+"""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""Instances are taken out of service and restarted while clients stream: nobody notices."""
+"""Instances are taken out of service and restarted while clients stream, without any effect on the clients."""
 
 import secrets
 import threading

@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of transformers.generate in float32, whatever way the KV came to be."""
+"""Greedy tokens equal those of transformers.generate in float32, independent of how the KV was computed or received."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

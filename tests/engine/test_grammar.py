@@ -1,4 +1,4 @@
-"""Answers follow their grammar, and are the same whatever way the KV came to be."""
+"""Answers match their grammar, and are the same independent of how the KV was computed or received."""
 
 import json
 import random

@@ -60,7 +60,7 @@ def engine(folder: Path) -> Iterator[LLMEngine]:
 
 
 def grown(outputs: list[RequestOutput]) -> AnswerParts:
-    """The last of one request's outputs, of which each goes on where the one before it ended."""
+    """Return the last of one request's outputs. Each output must continue the one before it."""
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     for before, after in pairwise(outputs):
         for old, new in zip(before.outputs, after.outputs, strict=False):

@@ -1,4 +1,4 @@
-"""Log lines: one per event, whatever is in it."""
+"""Log lines: one per event, for any content."""
 
 import io
 import json

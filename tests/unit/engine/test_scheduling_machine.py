@@ -186,7 +186,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         assert self.cached == set(self.table.pool.cached_block_hashes())
 
     def teardown(self) -> None:
-        """Once nobody holds memory from outside, every request ends, within a bounded number of steps."""
+        """Once no memory is held from outside, every request ends within a bounded number of steps."""
         for request_id in list(self.reserved):
             self.reservations.admit_locally(request_id)
         self.unpin()

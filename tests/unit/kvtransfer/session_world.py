@@ -35,7 +35,7 @@ GARBAGE = BlockHash(b"garbage!garbage!")
 
 @dataclass
 class Connection:
-    """Two bags of messages: whatever order they come in, they may come in another."""
+    """Two sets of messages in transit; messages may arrive in any order."""
 
     number: int
     to_producer: list[object] = field(default_factory=list)

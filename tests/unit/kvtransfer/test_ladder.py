@@ -1,4 +1,4 @@
-"""The ladder by tables, and by a state machine that does to it whatever connections and probes may do."""
+"""The transport ladder, with tables and with a state machine of arbitrary events of connections and probes."""
 
 from collections.abc import Sequence
 

@@ -138,7 +138,7 @@ class BothEnds(World):
     @precondition(lambda self: self.copies and self.consumer_alive)
     @rule(pick=st.integers(0, 100), damaged=st.sampled_from([False, False, False, True]), has_begun=st.booleans())
     def copy(self, pick: int, damaged: bool, has_begun: bool = False) -> None:
-        """With a transport that pulls, the memory is read now, whatever lies in it by now."""
+        """A transport that pulls reads the memory now, with its present content."""
         assert self.consumer is not None
         placement = self.copies.pop(pick % len(self.copies))
         if self.stopped and not has_begun:
@@ -254,7 +254,7 @@ class BothEnds(World):
     @precondition(lambda self: self.mishaps)
     @rule(step=st.sampled_from([1.2, 4.4, 4.8, 4.8, 24.8]))
     def freeze_consumer(self, step: float) -> None:
-        """Its copies stand still while the producer goes on."""
+        """The copies of the consumer pause while the producer continues."""
         self.mishaps -= 1
         for _ in range(round(step / TICK_S)):
             self.now += TICK_S

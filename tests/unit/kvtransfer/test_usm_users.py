@@ -39,7 +39,7 @@ def asked(address: bytes, secret: bytes) -> int:
 
 
 def taken(address: bytes) -> int:
-    """How many bytes the first one who connects says."""
+    """Return the number of bytes that the first process sends after it has connected."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.settimeout(8)
         listener.bind(address)

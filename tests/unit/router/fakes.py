@@ -333,7 +333,7 @@ def handoff_report(work: Work) -> HandoffReport:
 
 
 class FakeLifecycle:
-    """Owner of an attempt: it only remembers what it hears, with who said it."""
+    """An owner of an attempt that only records its notifications, with their sender."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Attempt, Answer | str]] = []

@@ -1,4 +1,4 @@
-"""Streamed text equals decoding everything at once, whatever tokens come and however they are cut."""
+"""Streamed text equals decoding everything at once, for any tokens and any division into updates."""
 
 from collections.abc import Callable, Sequence
 

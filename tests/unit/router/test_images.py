@@ -1,4 +1,4 @@
-"""Images in chats: where clients may have them from, what is refused, and who gets them."""
+"""Images in chats: allowed sources, refused files, and the instances that receive them."""
 
 import asyncio
 import base64

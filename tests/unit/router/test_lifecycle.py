@@ -1,4 +1,6 @@
-"""Streams that break and go on: no token lost or repeated, nothing left behind, whatever dies and when."""
+"""Streams that break and continue: no token is lost or repeated and nothing is left behind, for a failure of any
+process at any time.
+"""
 
 import asyncio
 import json
