@@ -50,6 +50,7 @@ def write_checkpoint(shape: str, layers: int | None, folder: Path, target: torch
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     found = dict(model.state_dict())
     if config.tie_word_embeddings:
+        # Tied weights are one tensor; safetensors refuses to store shared memory twice.
         found.pop("lm_head.weight", None)
     part: dict[str, torch.Tensor] = {}
     index: dict[str, str] = {}

@@ -102,6 +102,7 @@ async def long_prompts(target: RouterTarget, options: argparse.Namespace) -> lis
     began, tasks = time.perf_counter(), []
     for number in range(int(50 * options.seconds)):
         tasks.append(asyncio.create_task(one(number)))
+        # Sleep until an absolute time, so that delays do not add up.
         await asyncio.sleep(max(0.0, began + (number + 1) / 50 - time.perf_counter()))
     await asyncio.gather(*tasks)
     p99 = statistics.quantiles(took, n=100)[98] * 1e3

@@ -31,6 +31,7 @@ class LoadTarget:
 def send_all(requests: list[BenchRequest], target: LoadTarget, *, processes: int) -> list[RequestOutcome]:
     """Send all requests at their times and return the outcomes in the order of `requests`. A request that takes longer
     than `target.timeout_s` counts as failed."""
+    # Wall-clock time, because the monotonic clocks of processes need not agree.
     start = time.time() + START_DELAY_S
     parts = [list(range(first, len(requests), processes)) for first in range(min(processes, len(requests)))]
     outcomes: dict[int, RequestOutcome] = {}

@@ -50,6 +50,7 @@ async def stream(port: int, request: bytes, on_read: OnRead) -> None:
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
         connection.setblocking(False)
+        # Without Nagle's algorithm the request leaves at once.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         await loop.sock_connect(connection, ("127.0.0.1", port))

@@ -280,10 +280,12 @@ async def leaks(client: httpx.AsyncClient, found: list[ClusterProcess]) -> list[
 
 async def bench(options: argparse.Namespace) -> tuple[list[Row], bool]:
     tally = Tally()
+    # No connection is reused: one that was idle while its router was killed would fail an innocent request.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with cluster(options) as found, httpx.AsyncClient(timeout=STREAM_TIMEOUT_S, limits=limits) as client:
         await wait_until_complete(client, found)
         port = next(member.port for member in found if member.is_router)
+        # The expected texts come from the same cluster before the first disturbance.
         expected = [await stream(client, port, prompt) for prompt in range(NUM_PROMPTS)]
         until = time.monotonic() + options.minutes * 60
         jobs = [

@@ -103,6 +103,7 @@ def _measure_rates(options: argparse.Namespace, setup: PdSetup, url: str) -> Ite
         target = LoadTarget(url, model, options.request_timeout_s, targets.itl_ms, targets.ttft_ms)
         duration_s = min(options.warm_up_s, options.duration_s) if is_warm_up else options.duration_s
         count = max(2, round(rate * duration_s))
+        # Scale the times of the trace so that its first `count` requests take `duration_s`.
         natural = load_trace(options.trace, count=count, length_scale=options.length_scale)
         scale = duration_s / natural.duration_s
         trace = load_trace(options.trace, count=count, length_scale=options.length_scale, time_scale=scale)

@@ -137,6 +137,7 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, name: str, log: IO
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
+    # SIGINT first: most servers shut down cleanly on Ctrl-C. The group includes worker processes.
     for number, patience in ((signal.SIGINT, STOP_S), (signal.SIGKILL, STOP_S)):
         try:
             os.killpg(process.pid, number)

@@ -54,6 +54,7 @@ async def send(client: httpx.AsyncClient, request: BenchRequest, options: argpar
         "stream": True,
         "stream_options": {"include_usage": True},
     } | ({"ignore_eos": True} if options.ignore_eos else {})
+    # `last` is the arrival of the last token, so that the usage chunk at the end does not count as latency.
     started = last = time.perf_counter()
     try:
         async with client.stream("POST", "/v1/completions", json=body) as answer:

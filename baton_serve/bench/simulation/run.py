@@ -157,6 +157,7 @@ def _settings(scenario: Scenario) -> RouterSettings:
         disaggregation_min_tokens=scenario.disaggregation_min_tokens,
         kv_pull=scenario.pull,
         dispatch_ahead_s=scenario.dispatch_ahead_s,
+        # Longer than any trace, in effect without a limit.
         request_timeout_s=1e6,
         handoff_timeout_s=1e6,
         max_concurrent_requests=len(scenario.trace.requests) + 1,

@@ -165,6 +165,7 @@ async def measure_interleaved(
 ) -> InterleavedTimes:
     """Measure limit, transfer and peers alternately, so that other load on the machine affects all of them equally."""
     found: list[list[float]] = []
+    # The memcpy's source has touched pages, so that no page fault is measured.
     source = HostMemory(1, pair.memory.num_blocks * pair.memory.block_bytes)
     clear(source)
     for _ in range(options.repeats):

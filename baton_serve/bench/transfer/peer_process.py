@@ -150,6 +150,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Before the library is loaded: it must not write to the pipe of the answers.
     _ANSWERS = os.dup(1)
     os.dup2(2, 1)
     main()

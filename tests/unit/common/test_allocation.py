@@ -22,7 +22,7 @@ def host(*nodes: int, hyperthreads: int = 1, quota: float | None = None) -> Host
 
 
 def cpus(found: Sequence[CpuAllocation]) -> list[tuple[int, ...]]:
-    return [seat.cpus for seat in found]
+    return [allocation.cpus for allocation in found]
 
 
 def test_one_instance_has_every_core_and_no_core_twice() -> None:
@@ -32,14 +32,14 @@ def test_one_instance_has_every_core_and_no_core_twice() -> None:
 def test_two_instances_of_a_machine_with_two_sockets_take_one_each() -> None:
     found = allocate_cpus(host(16, 16, hyperthreads=2), ["prefill", "decode"])
     assert cpus(found) == [tuple(range(16)), tuple(range(16, 32))]
-    assert [seat.threads for seat in found] == [16, 16]
+    assert [allocation.threads for allocation in found] == [16, 16]
 
 
 def test_no_instance_lies_across_nodes_where_there_are_fewer_nodes() -> None:
     found = allocate_cpus(host(12, 12), ["prefill", "prefill", "decode", "decode", "decode"])
-    nodes = [{number // 12 for number in seat.cpus} for seat in found]
+    nodes = [{number // 12 for number in allocation.cpus} for allocation in found]
     assert all(len(node) == 1 for node in nodes)
-    assert sorted(number for seat in found for number in seat.cpus) == list(range(24))
+    assert sorted(number for allocation in found for number in allocation.cpus) == list(range(24))
 
 
 def test_an_instance_takes_several_nodes_where_there_are_more_of_them() -> None:
@@ -54,9 +54,9 @@ def test_on_few_cores_prefill_and_decode_take_turns_on_all_of_them() -> None:
 
 
 def test_instances_with_cores_of_their_own_take_no_turns() -> None:
-    assert not any(seat.shares_cores for seat in allocate_cpus(host(8), ["prefill", "decode"]))
-    assert not any(seat.shares_cores for seat in allocate_cpus(host(2), ["unified", "unified"]))
-    assert not any(seat.shares_cores for seat in allocate_cpus(host(2), ["prefill"]))
+    assert not any(allocation.shares_cores for allocation in allocate_cpus(host(8), ["prefill", "decode"]))
+    assert not any(allocation.shares_cores for allocation in allocate_cpus(host(2), ["unified", "unified"]))
+    assert not any(allocation.shares_cores for allocation in allocate_cpus(host(2), ["prefill"]))
 
 
 def test_a_cgroup_s_limit_bounds_threads_and_binds_nobody() -> None:
@@ -90,6 +90,8 @@ def test_every_instance_has_cores_and_none_is_given_twice(nodes: tuple[int, ...]
     machine = host(*nodes)
     for count in range(1, sum(nodes) + 1):
         found = allocate_cpus(machine, [role] * count)
-        given = [number for seat in found for number in seat.cpus]
-        assert len(found) == count and all(seat.cpus and seat.threads == len(seat.cpus) for seat in found)
+        given = [number for allocation in found for number in allocation.cpus]
+        assert len(found) == count and all(
+            allocation.cpus and allocation.threads == len(allocation.cpus) for allocation in found
+        )
         assert len(given) == len(set(given))
