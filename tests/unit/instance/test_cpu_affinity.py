@@ -1,4 +1,4 @@
-"""Threads of an instance, and the cores and priority of the thread that takes its seat."""
+"""Threads of an instance, and the cores and priority of its pinned thread."""
 
 import os
 import threading
@@ -48,16 +48,16 @@ def test_cpu_affinity_applies_to_one_thread_and_the_threads_it_starts() -> None:
     nice = os.getpriority(os.PRIO_PROCESS, 0)
 
     def sit() -> tuple[set[int], int, int, int]:
-        seat, tid, go_on = (
+        pinned, tid, go_on = (
             settings(omp_threads_bind=str(first), engine_nice=3),
             threading.get_native_id(),
             threading.Event(),
         )
-        pin_to_cores(seat)
+        pin_to_cores(pinned)
         helper = threading.Thread(target=go_on.wait)
         helper.start()
         loading = os.getpriority(os.PRIO_PROCESS, tid)
-        renice_threads(seat)
+        renice_threads(pinned)
         assert helper.native_id is not None
         after = [os.getpriority(os.PRIO_PROCESS, thread) for thread in (tid, helper.native_id)]
         go_on.set()
