@@ -212,7 +212,7 @@ def test_the_doctor_tries_every_transport_of_this_machine() -> None:
     async def test() -> None:
         found = [finding async for finding in check_transports(None, 60.0)]
         assert [finding.check for finding in found][:2] == ["transport usm", "transport zeromq"]
-        assert all(finding.status == "ok" and "every byte right" in finding.message for finding in found[:2])
+        assert all(finding.status == "ok" and "every byte correct" in finding.message for finding in found[:2])
         assert not children()
 
     asyncio.run(asyncio.wait_for(test(), 200))

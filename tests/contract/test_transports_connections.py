@@ -128,7 +128,7 @@ def test_who_does_not_know_the_secret_cannot_join() -> None:
             stranger.connect(pair.producer.node.address)
             stranger.send(encode(Join(bytes(16))))
             assert await asyncio.to_thread(stranger.poll, 5_000)
-            assert b"no such connection" in stranger.recv()
+            assert b"no connection with this secret" in stranger.recv()
             stranger.close(0)
             await moved(pair, proxy)
             assert not pair.consumer.tally.retries

@@ -20,9 +20,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pulled_tokens: int = 0
     """Number of the cached tokens whose KV blocks the instance first fetched from another instance, `pulled_from`."""
     pulled_from: str | None = None
-    pull_s: float = 0.0
+    pull_s: float | None = None
     predicted_ttft_s: float
-    other_ttft_s: float = 0.0
+    other_ttft_s: float | None = None
     """TTFT predicted for the alternative placement: prefill on the decode instance, or on a prefill instance."""
     predicted_itl_s: float
     itl_s: float | None

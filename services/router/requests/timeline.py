@@ -113,10 +113,11 @@ class Timeline(msgspec.Struct):
             decode=self.decode,
             pulled_tokens=report.pulled_tokens if report is not None else 0,
             pulled_from=report.pulled_from if report is not None else None,
-            pull_s=report.pull_s if report is not None else 0.0,
+            # None and not 0.0: msgspec leaves out a default only if it is the same object, and floats are not.
+            pull_s=(report.pull_s or None) if report is not None else None,
             cached_tokens={str(tier): tokens for tier, tokens in self.cached_tokens.items()},
             predicted_ttft_s=self.predicted_ttft_s,
-            other_ttft_s=self.other_ttft_s,
+            other_ttft_s=self.other_ttft_s or None,
             predicted_itl_s=self.predicted_itl_s,
             itl_s=self.itl_s,
             admission_s=self.admission_s,
