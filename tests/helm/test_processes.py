@@ -122,7 +122,7 @@ def test_a_real_prometheus_evaluates_every_expression(pods: Pods, tmp_path: Path
     may_be_silent = (
         "alert",
         "baton.json: Replays",
-        "baton.json: Refusals",
+        "baton.json: Refused requests",
         "baton.json: Admission",
         "keda: test-baton-unified",
     )
