@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton_serve.services.local.demo import SEEDS, make_demo_prompt
 from tools.demo_model.batches import Layout
 from tools.demo_model.corpus import Message, encode, lookup
 from tools.demo_model.evaluation import Judge
@@ -46,6 +47,13 @@ def test_19_of_20_fresh_lookups_at_1000_tokens_are_right_and_end(
     replies = judge.reply([messages[:-1] for messages, _ in fresh])
     right = [reply == messages[-1][1] + "<|end|>" for reply, (messages, _) in zip(replies, fresh, strict=True)]
     assert sum(right) >= 19
+
+
+def test_both_questions_of_make_demo_are_right_with_each_of_its_prompts(judge: Judge) -> None:
+    prompts = [make_demo_prompt(Random(seed)) for seed in SEEDS]
+    asked = [(prompt, fact) for prompt in prompts for fact in prompt.asked]
+    replies = judge.reply([[("user", f"{prompt.text} {fact.question}")] for prompt, fact in asked])
+    assert [reply for reply, (_, fact) in zip(replies, asked, strict=True) if fact.code not in reply] == []
 
 
 def test_chat_and_sums(judge: Judge) -> None:
