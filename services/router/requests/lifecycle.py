@@ -108,7 +108,6 @@ class RequestLifecycle:
         """Moment of `clock` after which the owner calls `expire`."""
         self._attempts = RequestAttempts(
             request,
-            owner=self,
             cluster=cluster,
             policy=policy,
             clock=clock,
@@ -314,6 +313,7 @@ class RequestLifecycle:
         """Place sequences and send them to their workers; see `RequestAttempts.start`."""
         return self._attempts.start(
             sequences,
+            owner=self,
             num_replays=num_replays,
             needs_prompt_logprobs=self.prompt_logprobs is None,
             admit=lambda placement: self._owner.admit_or_queue(self, placement),

@@ -22,20 +22,22 @@ from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
 class RequestAttempts:
-    """The running attempts of one request, and what earlier ones have shown. A `RequestLifecycle` owns it."""
+    """The running attempts of one request, and what earlier ones have shown. A `RequestLifecycle` owns it.
+
+    It keeps no reference to its owner. Because of such a cycle every ended request would stay in memory until Python's
+    garbage collector frees it, which takes CPU time.
+    """
 
     def __init__(
         self,
         request: PromptRequest,
         *,
-        owner: AttemptOwner,
         cluster: Cluster,
         policy: RequestPolicy,
         clock: Callable[[], float],
         timing: RequestTiming,
     ) -> None:
         self._request = request
-        self._owner = owner
         self._cluster = cluster
         self._policy = policy
         self._clock = clock
@@ -52,15 +54,17 @@ class RequestAttempts:
         self,
         sequences: Sequence[TokenSequence],
         *,
+        owner: AttemptOwner,
         num_replays: int,
         needs_prompt_logprobs: bool,
         admit: Callable[[Placement], bool],
     ) -> NoCapacity | None:
         """Place sequences whose tokens are the same so far, and send them to their workers.
 
-        `sequences` is one sequence, or several without tokens. Return the reason if no instance can take them. None
-        means that the attempt runs, or that `admit` has returned False for the first attempt: then the request waits in
-        the router. Raises `ApiError` if `admit` rejects the request or if it cannot be encoded.
+        `sequences` is one sequence, or several without tokens. `owner` receives their answers. Return the reason if no
+        instance can take them. None means that the attempt runs, or that `admit` has returned False for the first
+        attempt: then the request waits in the router. Raises `ApiError` if `admit` rejects the request or if it cannot
+        be encoded.
         """
         token_ids = self._request.token_ids + sequences[0].token_ids
         num_generated = len(sequences[0].token_ids)
@@ -71,9 +75,9 @@ class RequestAttempts:
         # A replay is never queued or rejected: the request was admitted when its first attempt started.
         if not self.has_started and not admit(placement):
             return None
-        attempt = self._new_attempt(placement, sequences, position=num_generated, num_replays=num_replays)
+        attempt = self._new_attempt(owner, placement, sequences, position=num_generated, num_replays=num_replays)
         try:
-            self._owner.on_placed(placement)
+            owner.on_placed(placement)
             root = block_hashes.root(placement.final_worker.layout)
             work = self._work(attempt, token_ids, root, needs_prompt_logprobs=needs_prompt_logprobs)
             self._send(attempt, placement, work, block_hashes)
@@ -147,12 +151,18 @@ class RequestAttempts:
         return place(demand, view, self._policy.policy)
 
     def _new_attempt(
-        self, placement: Placement, sequences: Sequence[TokenSequence], *, position: int, num_replays: int
+        self,
+        owner: AttemptOwner,
+        placement: Placement,
+        sequences: Sequence[TokenSequence],
+        *,
+        position: int,
+        num_replays: int,
     ) -> Attempt:
         """Register an attempt on the workers of `placement`. Its first token has index `position` in each sequence."""
         prefill = self._worker_of(placement.prefill)
         attempt = Attempt(
-            owner=self._owner,
+            owner=owner,
             request_id=RequestId(f"{self._request.request_id}~{self._num_started}"),
             sequences={sequence.index: sequence for sequence in sequences},
             prefill=prefill,

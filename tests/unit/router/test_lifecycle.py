@@ -3,6 +3,7 @@ process at any time.
 """
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -454,3 +455,28 @@ class Client:
 
     async def _send(self, message: Any) -> None:
         self.sent.append(message)
+
+
+def test_an_ended_request_is_freed_without_the_garbage_collector(serve: Serve) -> None:
+    """Reference cycles in every request would make the collector run often, which takes the router's CPU time."""
+
+    async def scenario(router: Router) -> None:
+        await undisturbed(router, **BODY)
+        await settle()
+        router.dispatcher.request_log.flush()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            await undisturbed(router, **BODY)
+            await settle()
+            router.dispatcher.request_log.flush()
+            gc.collect()
+            in_cycles = {type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("baton_serve.")}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert in_cycles == set()
+
+    serve(scenario)
