@@ -236,6 +236,49 @@ def test_a_connection_lives_on_when_the_rest_of_an_answered_request_has_come(run
     run(scenario())
 
 
+CHUNKED = b"POST /x HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"2\r\nab\r\n0\r\nx-a: ", b"a" * 1000),
+        (b"2\r\nab\r\n0\r\n", b"x-a: b\r\n" * 100),
+        (b"2;a=", b"a" * 1000),
+    ],
+    ids=["one trailer", "many trailers", "an extension of a chunk"],
+)
+def test_what_surrounds_the_chunks_of_a_body_is_bounded_like_a_head(run: Run, begin: bytes, piece: bytes) -> None:
+    async def scenario() -> None:
+        app = Echo()
+        async with serving(app, max_head_bytes=20_000) as connect:
+            reader, writer = await connect()
+            writer.write(CHUNKED + begin)
+            sending = asyncio.create_task(trickle(writer, 0.0, piece))
+            assert (await rest(reader)).startswith(b"HTTP/1.1 431")
+            await sending
+        assert app.endings == ["disconnect"]
+
+    run(scenario())
+
+
+def test_a_long_body_of_short_chunks_with_trailers_is_read(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(Echo(), max_head_bytes=1000) as connect:
+            reader, writer = await connect()
+            for _ in range(2):
+                writer.write(CHUNKED)
+                for _ in range(500):
+                    writer.write(b"1;a=b\r\nx\r\n")
+                    await writer.drain()
+                for piece in (b"0\r\n", b"x-a: b\r\n" * 50, b"\r\n"):
+                    writer.write(piece)
+                    await asyncio.sleep(0.01)
+                assert (await reader.readuntil(b"x" * 500)).startswith(b"HTTP/1.1 200")
+
+    run(scenario())
+
+
 def test_who_still_sends_when_it_is_refused_gets_the_answer(run: Run) -> None:
     """A connection that is closed with unread data is reset, and what was written last is lost."""
 
@@ -279,6 +322,25 @@ def test_a_client_that_does_not_take_its_answer_is_given_up(run: Run) -> None:
             writer.write(REQUEST)
             await asyncio.sleep(5 * SOON_S)
             assert len(await rest(reader)) < 30_000_000
+
+    run(scenario())
+
+
+def test_a_client_that_reads_none_of_its_pipelined_answers_is_given_up(run: Run) -> None:
+    async def scenario() -> None:
+        num_answered = 0
+
+        async def much(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal num_answered
+            await answer(send, 200, bytes(10_000_000))
+            num_answered += 1
+
+        async with serving(much, send_timeout_s=SOON_S) as connect:
+            reader, writer = await connect()
+            writer.write(REQUEST * 5)
+            await asyncio.sleep(5 * SOON_S)
+            assert len(await rest(reader)) < 20_000_000
+            assert num_answered <= 2
 
     run(scenario())
 

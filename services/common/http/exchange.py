@@ -37,7 +37,10 @@ class HttpConnection(Protocol):
         """Write `data` at the end of this iteration of the event loop."""
 
     async def writable(self) -> None:
-        """Wait until the client takes data fast enough again (`is_write_paused` is False)."""
+        """Wait until the client takes data fast enough again (`is_write_paused` is False).
+
+        A client that takes no data for too long loses its connection.
+        """
 
     def pause_reading(self) -> None:
         """Read nothing more from the client for now."""

@@ -56,7 +56,8 @@ class HttpProtocol(asyncio.Protocol):
         self._slot = slot
         self._parser = self._new_parser()
         self._is_in_head = True
-        self._num_heads = 0
+        self._num_parsed = 0
+        """Number of heads, pieces of bodies and ends of requests that the parser has found so far."""
         self._num_hosts = 0
         self._head_bytes = 0
         self._head_since = 0.0
@@ -115,14 +116,16 @@ class HttpProtocol(asyncio.Protocol):
         if self._ignores_input:
             self._await_input()
             return
-        # If neither a head was completed nor a body was being read, all of `data` belongs to an incomplete head.
-        num_heads, is_body = self._num_heads, not self._is_in_head
+        num_parsed = self._num_parsed
         try:
             self._feed(data)
         except httptools.HttpParserError:
             self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
             return
-        if self._num_heads == num_heads and not is_body:
+        # If the parser has found nothing, all of `data` belongs to an incomplete head, or in a chunked body to the
+        # extension of a chunk or to trailers. All are limited: the parser keeps an incomplete line in memory and copies
+        # it with each piece of data.
+        if self._num_parsed == num_parsed:
             if not self._head_bytes:
                 self._head_since = self._loop.time()
             self._head_bytes += len(data)
@@ -174,7 +177,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._parser.should_upgrade():
             return  # `_feed` parses this head again, without the upgrade.
         self._is_in_head = False
-        self._num_heads += 1
+        self._num_parsed += 1
         self._head_bytes = 0
         version, method = self._parser.get_http_version(), self._parser.get_method().decode("ascii")
         exchange = Exchange(
@@ -200,11 +203,15 @@ class HttpProtocol(asyncio.Protocol):
             self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
+        self._num_parsed += 1
+        self._head_bytes = 0
         if self._receiving is not None:
             self._receiving.on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_head = True
+        self._num_parsed += 1
+        self._head_bytes = 0
         if self._receiving is not None:
             self._receiving.on_received()
             self._receiving = None
@@ -223,7 +230,13 @@ class HttpProtocol(asyncio.Protocol):
         while self.is_write_paused:
             self._writability = self._writability or asyncio.Event()
             self._writability.clear()
-            await self._writability.wait()
+            try:
+                async with asyncio.timeout(self._limits.send_timeout_s):
+                    await self._writability.wait()
+            except TimeoutError:
+                # Waiting without end would keep the connection and its slot for a client that never reads.
+                self._transport.abort()
+                return
 
     def pause_reading(self) -> None:
         if not self._is_read_paused:
