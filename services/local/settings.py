@@ -6,6 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton_serve.services.common.settings.process import Host, Port
+
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEMO_NAME = "baton-demo"
 
@@ -31,8 +33,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="number of decode workers, which generate tokens (0 for embedding and reranking models)"),
     ] = 1
     unified: Annotated[Count, Meta(description="number of workers that do both, without a handoff")] = 0
-    host: Annotated[str, Meta(description="address that the router listens on", min_length=1)] = "127.0.0.1"
-    port: Annotated[int, Meta(description="port that the router listens on; 0 takes a free one", ge=0, le=65535)] = 8000
+    host: Annotated[Host, Meta(description="address that the router listens on")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port that the router listens on; 0 takes a free one")] = 8000
     threads: Annotated[
         int | None,
         Meta(description="CPU threads of each instance (default: the cores are divided among the instances)", ge=1),

@@ -8,8 +8,8 @@ import pytest
 
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.services.common.errors import RegistryUnavailable
-from baton_serve.services.common.redis_client import connect_redis
 from baton_serve.services.common.registry import registry_client, registry_view
+from baton_serve.services.common.registry.redis_registry import connect_redis
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.quota.usage import UsageLedger
 from baton_serve.services.router.quota.usage_exchange import UsageExchange

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from baton_serve.contracts.identity import Generation, InstanceId
@@ -25,13 +27,14 @@ from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.wire import Decoder, WireError, encode
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
 from baton_serve.services.common.lifecycle import call_each, cancel_all
-from baton_serve.services.common.redis_client import REDIS_TIMEOUT_S, connect_redis
 from baton_serve.services.common.registry.port import without_load
 from baton_serve.services.common.registry.table import GENERATIONS_KEPT
 
 logger = logging.getLogger(__name__)
 
 CHANNEL = "baton:changes"
+REDIS_TIMEOUT_S = 2.0
+"""Longest time for a connection or an answer."""
 REFRESH_S = 1.0
 """Time between two reads of all records when no change is published."""
 GRACE_S = 15.0
@@ -75,6 +78,21 @@ for _, id in ipairs(redis.call('SMEMBERS', 'baton:instances')) do
 end
 return found
 """
+
+
+def connect_redis(url: str) -> redis.asyncio.Redis:
+    """Return a client with short timeouts and without retries, so that callers notice an outage at once.
+
+    It connects at its first command. `url` is `redis://…`, `rediss://…` (TLS; `?ssl_ca_certs=FILE`) or `unix://…`. A
+    user of an ACL is given as `redis://USER:PASSWORD@…`.
+    """
+    return redis.asyncio.Redis.from_url(
+        url,
+        socket_timeout=REDIS_TIMEOUT_S,
+        socket_connect_timeout=REDIS_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+    )
 
 
 class _Script(Protocol):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.settings.process import fields_in_help_order
 
 Value = str | int | float | bool | list[str] | list[int] | list[float] | dict[str, object] | None
 
@@ -127,11 +128,11 @@ class Option:
 
 
 def options_of(settings: type[msgspec.Struct]) -> list[Option]:
-    """Return the options of a settings Struct in the order of its fields, the fields of base classes first."""
+    """Return the options of a settings Struct in the order in which `--help` shows them."""
     hints = typing.get_type_hints(settings, include_extras=True)
     options: list[Option] = []
     group = ""
-    for field in msgspec.structs.fields(settings):
+    for field in fields_in_help_order(settings):
         option = _option(field, hints[field.name], group)
         group = option.group
         options.append(option)

@@ -13,7 +13,7 @@ from typing import cast
 from redis.exceptions import RedisError
 
 from baton_serve.services.common.errors import RegistryUnavailable
-from baton_serve.services.common.redis_client import connect_redis
+from baton_serve.services.common.registry.redis_registry import connect_redis
 from baton_serve.services.router.quota.usage import WindowUsage
 
 # A script, so that one round trip writes this router's counts of all windows and reads the sums of the others.

@@ -226,3 +226,26 @@ def test_argv_made_of_values_reads_back_as_those_values() -> None:
     expected = {name: value for name, value in values.items() if value is not None}
     assert {name: getattr(found, name) for name in expected} == expected
     assert json.loads(to_argv({"overrides": {"x": 1}})[0].partition("=")[2]) == {"x": 1}
+
+
+class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
+    registry: Annotated[str, Meta(description="a registry", extra={"group": "process"})] = ""
+    log_level: str = "info"
+
+
+class DerivedSettings(SharedSettings, frozen=True, kw_only=True):
+    workers: Annotated[int, Meta(description="processes", extra={"group": "server"})] = 1
+    registry: Annotated[str, Meta(description="the registry of this router")] = "memory://127.0.0.1:1"
+
+
+def test_help_shows_the_fields_of_a_derived_class_before_those_that_it_shares() -> None:
+    assert [(o.name, o.group) for o in options_of(DerivedSettings)] == [
+        ("workers", "server"),
+        ("registry", "server"),
+        ("log_level", "server"),
+    ]
+
+
+def test_a_field_that_is_declared_again_has_the_text_and_default_of_the_derived_class() -> None:
+    (registry,) = [option for option in options_of(DerivedSettings) if option.name == "registry"]
+    assert (registry.description, registry.default) == ("the registry of this router", "memory://127.0.0.1:1")

@@ -1,6 +1,6 @@
-"""Define the settings of an instance process (prefill, decode or unified worker); engine settings carry vLLM's names.
+"""The settings of an instance's engine, and what follows from the settings of an instance.
 
-`main` of each role reads them once through `services.common.settings.configuration`. They are immutable afterwards.
+Each flag of the engine that vLLM has too carries vLLM's name.
 """
 
 import os
@@ -9,31 +9,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
 from baton_serve.services.instance.errors import StartFailed
+from baton_serve.services.instance.settings.process import NetworkSettings
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-Transport = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
 Quantization = Literal[
     "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4",
     "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf",
 ]  # fmt: skip
 Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
-Checksum = Literal["full", "sampled", "off"]
-Fallback = Literal["fail", "local"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
-
-Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
-class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
     """Holds all settings of one instance process. Each field is one flag: `max_model_len` is `--max-model-len`."""
 
     model: Annotated[
@@ -198,182 +191,6 @@ class InstanceSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int, Meta(description="maximum logprobs or prompt_logprobs (alternatives per token) of a request", ge=0)
     ] = 20
-
-    instance_id: Annotated[
-        str,
-        Meta(
-            description="name of this instance; must be unique in the cluster and should not change over restarts"
-            " (default: ROLE-HOSTNAME-PID)",
-            max_length=200,
-            extra={"group": "process"},
-        ),
-    ] = ""
-    host: Annotated[
-        str, Meta(description="IP address or host name that all ports of this instance are bound to", min_length=1)
-    ] = "127.0.0.1"
-    advertise_host: Annotated[
-        str,
-        Meta(
-            description="host name or IP address under which routers and other instances reach this instance"
-            " (default: --host, or the host name if --host is a wildcard address)"
-        ),
-    ] = ""
-    rpc_port: Annotated[Port, Meta(description="TCP port for requests from routers; 0 selects a free port")] = 0
-    rpc_socket: Annotated[
-        bool,
-        Meta(
-            description="accept requests on a Unix socket instead of --rpc-port; only routers of the same user or of"
-            " root can connect to it"
-        ),
-    ] = False
-    transfer_port: Annotated[
-        Port, Meta(description="TCP port for KV block transfers between instances; 0 selects a free port")
-    ] = 0
-    events_port: Annotated[
-        Port,
-        Meta(description="TCP port on which changes of the KV cache are published to routers; 0 selects a free port"),
-    ] = 0
-    http_port: Annotated[
-        Port, Meta(description="TCP port of /health, /metrics and /admin/drain; 0 selects a free port")
-    ] = 0
-    registry: Annotated[
-        str,
-        Meta(
-            description="URL of the registry: memory://HOST:PORT (a router), redis://…, rediss://… or unix:///PATH;"
-            " without it no router finds this instance"
-        ),
-    ] = ""
-    cluster_key_file: Annotated[
-        str | None,
-        Meta(
-            description="file with the secret key that all processes of the cluster share; without it ZeroMQ traffic"
-            " is not encrypted and the ports accept any client"
-        ),
-    ] = None
-    registry_ttl_s: Annotated[
-        float,
-        Meta(description="seconds after which the registry record of this instance expires if it is not renewed", gt=0),
-    ] = 10.0
-
-    kv_transport: Annotated[
-        Transport,
-        Meta(
-            description="transport of KV blocks between instances. usm: shared memory on one machine; zeromq: TCP;"
-            " oneccl: device to device (xccl, nccl; gloo or oneCCL on CPUs); memory: within one process,"
-            " only for unified instances, which hand nothing off. auto: usm on one machine, else zeromq;"
-            " between devices it changes to oneccl once a probe has measured that it is faster"
-            " (environment variable CCL_TOPO_P2P_ACCESS=1: use oneccl without a probe, =0: never use it)",
-            extra={"group": "handoff"},
-        ),
-    ] = "auto"
-    kv_checksum: Annotated[
-        Checksum, Meta(description="checksums of received KV blocks: verify all, a sample of them, or none")
-    ] = "full"
-    kv_tail_parts: Annotated[
-        int | None,
-        Meta(
-            description="maximum number of layer groups in which the KV of a prompt's last chunk is sent, so that the"
-            " transfer of early layers overlaps with the computation of later ones; reduced to a divisor"
-            " of the number of layers. 1 sends it after all layers are computed (default: 8 groups of at"
-            " least 4 MiB each on devices that can copy while they compute, else 1)",
-            ge=1,
-            le=256,
-        ),
-    ] = None
-    kv_zeromq_connections: Annotated[
-        int,
-        Meta(
-            description="TCP connections to each peer for --kv-transport zeromq; blocks are distributed over them."
-            " More than 1 helps if the network is faster than one CPU core can send or encrypt. The"
-            " smaller value of the two peers is used",
-            ge=1,
-            le=16,
-        ),
-    ] = 1
-    kv_run_dir: Annotated[
-        str, Meta(description="folder shared with other containers of this machine, for usm transfers (default: none)")
-    ] = ""
-    kv_lease_s: Annotated[
-        float, Meta(description="seconds without a lease renewal after which blocks kept for a handoff are freed", gt=0)
-    ] = 10.0
-    handoff_fallback: Annotated[
-        Fallback,
-        Meta(
-            description="action of a decode instance when a handoff fails. fail: fail the attempt, and the router"
-            " replays the request; local: compute the missing part of the prompt on this instance"
-        ),
-    ] = "fail"
-    max_waiting: Annotated[
-        int, Meta(description="maximum number of handoffs that wait for free KV blocks; others are refused", ge=0)
-    ] = 1024
-    drain_timeout_s: Annotated[
-        float, Meta(description="seconds that running requests get to finish after SIGTERM or POST /admin/drain", ge=0)
-    ] = 30.0
-
-    drain_handover_s: Annotated[
-        float,
-        Meta(
-            description="seconds that a drained instance then waits for another instance of its pool to fetch its"
-            " most used KV blocks (drain migration); 0 disables it",
-            ge=0,
-        ),
-    ] = 5.0
-    drain_handover_gb: Annotated[
-        float, Meta(description="maximum size in GiB of the KV blocks that drain migration moves", ge=0)
-    ] = 4.0
-
-    threads: Annotated[
-        int | None,
-        Meta(
-            description="number of CPU threads that compute the model (default: see --omp-threads-bind)",
-            ge=1,
-            extra={"group": "process"},
-        ),
-    ] = None
-    omp_threads_bind: Annotated[
-        str,
-        Meta(
-            description="CPU cores for the threads that compute the model: a list such as 0-3,8; auto: no binding,"
-            " one thread for each physical core available to this process within its cgroup limit; nobind:"
-            " no binding, torch chooses the number of threads",
-            pattern=r"^(auto|nobind|\d+(-\d+)?(,\d+(-\d+)?)*)$",
-        ),
-    ] = "auto"
-    engine_nice: Annotated[
-        int,
-        Meta(
-            description="value added to the nice level of the threads that compute the model, so that other processes"
-            " on the same CPU cores run first; 0 leaves the priority unchanged, 19 is the lowest priority",
-            ge=0,
-            le=19,
-        ),
-    ] = 0
-    core_turns: Annotated[
-        str | None,
-        Meta(
-            description="file in shared memory (for example /dev/shm/baton-turns) that coordinates instances on the"
-            " same CPU cores. Give all of them the same path: a prefill instance then pauses while another"
-            " instance computes a step (default: no coordination)"
-        ),
-    ] = None
-    core_turns_share: Annotated[
-        float,
-        Meta(
-            description="with --core-turns, on instances other than prefill: maximum fraction of the time that this"
-            " instance's steps take while prompts wait on a prefill instance; 1: no limit",
-            gt=0,
-            le=1,
-        ),
-    ] = 0.2
-    log_level: Annotated[LogLevel, Meta(description="lowest level of log messages that are written")] = "info"
-    log_format: Annotated[LogFormat, Meta(description="format of log messages: text or JSON lines")] = "text"
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        Meta(
-            description="OTLP/HTTP endpoint that receives traces, for example http://HOST:4318/v1/traces; requires"
-            " the extra baton-serve[otel] (default: no traces)"
-        ),
-    ] = None
 
 
 def instance_id(settings: InstanceSettings, role: Role) -> InstanceId:

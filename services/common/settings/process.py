@@ -1,0 +1,48 @@
+"""Settings that routers and instances share, and the order in which `--help` shows the settings of a process.
+
+Add a setting to `ProcessSettings` if it means the same in every process. A class that needs another text or default for
+it declares the field again.
+
+msgspec allows a Struct only one base class with fields. So the settings of a process are a chain of classes, one for
+each subject, that ends at `ProcessSettings`.
+"""
+
+import inspect
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+Host = Annotated[str, Meta(min_length=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds the settings of logs and traces, which every process of a cluster has."""
+
+    log_level: Annotated[
+        LogLevel, Meta(description="lowest level of log messages that are written", extra={"group": "process"})
+    ] = "info"
+    log_format: Annotated[LogFormat, Meta(description="format of log messages: text or JSON lines")] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="OTLP/HTTP endpoint that receives traces, for example http://HOST:4318/v1/traces; requires"
+            " the extra baton-serve[otel] (default: no traces)"
+        ),
+    ] = None
+
+
+def fields_in_help_order(settings: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
+    """Return the fields of a settings Struct: those of the class itself first, then those of its base class, and so on.
+
+    msgspec gives the fields of base classes first. But a user should read the flags of one command before the flags
+    that all commands share. A field that is declared again counts as one of the derived class.
+    """
+    fields = {field.name: field for field in msgspec.structs.fields(settings)}
+    # A dict keeps the first place of a name, which is that of the most derived class.
+    declared = dict.fromkeys(name for cls in settings.__mro__ for name in inspect.get_annotations(cls))
+    return [fields[name] for name in declared if name in fields]

@@ -1,0 +1,175 @@
+"""The limits that protect a router: of its HTTP connections, of its queue and of each API key."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from baton_serve.services.router.settings.placement import PlacementSettings
+
+
+class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
+    """Holds the settings of admission: number and size of requests, SLOs, quotas, retries and timeouts."""
+
+    beam_search_max_tokens: Annotated[
+        int, Meta(description="max_tokens of beam search requests that do not set it", ge=1)
+    ] = 256
+    max_sequences: Annotated[
+        int, Meta(description="largest number of sequences of a request (prompts times n)", ge=1)
+    ] = 128
+    max_concurrent_requests: Annotated[
+        int,
+        Meta(
+            description="largest number of prompts that are served at once, waiting ones included; further requests"
+            " get status 429",
+            ge=1,
+        ),
+    ] = 4096
+    max_queued_tokens: Annotated[
+        int,
+        Meta(
+            description="largest number of prompt tokens that wait in the router; further requests get status 429", ge=0
+        ),
+    ] = 1_000_000
+    # Enough to keep an instance busy. A request that waits in the router instead can still be overtaken by one of
+    # higher priority, and be placed by what is cached when its turn comes.
+    dispatch_ahead_s: Annotated[
+        float,
+        Meta(
+            description="amount of work, in seconds of computing time, that an instance may have in its queue; "
+            "further requests wait in the router, ordered by priority and shared fairly among API keys",
+            gt=0,
+        ),
+    ] = 1.0
+    default_ttft_ms: Annotated[
+        float | None,
+        Meta(
+            description="TTFT SLO in milliseconds of requests without the header x-baton-ttft-ms; a request that is"
+            " predicted to miss it gets status 429 (default: no SLO)",
+            gt=0,
+        ),
+    ] = None
+    default_itl_ms: Annotated[
+        float | None,
+        Meta(
+            description="ITL SLO in milliseconds of requests without the header x-baton-itl-ms; a request that is "
+            "predicted to miss it gets status 429 (default: no SLO)",
+            gt=0,
+        ),
+    ] = None
+    # The gap between the first two tokens contains the rest of the handoff, so it is longer than later ones (ADR 0012).
+    first_token_hold: Annotated[
+        float,
+        Meta(
+            description="longest time that the router holds back the first token of a disaggregated request so that"
+            " the second one follows within the ITL SLO, as a multiple of that SLO; 0 disables it",
+            ge=0,
+        ),
+    ] = 3.0
+    requests_per_minute: Annotated[
+        int,
+        Meta(
+            description="requests per minute of each API key, unless its line in --api-key-file sets another limit;"
+            " 0 sets no limit",
+            ge=0,
+        ),
+    ] = 0
+    tokens_per_minute: Annotated[
+        int,
+        Meta(
+            description="prompt and generated tokens per minute of each API key, unless its line in --api-key-file "
+            "sets another limit; 0 sets no limit",
+            ge=0,
+        ),
+    ] = 0
+    tokens_per_day: Annotated[
+        int,
+        Meta(
+            description="prompt and generated tokens per day of each API key, unless its line in --api-key-file "
+            "sets another limit; 0 sets no limit",
+            ge=0,
+        ),
+    ] = 0
+    min_priority: Annotated[
+        int,
+        Meta(
+            description="smallest priority value that requests of an API key may ask for (smaller values are served"
+            " earlier), unless its line in --api-key-file sets another one; without API keys every "
+            "value is allowed"
+        ),
+    ] = 0
+    # Without a budget retries could double the load of a cluster that already fails under its load.
+    retry_budget: Annotated[
+        float,
+        Meta(
+            description="number of retries per request, on average over all requests, after an instance rejected or"
+            " failed one; 0 disables retries",
+            ge=0,
+        ),
+    ] = 0.2
+    request_timeout_s: Annotated[
+        float, Meta(description="longest time from the arrival of a request to the end of its answer", gt=0)
+    ] = 3600.0
+    handoff_timeout_s: Annotated[
+        float,
+        Meta(
+            description="longest time from placement until the KV blocks of the prompt are on the decode instance", gt=0
+        ),
+    ] = 120.0
+
+
+class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
+    """Holds the limits of the HTTP server: sizes of requests, times and numbers of connections."""
+
+    max_request_bytes: Annotated[int, Meta(description="largest size of a request body", ge=1)] = 8 * 1024 * 1024
+    max_header_bytes: Annotated[
+        int, Meta(description="largest size of a request's first line and headers", ge=1024)
+    ] = 64 * 1024
+    header_timeout_s: Annotated[
+        float, Meta(description="longest time for a request's first line and headers", gt=0)
+    ] = 10.0
+    body_timeout_s: Annotated[float, Meta(description="longest pause while a request body arrives", gt=0)] = 30.0
+    slow_client_s: Annotated[
+        float,
+        Meta(
+            description="longest time until a whole request body has arrived, and until a client takes the data "
+            "sent to it",
+            gt=0,
+        ),
+    ] = 60.0
+    # Longer than common proxies keep an idle connection (60 s). If the server closed first, a proxy could send a
+    # request into a connection that is just being closed.
+    keep_alive_timeout_s: Annotated[
+        float,
+        Meta(
+            description="time that a connection stays open without a request",
+            gt=0,
+            extra={"aliases": ["--timeout-keep-alive"]},
+        ),
+    ] = 75.0
+    # TCP resets a connection that is closed with unread data, and the client would lose the answer (nginx's name).
+    lingering_time_s: Annotated[
+        float,
+        Meta(description="longest time to read the rest of a request that was answered early, and discard it", gt=0),
+    ] = 30.0
+    lingering_timeout_s: Annotated[
+        float, Meta(description="longest pause while the rest of a request that was answered early arrives", gt=0)
+    ] = 5.0
+    max_connections: Annotated[
+        int,
+        Meta(
+            description="largest number of connections of one process, at most three quarters of its file "
+            "descriptors (ulimit -n); beyond it idle connections are closed first, then new ones get "
+            "status 503",
+            ge=1,
+        ),
+    ] = 8192
+    # 0 by default, because most routers stand behind a proxy or a load balancer.
+    max_connections_per_address: Annotated[
+        int,
+        Meta(
+            description="largest number of connections of one process from one client address, beyond it new ones "
+            "get status 503; 0 sets no limit, as needed behind a proxy, whose clients all have its "
+            "address",
+            ge=0,
+        ),
+    ] = 0

@@ -1,0 +1,74 @@
+"""The settings of placement: they decide which instances serve a request, and what happens when one is lost."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from baton_serve.services.common.settings.process import ProcessSettings
+from baton_serve.services.router.placement.policy import PolicyName
+from baton_serve.services.router.placement.prefix_pull import PullPolicy
+
+
+class RequestLogSettings(ProcessSettings, frozen=True, kw_only=True):
+    """Holds the settings of the log of requests."""
+
+    enable_log_requests: Annotated[
+        bool, Meta(description="log the prompt of each request", extra={"group": "process"})
+    ] = False
+    max_log_len: Annotated[
+        int | None, Meta(description="largest number of logged characters of a prompt (default: all)", ge=0)
+    ] = None
+
+
+class PlacementSettings(RequestLogSettings, frozen=True, kw_only=True):
+    """Holds the settings of placement: policy, replays, and how long the router waits for instances."""
+
+    placement_policy: Annotated[
+        PolicyName,
+        Meta(
+            description="how instances are chosen: prefix predicts the TTFT from cached prefixes and queues; the "
+            "others are for comparison",
+            extra={"group": "placement"},
+        ),
+    ] = "prefix"
+    kv_pull: Annotated[
+        PullPolicy,
+        Meta(
+            description="whether an instance fetches a cached prefix from another one before it computes the rest "
+            "of a prompt: auto if that is predicted to be faster, always if another one has a longer "
+            "prefix, never"
+        ),
+    ] = "auto"
+    disaggregation_min_tokens: Annotated[
+        int,
+        Meta(
+            description="prompts with fewer tokens than this that are not cached on the decode instance are "
+            "computed there, without a prefill instance; 0 always uses a prefill instance",
+            ge=0,
+        ),
+    ] = 32
+    # Not in use any more, but a deployment that still sets it must be able to start (`main.warn_of_removed`).
+    joint_prefill_min_tokens: Annotated[
+        int | None, Meta(description="has no effect and will be rejected by the next version: leave it out")
+    ] = None
+    max_replays: Annotated[
+        int,
+        Meta(description="how often one request may be resumed on other instances after its instance was lost", ge=0),
+    ] = 3
+    instance_wait_s: Annotated[
+        float,
+        Meta(
+            description="longest time that a request waits for an instance to return after one was lost, or for the"
+            " first instances after the start of the router; then it fails with status 503",
+            ge=0,
+        ),
+    ] = 15.0
+    # Without it, requests with the same new prefix that arrive together would be spread over instances, and each
+    # instance would compute the prefix itself.
+    expected_blocks_ttl_s: Annotated[
+        float, Meta(description="time that blocks of a placed prompt count as cached before they are reported", ge=0)
+    ] = 5.0
+    instance_timeout_s: Annotated[float, Meta(description="silence of an instance until it counts as lost", gt=0)] = 3.0
+    shutdown_timeout_s: Annotated[
+        float, Meta(description="time for running requests to finish after SIGTERM", ge=0)
+    ] = 10.0

@@ -1,0 +1,216 @@
+"""The settings of the router itself: its model, its server, and what requests may ask for."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton_serve.services.common.settings.process import Host, Port
+from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
+from baton_serve.services.router.quota.api_keys import CacheSharing
+from baton_serve.services.router.settings.limits import HttpSettings
+
+ToolCallParser = Literal["deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"]
+ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mistral", "qwen3"]
+
+
+class RequestSettings(HttpSettings, frozen=True, kw_only=True):
+    """Holds the settings of the contents of requests: lengths, chat templates, tools and images."""
+
+    max_model_len: Annotated[
+        int | None,
+        Meta(
+            description="largest number of tokens of prompt and answer together (default: that of the instances)",
+            ge=1,
+            extra={"group": "requests"},
+        ),
+    ] = None
+    max_logprobs: Annotated[
+        int, Meta(description="largest number of logprobs per token that requests may ask for", ge=0)
+    ] = 20
+    generation_config: Annotated[
+        Literal["auto", "vllm"],
+        Meta(
+            description="default sampling parameters: auto takes those of the model's generation_config.json, vllm "
+            "takes neutral ones"
+        ),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None, Meta(description="file with a chat template, or the template itself (default: the model's)")
+    ] = None
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(
+            description="how message content that is a list of parts is passed to the chat template: string joins "
+            "the text parts, openai passes the list, auto detects what the template expects"
+        ),
+    ] = "auto"
+    trust_request_chat_template: Annotated[bool, Meta(description="render chat templates that come with requests")] = (
+        False
+    )
+    response_role: Annotated[str, Meta(description="role of answers to chats", min_length=1)] = "assistant"
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="let the model decide to call tools; needs --tool-call-parser")
+    ] = False
+    tool_call_parser: Annotated[
+        ToolCallParser | None, Meta(description="format in which the model generates tool calls")
+    ] = None
+    reasoning_parser: Annotated[
+        ReasoningParser | None,
+        Meta(
+            description="format in which the model generates its reasoning; it is then returned apart from the answer"
+        ),
+    ] = None
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        Meta(description="let clients load and unload LoRA adapters (/v1/load_lora_adapter, /v1/unload_lora_adapter)"),
+    ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="serve the tokenizer's configuration at GET /tokenizer_info")
+    ] = False
+    return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
+
+    limit_mm_per_prompt: Annotated[
+        str,
+        Meta(
+            description='largest number of images per prompt, as image=4 or {"image": 4}; 0 allows none (default: '
+            "image=999)"
+        ),
+    ] = ""
+    # Empty by default: fetching any URL that a client names would let it reach services inside the operator's network.
+    allowed_media_domains: Annotated[
+        list[str],
+        Meta(
+            description="hosts from which the router may fetch images, even at private addresses; * allows all "
+            "hosts with a public address (default: none; data: URLs need no permission)"
+        ),
+    ] = []
+    allowed_local_media_path: Annotated[
+        str | None, Meta(description="folder whose files clients may use as images by file: URLs (default: none)")
+    ] = None
+    image_fetch_timeout_s: Annotated[float, Meta(description="longest time to fetch one image", gt=0)] = 5.0
+    max_image_bytes: Annotated[int, Meta(description="largest size of an image file", ge=1, le=32 * 1024 * 1024)] = (
+        16 * 1024 * 1024
+    )
+    # A small file can decode to a huge picture, so the limit in bytes does not bound the memory that it needs.
+    max_image_pixels: Annotated[
+        int, Meta(description="largest size of an image in pixels, width times height", ge=1, le=128 * 1024 * 1024)
+    ] = 32 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        # The result is not stored. A malformed value must stop the process at its start, not fail the first request.
+        images_per_prompt(self.limit_mm_per_prompt)
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        """Return the settings that bound the images of a request."""
+        return ImageLimits(
+            per_prompt=images_per_prompt(self.limit_mm_per_prompt),
+            domains=frozenset(domain.lower() for domain in self.allowed_media_domains),
+            local_path=Path(self.allowed_local_media_path) if self.allowed_local_media_path else None,
+            fetch_timeout_s=self.image_fetch_timeout_s,
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+        )
+
+
+class RouterSettings(RequestSettings, frozen=True, kw_only=True):
+    """Holds the value of each flag of the router: field `max_model_len` belongs to the flag `--max-model-len`."""
+
+    model: Annotated[
+        str,
+        Meta(
+            description="folder of the model with config.json, tokenizer.json and tokenizer_config.json",
+            min_length=1,
+            extra={"group": "model"},
+        ),
+    ]
+    served_model_name: Annotated[
+        list[str], Meta(description="names of the model in requests; answers carry the first one (default: --model)")
+    ] = []
+    tokenizer: Annotated[
+        str | None, Meta(description="folder of the tokenizer, if it is not in the folder of the model")
+    ] = None
+    models: Annotated[
+        dict[str, object],
+        Meta(description='further models behind this router, by name: {"small": {"model": "/models/small"}}'),
+    ] = {}
+    host: Annotated[Host, Meta(description="address to listen on", extra={"group": "server"})] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="port to listen on")] = 8000
+    # The name is uvicorn's, the alias vLLM's. The code speaks of processes, because it calls an instance a worker.
+    workers: Annotated[
+        int,
+        Meta(
+            description="number of router processes that share the port; each is a complete router, and "
+            "--max-concurrent-requests and --max-queued-tokens are divided among them",
+            ge=1,
+            le=256,
+            extra={"aliases": ["--api-server-count"]},
+        ),
+    ] = 1
+    registry: Annotated[
+        str,
+        Meta(
+            description="URL of the registry that lists the instances: memory://HOST:PORT (this router hosts it, "
+            "and instances connect to it), redis://…, rediss://… or unix:///…"
+        ),
+    ] = "memory://127.0.0.1:8801"
+
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(description="file with the secret of the cluster; without it ZeroMQ connections are not encrypted"),
+    ] = None
+    api_key: Annotated[
+        list[str], Meta(description="API key to accept, may be repeated; without any key every client is accepted")
+    ] = []
+    api_key_file: Annotated[
+        str | None,
+        Meta(description="file with one API key per line, with name=… and limits; read again when it changes"),
+    ] = None
+    # Isolated by default: the time to the first token reveals whether another caller has sent the same prefix before.
+    prefix_cache_sharing: Annotated[
+        CacheSharing,
+        Meta(description="which API keys share cached prefixes: per-key (those of one name=… or cache_group=…) or all"),
+    ] = "per-key"
+    audit_log: Annotated[
+        str | None,
+        Meta(description="file that gets one JSON line per request: caller, path and status, but no prompts"),
+    ] = None
+    # The default depends on --host: only a server on a loopback address is a target for DNS rebinding, where a web
+    # page lets its own name resolve to this machine (`http.hosts`).
+    allowed_hosts: Annotated[
+        list[str],
+        Meta(
+            description="host names by which clients may address this server (Host header); IP addresses and "
+            "localhost are always allowed, *.example.com allows all subdomains, * allows any name "
+            "(default: *, or none if --host is a loopback address)"
+        ),
+    ] = []
+    allowed_origins: Annotated[
+        list[str],
+        Meta(description="origins of web pages that may call this server (CORS); * allows all (default: none)"),
+    ] = []
+    # msgspec copies empty lists only; a default that is not empty needs a factory.
+    allowed_methods: Annotated[list[str], Meta(description="HTTP methods that pages of --allowed-origins may use")] = (
+        msgspec.field(default_factory=lambda: ["*"])
+    )
+    allowed_headers: Annotated[list[str], Meta(description="HTTP headers that pages of --allowed-origins may send")] = (
+        msgspec.field(default_factory=lambda: ["*"])
+    )
+    allow_credentials: Annotated[
+        bool, Meta(description="let browsers send cookies with requests from pages of --allowed-origins")
+    ] = False
+    middleware: Annotated[
+        list[str],
+        Meta(
+            description="import path of an ASGI middleware around all requests: a class, or a coroutine function "
+            "that takes a request and the function to call next; may be repeated, the last one is the "
+            "outermost"
+        ),
+    ] = []
+    ssl_keyfile: Annotated[str | None, Meta(description="file with the private key for TLS")] = None
+    ssl_certfile: Annotated[str | None, Meta(description="file with the certificate for TLS")] = None
+    root_path: Annotated[
+        str, Meta(description="path prefix that a reverse proxy removes: /llm", pattern=r"^(/[A-Za-z0-9._~-]+)*/?$")
+    ] = ""
