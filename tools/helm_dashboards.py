@@ -225,6 +225,7 @@ BATON = [
             Query(f"vllm:cpu_prefix_cache_hit_rate{{{MODEL}}}", "hits {{instance}}"),
             Query(f"rate(baton:host_stored_blocks_total{{{MODEL}}}{RATE})", "blocks/s out {{instance}}"),
             Query(f"rate(baton:host_loaded_blocks_total{{{MODEL}}}{RATE})", "blocks/s back {{instance}}"),
+            Query(f"increase(baton:host_damaged_blocks_total{{{MODEL}}}{RATE})", "damaged blocks {{instance}}"),
         ],
     ),
     latency("Error of the TTFT prediction", "baton:ttft_prediction_error_seconds", "Mean"),

@@ -100,6 +100,11 @@ class EngineCollector(Collector):
             "KV blocks copied from the host tier back to the device.",
             stats.host_loaded_blocks,
         )
+        yield self._counter(
+            "baton:host_damaged_blocks",
+            "KV blocks whose bytes changed in the host tier: dropped and computed again.",
+            stats.host_damaged_blocks,
+        )
         yield self._gauge(
             "baton:queued_tokens", "Prompt tokens of accepted requests that are not computed yet.", stats.queued_tokens
         )

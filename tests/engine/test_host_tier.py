@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from baton_serve.contracts.block_hash import hash_blocks
-from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.engine import Engine, KVCache
 from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model
@@ -28,9 +29,10 @@ def ask_in_turn(engine: Engine, reference: Reference) -> list[list[int]]:
     return answers
 
 
-def evict(engine: Engine) -> None:
+def evict(engine: Engine, seed: int = 9) -> None:
     """Fills the device's cache with something else."""
-    engine.add(make_work(engine, "filler", [9 + (5 * i * i) % 180 for i in range(115)], max_tokens=2, ignore_eos=True))
+    prompt = [seed + (5 * i * i) % 180 for i in range(115)]
+    engine.add(make_work(engine, "filler", prompt, max_tokens=2, ignore_eos=True))
     run(engine)
 
 
@@ -133,6 +135,75 @@ def test_a_device_whose_memory_the_host_cannot_address(references: References, m
             assert ask_in_turn(engine, reference) == reference.answers[:4]
             evict(engine)
         assert engine.stats().host_hit_tokens > 0
+
+
+def damage(engine: Engine) -> int:
+    """Flip one byte of each block in the host tier, at another place in each. Return the number of blocks."""
+    memory = engine._host
+    assert memory.tier is not None
+    names = memory.tier.names()
+    for number, name in enumerate(names):
+        slot = memory._slot(memory.tier._slots[name])
+        slot[(997 * number) % len(slot)] ^= 0x40
+    return len(names)
+
+
+@pytest.mark.parametrize("place", ["shared", "device"])
+def test_a_block_that_was_damaged_in_the_host_tier_is_computed_again(
+    place: KVMemoryKind, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dynamo#14416`: a tier returned other bytes than were stored, and the answers were wrong without an error."""
+    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place=place))
+    reference = references("llama")
+    with make_engine(reference.folder, **SMALL) as engine:
+        assert ask_in_turn(engine, reference) == reference.answers[:4]
+        evict(engine)
+        damaged, before = damage(engine), engine.stats()
+        assert ask_in_turn(engine, reference) == reference.answers[:4]
+        evict(engine)
+        after = engine.stats()
+        assert 3 < after.host_damaged_blocks <= damaged
+        assert ask_in_turn(engine, reference) == reference.answers[:4]
+        assert engine.stats().host_damaged_blocks == after.host_damaged_blocks
+        assert engine.stats().host_hit_tokens > before.host_hit_tokens, "blocks that were stored again are not used"
+
+
+def test_a_decode_instance_fetches_blocks_that_were_damaged_in_its_host_tier(references: References) -> None:
+    reference = references("llama")
+    prompt, answer = reference.prompts[3], reference.answers[3]
+    with make_engine(reference.folder, **SMALL) as source, make_engine(reference.folder, **SMALL) as sink:
+        assert hand_over(source, sink, make_work(source, "first", prompt))["first", 0] == answer
+        evict(sink)
+        damage(sink)
+        assert hand_over(source, sink, make_work(source, "again", prompt))["again", 0] == answer
+        assert sink.stats().host_damaged_blocks > 0
+
+
+def test_blocks_that_were_damaged_in_the_host_tier_are_neither_pinned_nor_kept_for_an_import(
+    references: References,
+) -> None:
+    reference = references("llama")
+    prompt = reference.prompts[3]
+    with make_engine(reference.folder, **SMALL | {"num_gpu_blocks_override": 32}) as engine:
+        work = make_work(engine, "w", prompt)
+        names = hash_blocks(work.root, prompt, 8)[: len(prompt) // 8]
+        for call in ("pin", "import"):
+            engine.add(work)
+            run(engine)
+            evict(engine, 9)
+            evict(engine, 10)
+            damage(engine)
+            on_device = len(engine._pool.match(names))
+            assert on_device < len(engine._pool.find(names))
+            if call == "pin":
+                assert len(engine.pin(RequestId("pin"), names)) == on_device
+                engine.unpin(RequestId("pin"))
+            else:
+                wanted = [*names, BlockHash(bytes(16))]
+                missing = engine.begin_import(RequestId("import"), wanted)
+                assert [name for name, _ in missing][:2] == wanted[on_device : on_device + 2]
+                engine.end_import(RequestId("import"), [])
+            engine.check_invariants()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

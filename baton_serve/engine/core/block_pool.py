@@ -5,8 +5,8 @@ is still cached and can be shared again until it is evicted. Free blocks are all
 without a hash, then the least recently released. The blocks of a sequence are released from last to first, so that
 prefixes stay cached longer than what follows them. Block 0 is never allocated: padding refers to it.
 
-With a host tier, evicted blocks are copied there and found blocks are copied back into free blocks: `find`, then
-`take`.
+With a host tier, evicted blocks are copied there and found blocks are copied back into free blocks: `find`, `verify`,
+then `take`.
 """
 
 from collections import OrderedDict
@@ -33,6 +33,11 @@ class CachedPrefix:
     def num_host(self) -> int:
         """Return how many blocks of the prefix are in the host tier only."""
         return self.blocks.count(None)
+
+    @property
+    def host_names(self) -> list[BlockHash]:
+        """Return the hashes of the blocks that are in the host tier only."""
+        return [name for name, block in zip(self.names, self.blocks, strict=True) if block is None]
 
 
 class BlockPool:
@@ -106,8 +111,8 @@ class BlockPool:
         return found
 
     def find(self, names: Iterable[BlockHash]) -> CachedPrefix:
-        """Return the longest cached prefix in both tiers. It is valid until any method except `num_taken` and `take` is
-        called."""
+        """Return the longest cached prefix in both tiers. It is valid until any method except `num_taken`, `verify` and
+        `take` is called."""
         known: list[BlockHash] = []
         blocks: list[int | None] = []
         from_host: set[BlockHash] = set()
@@ -126,8 +131,20 @@ class BlockPool:
         """Return how many free blocks `take(prefix)` would use."""
         return prefix.num_host + self.num_unowned(block for block in prefix.blocks if block is not None)
 
+    def verify(self, prefix: CachedPrefix) -> bool:
+        """Return whether the blocks of a prefix in the host tier are intact. If not, drop the damaged ones: the prefix
+        is not valid any more and must be found again.
+
+        This reads all their bytes. Call it only before `take`, not while it is uncertain whether the prefix is used.
+        """
+        if not prefix.num_host:
+            return True
+        assert self.host is not None
+        return self.host.verify(prefix.host_names)
+
     def take(self, prefix: CachedPrefix) -> list[int]:
-        """Take ownership of all blocks of a prefix and return them; `num_taken` blocks must be free.
+        """Take ownership of all blocks of a prefix and return them; `num_taken` blocks must be free, and `verify` must
+        have returned True.
 
         Blocks from the host tier get blocks of their own, which are cached from now on. Nothing may read or write these
         before the copies of the host tier are done.
@@ -136,7 +153,7 @@ class BlockPool:
         if not prefix.num_host:
             return [block for block in prefix.blocks if block is not None]
         assert self.host is not None
-        names = [name for name, block in zip(prefix.names, prefix.blocks, strict=True) if block is None]
+        names = prefix.host_names
         # The allocation below may evict other blocks into the host tier, which must not drop these meanwhile.
         self.host.protect(names)
         fresh = self.allocate(len(names))

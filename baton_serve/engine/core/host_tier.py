@@ -3,10 +3,13 @@
 Blocks evicted from the device are kept here until they are the least recently used. A block that is found again is
 copied back and also stays here, so that evicting it again needs no copy. `HostTierCopy` entries are correct if executed
 in order; copies that share neither block nor slot may overlap.
+
+A block is loaded only after `verify` has compared its slot with the checksum of what was stored there. A damaged block
+is dropped, and its tokens are computed again.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from baton_serve.contracts.events import BlockEvent, BlocksRemoved, BlocksStored
@@ -22,6 +25,15 @@ class HostTierCopy(NamedTuple):
     """Direction: True from the device's block to the host's slot, False from the slot to the block."""
 
 
+DamagedSlots = Callable[[Sequence[int]], set[int]]
+"""Returns those of some slots whose bytes are not the bytes that were stored there."""
+
+
+def no_damaged_slots(slots: Sequence[int]) -> set[int]:
+    """Return an empty set, for slots without memory."""
+    return set()
+
+
 class HostTier:
     """Allocates the slots of the host tier. Owned by the block pool; engine thread only."""
 
@@ -29,6 +41,9 @@ class HostTier:
         self.num_slots = num_slots
         self.num_stored = 0
         self.num_loaded = 0
+        self.num_damaged = 0
+        self.damaged_slots: DamagedSlots = no_damaged_slots
+        """The check of the slots' memory; `HostTierMemory` sets it. It may execute the copies scheduled so far."""
         self._slots: OrderedDict[BlockHash, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
         self._protected: frozenset[BlockHash] = frozenset()
@@ -65,6 +80,19 @@ class HostTier:
         self._copies.append(HostTierCopy(block, slot, is_to_host=True))
         self.num_stored += 1
         self._record(BlocksStored([name], "host"))
+
+    def verify(self, names: Sequence[BlockHash]) -> bool:
+        """Return whether the slots of these hashes, which must all be here, hold the stored bytes. If not, drop the
+        hashes of the damaged slots.
+        """
+        damaged = self.damaged_slots([self._slots[name] for name in names])
+        if not damaged:
+            return True
+        dropped = [name for name in names if self._slots[name] in damaged]
+        self._free += [self._slots.pop(name) for name in dropped]
+        self.num_damaged += len(dropped)
+        self._record(BlocksRemoved(dropped, "host"))
+        return False
 
     def protect(self, names: Iterable[BlockHash]) -> None:
         """Keep these hashes until the next call of `load`, even if slots are needed."""

@@ -41,6 +41,8 @@ class KVImports:
         wanted = list(dict.fromkeys(names[len(prefix) :][: max(0, num_importable)]))
         if not wanted:
             return []
+        if not pool.verify(prefix):
+            return self.begin(import_id, names)
         cached = pool.take(prefix)
         fresh = pool.allocate(len(wanted))
         assert fresh is not None

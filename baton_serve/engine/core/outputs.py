@@ -132,6 +132,7 @@ class EngineStats:
     host_hit_tokens: int = 0
     host_stored_blocks: int = 0
     host_loaded_blocks: int = 0
+    host_damaged_blocks: int = 0
     prefill_is_measured: bool = True
     """False while `prefill_tokens_per_s` is only the warm-up's estimate."""
     spare_tokens_per_s: float = 0.0

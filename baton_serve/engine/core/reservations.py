@@ -37,6 +37,8 @@ class Reservations:
         spare = pool.num_total // 100 if table.running else 0
         if pool.num_free - pool.num_taken(prefix) - needed < spare:
             return None
+        if not pool.verify(prefix):
+            return self.reserve(work, now)
         parent = table.add(work, "generate", now)
         cached = pool.take(prefix)
         fresh = pool.allocate(needed)
@@ -101,6 +103,8 @@ class Reservations:
         wanted = list(block_hashes)
         prefix = pool.find(wanted)
         if pool.num_taken(prefix) <= pool.num_free:
+            if not pool.verify(prefix):
+                return self.pin(wanted)
             blocks = pool.take(prefix)
         else:
             # Without free blocks for the host tier's part, pin only what is on the device.

@@ -313,6 +313,9 @@ class Scheduler:
         if pool.num_free - pool.num_taken(prefix) - needed < reserve:
             self._blocked = _Blocked(sequence, pool.num_free, bool(table.running))
             return False
+        # Damaged blocks are dropped and not found again: the request computes their tokens.
+        if not pool.verify(prefix):
+            return self._admit(sequence, now)
         cached = pool.take(prefix)
         fresh = pool.allocate(needed)
         assert fresh is not None

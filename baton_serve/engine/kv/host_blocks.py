@@ -3,14 +3,20 @@
 On hosts a copy is done at once. On a device, copies run beside the computation, on one stream for each direction. Each
 copy waits for the previous use of its block and slot. The next use of the block waits for the copy: steps by `before`,
 transports by `KVCache.ready_after`. The memory is pinned if possible.
+
+Blocks may stay here for days, so each slot has a checksum from the time when it was stored, which is compared before
+the slot is loaded.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from baton_serve.engine import device as devices
 from baton_serve.engine.core.host_tier import HostTier, HostTierCopy
@@ -26,6 +32,60 @@ power of two.
 """
 BATCH_BYTES = 32 << 20
 """Size of copies in bytes that share one event."""
+CHECKSUM_THREADS = 4
+"""Threads that compute checksums beside a device. One reads 10 to 20 GB/s, less than the memory of such hosts gives."""
+COPY_TIMEOUT_S = 10.0
+"""Seconds to wait for the copy of a block to the host, before the block counts as damaged."""
+
+
+class SlotChecksums:
+    """The xxh3_64 of each slot's bytes when they were stored. `slot_bytes` returns the bytes of a slot as a buffer.
+
+    On hosts it is computed at once, while the bytes are in the CPU cache. On a device the copy is still running, so a
+    thread waits for it. The checksum covers the time in the host's memory, not the copy from the device.
+    """
+
+    def __init__(self, slot_bytes: Callable[[int], Any], *, has_threads: bool) -> None:
+        self._slot_bytes = slot_bytes
+        self._threads = ThreadPoolExecutor(CHECKSUM_THREADS, "host-tier-checksums") if has_threads else None
+        self._stored: dict[int, int | Future[dict[int, int]]] = {}
+
+    def record(self, slots: Sequence[int], copied: devices.DeviceEvent | None) -> None:
+        """Compute the checksums of slots that were stored. `copied` is the end of their copies, if they still run."""
+        if self._threads is None:
+            self._stored.update(self._compute(slots, copied))
+        else:
+            self._stored.update(dict.fromkeys(slots, self._threads.submit(self._compute, slots, copied)))
+
+    def find_damaged(self, slots: Sequence[int]) -> set[int]:
+        """Return those of the slots whose bytes have changed since they were stored."""
+        # Wait for the checksums of the stored bytes first: until then the copy to these slots may still run.
+        expected = [self._expected(slot) for slot in slots]
+        if self._threads is None:
+            found = self._compute(slots)
+        else:
+            shares = [slots[first::CHECKSUM_THREADS] for first in range(CHECKSUM_THREADS)]
+            found = {slot: value for share in self._threads.map(self._compute, shares) for slot, value in share.items()}
+        return {slot for slot, value in zip(slots, expected, strict=True) if found[slot] != value}
+
+    def close(self) -> None:
+        """Wait for the threads, which must not read the slots any more when their memory is freed."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _compute(self, slots: Sequence[int], copied: devices.DeviceEvent | None = None) -> dict[int, int]:
+        if copied is not None:
+            copied.synchronize()
+        return {slot: xxh3_64_intdigest(self._slot_bytes(slot)) for slot in slots}
+
+    def _expected(self, slot: int) -> int | None:
+        stored = self._stored[slot]
+        if isinstance(stored, int):
+            return stored
+        try:
+            return stored.result(COPY_TIMEOUT_S)[slot]
+        except TimeoutError:
+            return None
 
 
 class HostTierMemory:
@@ -44,6 +104,9 @@ class HostTierMemory:
         self._streams: tuple[devices.SideStream, devices.SideStream] | None = None
         if tier is not None and not devices.is_host(self._device):
             self._streams = devices.SideStream(self._device), devices.SideStream(self._device)
+        self._checksums = SlotChecksums(lambda slot: self._slot(slot).numpy(), has_threads=self._streams is not None)
+        if tier is not None:
+            tier.damaged_slots = self._damaged_slots
         self._slots: dict[int, devices.DeviceEvent] = {}  # by slot: the end of its last copy
         self._over: devices.DeviceEvent | None = None  # the end of the last finished step
 
@@ -92,12 +155,16 @@ class HostTierMemory:
         """Wait for all copies and free the memory."""
         if self._streams is not None:
             devices.synchronize(self._device)
+        self._checksums.close()
         self._slabs = []
         self._blocks = torch.empty(0)
 
     def _copy(self, batch: Sequence[HostTierCopy], *, is_to_host: bool) -> None:
         if self._streams is None:
-            self._exchange(batch, is_to_host=is_to_host)
+            # One by one: the checksum finds the bytes in the CPU cache.
+            for move in batch:
+                self._exchange([move], is_to_host=is_to_host)
+                self._record_checksums([move], None, is_to_host=is_to_host)
             return
         copying, stream = self._cache.copying, self._streams[is_to_host]
         # Index 0 of the streams is to the device, index 1 to the host.
@@ -111,10 +178,33 @@ class HostTierMemory:
         for move in batch:
             copying[move.block] = done
             self._slots[move.slot] = done
+        self._record_checksums(batch, done, is_to_host=is_to_host)
+
+    def _record_checksums(
+        self, batch: Sequence[HostTierCopy], copied: devices.DeviceEvent | None, *, is_to_host: bool
+    ) -> None:
+        if is_to_host:
+            self._checksums.record([move.slot for move in batch], copied)
+
+    def _damaged_slots(self, slots: Sequence[int]) -> set[int]:
+        # A slot may be filled by a copy that was only decided so far.
+        self.move()
+        damaged = self._checksums.find_damaged(slots)
+        if damaged:
+            logger.error(
+                "%d of %d KV blocks from the host tier (--host-kv-gb) do not match their checksums; they are dropped"
+                " and computed again. If this repeats, test the memory of this host",
+                len(damaged),
+                len(slots),
+            )
+        return damaged
+
+    def _slot(self, slot: int) -> Tensor:
+        return self._slabs[slot // self._per_slab][slot % self._per_slab]
 
     def _exchange(self, batch: Sequence[HostTierCopy], *, is_to_host: bool) -> None:
         for block, slot, _ in batch:
-            there, here = self._slabs[slot // self._per_slab][slot % self._per_slab], self._blocks[block]
+            there, here = self._slot(slot), self._blocks[block]
             if is_to_host:
                 there.copy_(here, non_blocking=True)
             else:

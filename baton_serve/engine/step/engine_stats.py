@@ -67,5 +67,6 @@ def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) ->
         host_hit_tokens=scheduler.num_host_hit_tokens,
         host_stored_blocks=host.num_stored,
         host_loaded_blocks=host.num_loaded,
+        host_damaged_blocks=host.num_damaged,
         spare_tokens_per_s=scheduler.spare_tokens_per_s(),
     )

@@ -1,5 +1,7 @@
 """The host tier beside the block pool: what is found holds what its name says, wherever it has been meanwhile."""
 
+from collections.abc import Sequence
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,6 +12,8 @@ from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.host_tier import HostTier
 
 NUM_BLOCKS = 8
+DAMAGED = BlockHash(bytes([254]) * 16)
+"""The content of a slot whose bytes have changed."""
 
 
 def name(number: int) -> BlockHash:
@@ -28,6 +32,12 @@ class Memory:
         self.pool = pool
         self.blocks: dict[int, BlockHash] = {}
         self.slots: dict[int, BlockHash] = {}
+        assert pool.host is not None
+        pool.host.damaged_slots = self.damaged
+
+    def damaged(self, slots: Sequence[int]) -> set[int]:
+        self.move()
+        return {slot for slot in slots if self.slots[slot] == DAMAGED}
 
     def move(self) -> None:
         assert self.pool.host is not None
@@ -49,6 +59,8 @@ def pool_of(num_blocks: int, num_slots: int) -> tuple[BlockPool, Memory]:
 def store(pool: BlockPool, memory: Memory, names: list[BlockHash]) -> list[int]:
     """As a prompt does: takes what is cached, computes the rest. Owned."""
     prefix = pool.find(names)
+    while not pool.verify(prefix):
+        prefix = pool.find(names)
     blocks = pool.take(prefix)
     fresh = pool.allocate(len(names) - len(prefix))
     assert fresh is not None
@@ -107,6 +119,22 @@ def test_slots_that_are_about_to_be_read_are_not_overwritten() -> None:
     assert pool.find(chain(2, 2)).blocks == []
 
 
+def test_a_damaged_block_is_dropped_and_ends_the_prefix() -> None:
+    pool, memory = pool_of(4, 8)
+    first = chain(1, 4)
+    pool.release(store(pool, memory, first))
+    pool.release(store(pool, memory, chain(2, 4)))
+    assert pool.host is not None
+    memory.slots[pool.host._slots[first[2]]] = DAMAGED
+    pool.take_events()
+    assert not pool.verify(pool.find(first))
+    assert pool.find(first).names == first[:2]
+    assert pool.host.num_damaged == 1
+    assert pool.take_events() == [BlocksRemoved([first[2]], "host")]
+    assert len(store(pool, memory, first)) == 4
+    pool.host.check_invariants()
+
+
 def test_events_name_the_tier() -> None:
     pool, memory = pool_of(1, 1)
     for root in (1, 2, 3):
@@ -150,6 +178,14 @@ class TiersMachine(RuleBasedStateMachine):
                 self.memory.write(block, name(255))
             self.owned.append(blocks)
 
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        """The bytes of a slot change without an event."""
+        assert self.pool.host is not None
+        self.memory.move()
+        if self.pool.host._slots:
+            self.memory.slots[data.draw(st.sampled_from(sorted(self.pool.host._slots.values())))] = DAMAGED
+
     @invariant()
     def nothing_is_lost_or_stale(self) -> None:
         pool, host = self.pool, self.pool.host
@@ -160,7 +196,7 @@ class TiersMachine(RuleBasedStateMachine):
             block = pool.block_of(known)
             assert block is not None and self.memory.blocks[block] == known
         for known, slot in host._slots.items():
-            assert self.memory.slots[slot] == known
+            assert self.memory.slots[slot] in (known, DAMAGED)
         for event in pool.take_events():
             if isinstance(event, BlocksStored):
                 self.reported[event.tier] |= set(event.names)

@@ -1,6 +1,7 @@
 """Random lives of requests against pool, request table, scheduler and reservations: nothing leaks, everything ends."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -226,6 +227,20 @@ class HostTierMachine(SchedulingMachine):
         self.scheduler = Scheduler(self.table)
         self.reservations = Reservations(self.table)
         self.imports = KVImports(self.table)
+        self.damaged: set[int] = set()
+        host = self.table.pool.host
+        assert host is not None
+        host.damaged_slots = self.take_damaged
+
+    def take_damaged(self, slots: Sequence[int]) -> set[int]:
+        """Return the damaged slots among these, each once: the next block that is stored there is intact."""
+        found = self.damaged & set(slots)
+        self.damaged -= found
+        return found
+
+    @rule(slot=st.integers(0, 6))
+    def damage(self, slot: int) -> None:
+        self.damaged.add(slot)
 
     @precondition(lambda self: self.table.loading)
     @rule(data=st.data())

@@ -15,6 +15,7 @@ def test_gauges_show_the_current_state() -> None:
     stats = replace(STATS, free_blocks=4, running=3, waiting=1, reserved=2, held=1, held_blocks=5, preemptions=6)
     stats = replace(stats, prefix_query_tokens=100, prefix_hit_tokens=25)
     stats = replace(stats, host_used_blocks=3, host_total_blocks=12, host_hit_tokens=10, host_loaded_blocks=7)
+    stats = replace(stats, host_damaged_blocks=2)
     link = LinkStatus(peer=PEER, transport="usm", bytes_per_second=2e9, probed_bytes_per_second=3e9, choice="proved")
     registry = CollectorRegistry()
     registry.register(
@@ -28,6 +29,7 @@ def test_gauges_show_the_current_state() -> None:
         "vllm:cpu_cache_usage_perc": 0.25,
         "vllm:cpu_prefix_cache_hit_rate": 0.1,
         "baton:host_loaded_blocks_total": 7,
+        "baton:host_damaged_blocks_total": 2,
         "vllm:num_preemptions_total": 6,
         "baton:held_blocks": 5,
         "baton:leases": 3,
