@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
 
 import zmq
 
@@ -12,24 +11,17 @@ from baton_serve.contracts.identity import BlockHash, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import errors
 from baton_serve.kvtransfer.consumer.connections import Connections
-from baton_serve.kvtransfer.consumer.copying import (
-    BufferedParcel,
-    CopyJob,
-    CopyResult,
-    ParcelAssembly,
-    StopFlag,
-    StreamedParcel,
-)
+from baton_serve.kvtransfer.consumer.copying import CopyResult, StopFlag
 from baton_serve.kvtransfer.consumer.fetching import Fetching, FetchOptions, FetchResult
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
+from baton_serve.kvtransfer.consumer.parcel_copier import ParcelCopier
 from baton_serve.kvtransfer.consumer.renewals import Renewals
 from baton_serve.kvtransfer.context import NodeContext
-from baton_serve.kvtransfer.frames import Blocks, Bytes, Done, Fail, Got, Ready, Release, Renewed, ToConsumer
+from baton_serve.kvtransfer.frames import Blocks, Bytes, Done, Fail, Ready, Release, Renewed, ToConsumer
 from baton_serve.kvtransfer.session.consumer import ConsumerSession
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
-    BlockPlacement,
     ConsumerStep,
     Copy,
     Fault,
@@ -53,6 +45,7 @@ class ConsumerSide:
         self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
         # Three renewals in a lease: one may be lost or late without ending it.
         self._renewals = Renewals(context.limits.lease_s / 3)
+        self._copier = ParcelCopier(context, self._copied)
         self.connections = Connections(context, on_message=self._receive, on_lost=self._lost, on_broken=self._broken)
 
     async def fetch(
@@ -201,7 +194,7 @@ class ConsumerSide:
     def _receive(self, link: ConsumerLink, message: ToConsumer, frames: list[zmq.Frame]) -> None:
         match message:
             case Bytes():
-                self._take_bytes(link, message, frames)
+                self._copier.take(link, message, frames)
             case Renewed():
                 self._renewed(link, message, self._context.clock())
             case Ready() | Blocks() | Done() | Fail():
@@ -215,7 +208,7 @@ class ConsumerSide:
         now, fetching = self._context.clock(), self._fetches.get(message.ticket)
         if fetching is None or fetching.link is not link:
             if isinstance(message, Blocks):
-                self._pass_over(link, message, frames)
+                self._copier.skip(link, message, frames)
             if fetching is None and isinstance(message, Blocks | Done):
                 # The producer still holds blocks for a fetch that has ended here: without an answer it would keep them
                 # until its lease runs out.
@@ -227,10 +220,10 @@ class ConsumerSide:
         if isinstance(message, Blocks):
             copies = [step for step in steps if isinstance(step, Copy)]
             for step in copies:
-                self._copy(fetching, step.placements, message, frames)
+                self._copier.copy(fetching, step.placements, message, frames)
             # Nothing is wanted of this message, but its bytes occupy the connection and count against the window.
             if not copies:
-                self._pass_over(link, message, frames)
+                self._copier.skip(link, message, frames)
         self._apply(fetching, steps)
 
     def _apply(self, fetching: Fetching, steps: Sequence[ConsumerStep]) -> None:
@@ -244,7 +237,7 @@ class ConsumerSide:
                 case Arrived():
                     self._notify_caller(fetching, step)
                 case StopCopies():
-                    self._stop(fetching)
+                    self._copier.stop(fetching)
                 case Relink():
                     self._relink(fetching, step)
                 case Succeed() | Give():
@@ -268,99 +261,6 @@ class ConsumerSide:
         if step.demote is not None and link is not None:
             self._broken(link, step.demote, step.reason)
         self._connect(fetching, settings.connect_timeout_s if step.demote else settings.relink_timeout_s)
-
-    def _stop(self, fetching: Fetching) -> None:
-        fetching.stop.is_set = True
-        if fetching.link is not None:
-            for receipt in fetching.link.receipts.values():
-                if receipt.stop is fetching.stop:
-                    # A parcel whose bytes do not come any more would never look at the flag by itself.
-                    receipt.schedule_run()
-
-    def _copy(
-        self, fetching: Fetching, placements: Sequence[BlockPlacement], message: Blocks, frames: Sequence[zmq.Frame]
-    ) -> None:
-        """Copy announced blocks: at once if they are few bytes, otherwise in a worker thread, or as
-        their bytes arrive.
-        """
-        context, link, receiver = self._context, fetching.link, fetching.receiver
-        assert link is not None and receiver is not None
-        size = fetching.block_bytes // message.parts
-        num_bytes = len(message.pieces) * size
-        # Count only wanted bytes: `delivered` counts the same placements when they end.
-        link.meter.announced(len(placements) * size, context.clock())
-        report = partial(self._reported, fetching, link, size)
-        if message.epoch:
-            assembly = ParcelAssembly(receiver, placements, size)
-            incoming = StreamedParcel(assembly, fetching.stop, num_bytes, context.workers, report, parts=message.parts)
-            self._expect(link, message, incoming)
-            return
-        if fetching.is_buffered and not frames:
-            assembly = ParcelAssembly(receiver, placements, size)
-            link.receipts[message.parcel] = BufferedParcel(
-                assembly, num_bytes=num_bytes, stop=fetching.stop, workers=context.workers, report=report
-            )
-            return
-        # All pieces of a message have the same number of frames, in the order of the pieces.
-        each = len(frames) // len(message.pieces)
-        buffers = [[frame.buffer for frame in frames[p.position * each : (p.position + 1) * each]] for p in placements]
-        job = CopyJob(receiver, placements, buffers, fetching.stop)
-        # Only a parcel that the producer has staged needs a receipt of its own: its slots are freed by it.
-        credit, parcel = sum(len(frame) for frame in frames), message.parcel if receiver.stages else 0
-        if len(placements) * size <= context.settings.inline_bytes and not receiver.stages:
-            report(job.run(), credit)
-            return
-
-        def run() -> None:
-            context.workers.post(partial(report, job.run(), credit, parcel))
-
-        context.workers.submit(run)
-
-    def _expect(self, link: ConsumerLink, message: Blocks, incoming: StreamedParcel) -> None:
-        stream = link.stream(message.epoch)
-        if stream is None:
-            incoming.abandon("the pair was given up")
-        else:
-            stream.expect(message.pieces, incoming)
-
-    def _pass_over(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
-        """Discard the bytes of blocks that are not wanted any more, because they occupy the connection or the pair's
-        channel.
-        """
-        link.credit(sum(len(frame) for frame in frames))
-        if not message.epoch and not frames:
-            link.send(Got(0, message.parcel))
-        if message.epoch and (receiver := link.receiver) is not None:
-            size, parts = link.block_bytes // message.parts, message.parts
-            assembly, num_bytes, report = (
-                ParcelAssembly(receiver, [], size),
-                len(message.pieces) * size,
-                lambda _, credit: link.credit(credit),
-            )
-            incoming = StreamedParcel(assembly, StopFlag(), num_bytes, self._context.workers, report, parts=parts)
-            self._expect(link, message, incoming)
-
-    def _take_bytes(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
-        receipt = link.receipts.get(message.parcel)
-        if receipt is None:
-            link.credit(sum(len(frame) for frame in frames))
-        elif receipt.feed([frame.buffer for frame in frames]):
-            del link.receipts[message.parcel]
-
-    def _reported(
-        self, fetching: Fetching, link: ConsumerLink, size: int, result: CopyResult, credit: int, parcel: int = 0
-    ) -> None:
-        """Return credit for a parcel and apply the result of its copies. `size` is the number of bytes of each
-        placement.
-        """
-        if parcel:
-            link.send(Got(credit, parcel))
-        elif credit:
-            link.credit(credit)
-        ended = len(result.copied) + len(result.damaged) + len(result.abandoned)
-        if ended:
-            link.meter.delivered(ended * size, self._context.clock())
-        self._copied(fetching, size, result)
 
     def _copied(self, fetching: Fetching, size: int, result: CopyResult) -> None:
         context, session = self._context, fetching.session

@@ -1,0 +1,210 @@
+"""Attach a transport to one connection: try the rungs of the ladder in order until one works."""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.kvtransfer.consumer.channel import ProducerChannel
+from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.conversion.plan import wire_layout
+from baton_serve.kvtransfer.errors import PeerLost, TransportUnavailable
+from baton_serve.kvtransfer.frames import Attach, Attached, Detach, Offer, Welcome
+from baton_serve.kvtransfer.ladder import Ladder, Rung
+from baton_serve.kvtransfer.transports.port import Converter, Receiver, ReceiveTarget, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+DEATH_DETECTION_S = 0.25
+"""Seconds to wait for news of the peer's death before no transport counts as working: a dying peer's sockets may break
+before the system reports its death.
+"""
+
+
+class TransportAttachment:
+    """The transport that carries the blocks of one connection: the best of `ladder` that works, or `only`.
+
+    Each attempt to attach a transport has an epoch of its own. The attachment owns the receiver, and `ConsumerLink`
+    owns the attachment. Event loop only.
+    """
+
+    def __init__(
+        self,
+        context: NodeContext,
+        channel: ProducerChannel,
+        welcome: Welcome,
+        ladder: Ladder,
+        *,
+        parts: int,
+        only: Rung | None,
+    ) -> None:
+        """`welcome` is the producer's answer to `Hello`. Blocks travel in `parts`."""
+        self.transport: Transport | None = None
+        self.receiver: Receiver | None = None
+        self.block_bytes = 0
+        """Bytes of a whole block as it travels by `transport`."""
+        self._context = context
+        self._channel = channel
+        self._welcome = welcome
+        self._ladder = ladder
+        self._parts = parts
+        self._only = only
+        self._rung: Rung | None = None
+        self._epoch = 0
+        self._answers: dict[int, asyncio.Future[Attached]] = {}
+        self._attaching: asyncio.Task[None] | None = None
+
+    @property
+    def is_attaching(self) -> bool:
+        """Return whether a transport is being attached."""
+        return self._attaching is not None
+
+    def is_ready(self) -> bool:
+        """Return whether a transport is attached."""
+        return self.receiver is not None and self._attaching is None
+
+    def attached_with(self, epoch: int) -> Transport | None:
+        """Return the transport in use if it was attached with this epoch."""
+        return self.transport if epoch == self._epoch else None
+
+    def stream(self, epoch: int) -> Stream | None:
+        """Return the channel that carries the bytes of this epoch's announcements, or None if that attachment was given
+        up.
+        """
+        return self.receiver.stream if self.receiver is not None and epoch == self._epoch else None
+
+    async def attach(self) -> None:
+        """Attach the best transport that is left, or wait for a running attempt. Raises `TransportUnavailable` or
+        `PeerLost`.
+        """
+        if self.receiver is None and self._attaching is None:
+            self._attaching = self._context.loop.create_task(self._climb())
+        if self._attaching is not None:
+            await asyncio.shield(self._attaching)
+
+    def answered(self, message: Attached) -> None:
+        """Handle the producer's answer to `Attach`. An answer that nothing waits for is ignored."""
+        answer = self._answers.get(message.epoch)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def demote(self, name: str, reason: str) -> bool:
+        """Stop using this transport until a probe has proved it again. Return False if it is not the one in use."""
+        if self.transport is None or self.transport.name != name:
+            return False
+        peer = self._welcome.instance
+        logger.warning("peer=%s transport %s demoted: %s", peer, name, reason)
+        if self._rung is not None:
+            self._ladder.demoted(self._rung, reason, self._context.clock())
+        self._context.observer.switched(peer=peer, transport=name, change="demoted")
+        # A link that was opened for one rung may use any other one after that rung has failed.
+        self._only = None
+        receiver, self.receiver, self.transport = self.receiver, None, None
+        if receiver is not None:
+            receiver.close()
+        self._channel.send(Detach(name, self._epoch))
+        return True
+
+    def lose(self, error: PeerLost) -> None:
+        """Close the receiver and fail the pending answers, because the connection is lost."""
+        if self.receiver is not None:
+            self.receiver.close()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+                answer.exception()  # marks it as read: asyncio logs exceptions that nobody has read
+
+    async def close(self) -> None:
+        """Cancel an attempt that runs. The connection must be closed already."""
+        if self._attaching is not None:
+            self._attaching.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):
+                await self._attaching
+
+    async def _climb(self) -> None:
+        context, channel, welcome, ladder = self._context, self._channel, self._welcome, self._ladder
+        try:
+            for rung in ladder.order(context.clock()) if self._only is None else [self._only]:
+                try:
+                    receiver = await channel.unless_lost(self._attach_by(rung))
+                except TransportUnavailable as exc:
+                    # Bar this rung and try the next one; the producer may already hold resources for it, so `Detach`
+                    # follows.
+                    ladder.missing(rung, str(exc), context.clock())
+                    channel.send(Detach(rung.transport, self._epoch))
+                    continue
+                self.receiver, self.transport, self._rung = receiver, context.transports[rung.transport], rung
+                if self.transport.buffers:
+                    channel.widen(min(welcome.connections, context.settings.zeromq_connections), welcome.secret)
+                ladder.attached(rung, context.clock(), self._difference())
+                why = "; ".join(ladder.why())
+                logger.info("peer=%s transport=%s chosen by %s (%s)", welcome.instance, rung, ladder.choice(), why)
+                return
+            # If the peer is dying, this raises `PeerLost`, which names the cause better than "no transport".
+            await channel.unless_lost(asyncio.sleep(DEATH_DETECTION_S))
+            raise TransportUnavailable(f"no transport to {welcome.instance}: {'; '.join(ladder.why())}")
+        finally:
+            self._attaching = None
+
+    async def _attach_by(self, rung: Rung) -> Receiver:
+        context, transport = self._context, self._context.transports[rung.transport]
+        wire = wire_layout(self._welcome.layout, context.layout, narrows=transport.narrows)
+        offer = await self._ask_for(rung)
+        try:
+            receiver = await transport.attach(self._welcome, offer, self._target(wire))
+        except TransportUnavailable:
+            raise
+        except Exception as exc:
+            logger.exception("transport %s cannot be attached", transport.name)
+            raise TransportUnavailable(f"{type(exc).__name__}: {exc}") from exc
+        if not self._channel.is_up:  # lost during `attach`: `lose` could not close a receiver that did not exist yet
+            receiver.close()
+            raise PeerLost(f"the connection to {self._welcome.instance} was lost")
+        self.block_bytes = wire.block_bytes
+        return receiver
+
+    async def _ask_for(self, rung: Rung) -> Offer:
+        """Ask the producer to prepare a transport, and return its offer. Raises `TransportUnavailable` or
+        `PeerLost`.
+        """
+        self._epoch += 1
+        epoch, timeout_s = self._epoch, self._context.settings.attach_timeout_s
+        answer: asyncio.Future[Attached] = self._context.loop.create_future()
+        self._answers[epoch] = answer
+        dialects = [rung.dialect] if rung.dialect else []
+        self._channel.send(Attach(transport=rung.transport, epoch=epoch, dialects=dialects))
+        try:
+            async with asyncio.timeout(timeout_s):
+                attached = await answer
+        except TimeoutError as exc:
+            raise TransportUnavailable(f"the producer was not ready within {timeout_s:g} s") from exc
+        finally:
+            del self._answers[epoch]
+        if attached.offer is None:
+            raise TransportUnavailable(attached.reason)
+        return attached.offer
+
+    def _target(self, wire: KVLayout) -> ReceiveTarget:
+        context = self._context
+        if self._welcome.layout != context.layout:
+            return ReceiveTarget(context.memory, _converter(context, wire))
+        return ReceiveTarget(context.memory)
+
+    def _difference(self) -> str:
+        source, sink = self._welcome.layout, self._context.layout
+        if source == sink:
+            connections = self._channel.num_connections
+            by = f", by {connections} connections" if connections > 1 else ""
+            return f"{by}, tails in {self._parts} parts" if self._parts > 1 else by
+        ends = [f"{layout.dtype} in blocks of {layout.block_tokens}" for layout in (source, sink)]
+        return f", converting {ends[0]} to {ends[1]}"
+
+
+def _converter(context: NodeContext, wire: KVLayout) -> Converter:
+    """Return a converter from the producer's layout. It imports torch, which every process with a model has loaded
+    already.
+    """
+    module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
+    converter: Converter = module.LayoutConverter(context.staging_buffers, wire, context.layout, context.memory)
+    return converter

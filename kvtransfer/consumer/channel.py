@@ -1,0 +1,115 @@
+"""The sockets of one connection to a producer. They are used once: a broken connection is replaced, never repaired."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import zmq
+
+from baton_serve.contracts.wire import encode
+from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.errors import PeerLost
+from baton_serve.kvtransfer.frames import Got, Join, ToProducer
+from baton_serve.kvtransfer.sockets import MonitoredSocket, configure, encrypt
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ProducerChannel:
+    """Carries messages to and from one producer. `ConsumerLink` owns it. Event loop only.
+
+    The first socket carries all control messages, and further ones carry bytes of blocks only. If one of them breaks,
+    the whole connection is lost: `on_lost` is called with the reason and must call `close`.
+    """
+
+    def __init__(
+        self,
+        context: NodeContext,
+        address: str,
+        *,
+        on_frames: Callable[[list[zmq.Frame]], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.is_up = True
+        self._context = context
+        self._address = address
+        self._on_frames = on_frames
+        self._on_lost = on_lost
+        self._credit = 0
+        self._gone: asyncio.Future[None] = context.loop.create_future()
+        self._sockets = [self._connected()]
+
+    @property
+    def num_connections(self) -> int:
+        """Return the number of sockets."""
+        return len(self._sockets)
+
+    def send(self, message: ToProducer) -> None:
+        """Send a message to the producer. If that fails, the connection is lost on the next turn of the loop."""
+        if not self.is_up:
+            return
+        try:
+            self._sockets[0].send([encode(message)])
+        except zmq.ZMQError as exc:
+            logger.info("%s connection lost on send: %s", self._address, exc)
+            # The caller may be in the middle of a step of a session: `on_lost` would enter the session again.
+            self._context.loop.call_soon(self._on_lost, "connection lost")
+
+    def credit(self, num_bytes: int) -> None:
+        """Return credit to the producer, once for all bytes that this turn of the loop takes out of the connection."""
+        if num_bytes and not self._credit:
+            self._context.loop.call_soon(self._give_credit)
+        self._credit += num_bytes
+
+    def widen(self, num_connections: int, secret: bytes) -> None:
+        """Open further connections up to this number. The producer uses each of them once it has joined."""
+        for _ in range(num_connections - len(self._sockets)):
+            joined = self._connected()
+            self._sockets.append(joined)
+            joined.send([encode(Join(secret))])
+
+    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of `work`, or raise `PeerLost` as soon as the connection is lost. `work` is
+        cancelled then.
+        """
+        task = self._context.loop.create_task(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                # Wait until it has been cancelled: it must not touch the connection after the loss.
+                await asyncio.wait({task})
+        if task.cancelled():
+            raise PeerLost(f"{self._address}: connection lost")
+        return task.result()
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close all sockets, once. Control messages already sent may still leave for `linger_ms` milliseconds."""
+        self.is_up = False
+        self._gone.set_result(None)
+        first, *joined = self._sockets
+        for socket in joined:
+            socket.close()
+        first.close(linger_ms=linger_ms)
+
+    def _connected(self) -> MonitoredSocket:
+        socket, settings = self._context.zmq.socket(zmq.DEALER), self._context.settings
+        configure(socket, settings)
+        encrypt(socket, settings, listens=False)
+        socket.connect(self._address)
+        return MonitoredSocket(socket, on_message=self._on_frames, on_down=self._on_down)
+
+    def _give_credit(self) -> None:
+        num_bytes, self._credit = self._credit, 0
+        self.send(Got(num_bytes))
+
+    def _on_down(self, _: int) -> None:
+        # Messages that arrived before the end may complete fetches: handle them first.
+        for socket in list(self._sockets):
+            socket.drain()
+        self._on_lost("connection lost")

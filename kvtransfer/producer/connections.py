@@ -1,0 +1,149 @@
+"""The connections of consumers to this node's producer side: one ROUTER socket, and a `ProducerLink` per consumer."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+
+import zmq
+
+from baton_serve.contracts.identity import Generation, InstanceId, TicketId
+from baton_serve.contracts.wire import WireError, encode
+from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.frames import Hello, Join, Refuse, ToProducer, producer_decoder
+from baton_serve.kvtransfer.producer.link import ProducerLink, refusal, welcome
+from baton_serve.kvtransfer.sockets import LINGER_MS, MonitoredSocket, configure, encrypt
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumerConnections:
+    """Accepts consumers, and finds the link that a message or a broken connection belongs to. Event loop only.
+
+    `on_message` receives each message of an accepted consumer. `on_lost` is called for each link that breaks, with True
+    if its process has ended. It is called again if a process ends whose link was lost before.
+    """
+
+    def __init__(
+        self,
+        context: NodeContext,
+        *,
+        on_message: Callable[[ProducerLink, ToProducer], None],
+        on_lost: Callable[[ProducerLink, bool], None],
+    ) -> None:
+        """Bind the address of the settings. Raises `zmq.ZMQError` if it is in use."""
+        self._context = context
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._links: dict[int, ProducerLink] = {}
+        self._by_identity: dict[bytes, ProducerLink] = {}
+        self._next_link = 1
+        settings = context.settings
+        socket = context.zmq.socket(zmq.ROUTER)
+        configure(socket, settings)
+        encrypt(socket, settings, listens=True)
+        # Without this option ZeroMQ drops messages to a consumer that is gone, and the loss would not be noticed.
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(settings.bind)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = MonitoredSocket(
+            socket, on_message=self._receive, on_down=self._on_down, events=zmq.EVENT_DISCONNECTED
+        )
+
+    def __iter__(self) -> Iterator[ProducerLink]:
+        return iter(self._links.values())
+
+    def get(self, number: int) -> ProducerLink | None:
+        """Return the link with this number, or None if it is gone."""
+        return self._links.get(number)
+
+    def drop(self, ticket: TicketId) -> None:
+        """Forget the queued blocks of a ticket on all links."""
+        for link in self._links.values():
+            link.drop(ticket)
+
+    def is_reading(self, ticket: TicketId) -> bool:
+        """Return whether a frame in flight or a running checksum of any link still reads the blocks of this ticket."""
+        return any(link.is_reading(ticket) for link in self._links.values())
+
+    def forget_lost(self, in_use: Collection[int], peers_in_use: Collection[tuple[InstanceId, Generation]]) -> None:
+        """Forget links that are lost and that neither a session nor its consumer uses any more."""
+        for number, link in list(self._links.items()):
+            # Keep a lost link while a session of its consumer lives: its pidfd still reports the death of that process.
+            if not link.is_up and number not in in_use and link.peer not in peers_in_use and link.is_idle():
+                link.close()
+                del self._links[number]
+
+    def close(self) -> None:
+        """Close the socket and all links."""
+        self._socket.close(linger_ms=LINGER_MS)
+        for link in self._links.values():
+            link.close()
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        identity = frames[0].bytes
+        link = self._by_identity.get(identity)
+        try:
+            message = producer_decoder.decode(frames[1].buffer)
+        except (WireError, IndexError) as exc:
+            logger.warning("undecodable message of a peer: %s", exc)
+            return
+        if isinstance(message, Hello) and link is None:
+            self._greet(identity, int(frames[1].get(zmq.SRCFD)), message)
+        elif isinstance(message, Join) and link is None:
+            self._join(identity, int(frames[1].get(zmq.SRCFD)), message)
+        elif link is None:
+            self._answer(identity, Refuse("say hello first"))
+        else:
+            self._on_message(link, message)
+
+    def _greet(self, identity: bytes, fd: int, hello: Hello) -> None:
+        # The system reuses file descriptors: handle the end of an older connection with this number first.
+        self._socket.drain_monitor()
+        refuse = refusal(self._context, hello)
+        if refuse is not None:
+            logger.warning("peer=%s refused: %s", hello.instance, refuse.reason)
+            self._answer(identity, refuse)
+            return
+        # Numbers are never used again: a session may still refer to a link that is gone.
+        number, self._next_link = self._next_link, self._next_link + 1
+        link = ProducerLink(
+            self._context, self._socket, identity=identity, number=number, fd=fd, hello=hello, on_lost=self._lose
+        )
+        self._links[number] = self._by_identity[identity] = link
+        link.send(welcome(self._context, link))
+
+    def _join(self, identity: bytes, fd: int, join: Join) -> None:
+        self._socket.drain_monitor()
+        # The secret identifies the link; the identity of a new connection says nothing about its owner.
+        link = next((link for link in self._links.values() if link.admits(join)), None)
+        if link is None:
+            self._answer(identity, Refuse("no connection with this secret can be joined"))
+            return
+        link.join(identity, fd)
+        self._by_identity[identity] = link
+
+    def _answer(self, identity: bytes, refuse: Refuse) -> None:
+        try:
+            self._socket.send([identity, encode(refuse)])
+        except zmq.ZMQError as exc:
+            logger.debug("a refused peer is already gone: %s", exc)
+
+    def _on_down(self, fd: int) -> None:
+        """Find the link of a connection that ended, by its file descriptor."""
+        for link in self._links.values():
+            if fd in link.fds and link.is_up:
+                # Messages that arrived before the end, such as a release, are still in the socket: `_ended` handles
+                # them first.
+                self._context.loop.call_soon(self._ended, link)
+
+    def _ended(self, link: ProducerLink) -> None:
+        self._socket.drain()
+        self._lose(link, False)
+
+    def _lose(self, link: ProducerLink, dead: bool) -> None:
+        dead = dead or link.is_dead()
+        if link.is_up:
+            logger.info("peer=%s disconnected dead=%s", link.peer[0], dead)
+            link.lose()
+            for identity in link.identities:
+                self._by_identity.pop(identity, None)
+        self._on_lost(link, dead)

@@ -1,0 +1,146 @@
+"""The tickets that a producer serves, and the tombstones of ended tickets. This module does no I/O."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TypeVar
+
+from baton_serve.contracts.identity import Generation, InstanceId, TicketId
+from baton_serve.kvtransfer.errors import LocalTransferError, UnknownTicket
+from baton_serve.kvtransfer.session.producer import ProducerSession
+from baton_serve.kvtransfer.session.steps import ReleaseReason
+
+K = TypeVar("K")
+V = TypeVar("V")
+SinkKey = tuple[TicketId, InstanceId, Generation]
+"""Identifies a served ticket: the ticket and its consumer. A ticket id alone could be fetched by the wrong instance."""
+
+
+class Handoff:
+    """The session of one served ticket, with the transport that carries its blocks and the future that resolves when
+    they may be freed.
+    """
+
+    def __init__(self, key: SinkKey, session: ProducerSession) -> None:
+        self.key = key
+        self.session = session
+        self.transport = ""
+        self.released: asyncio.Future[ReleaseReason] | None = None
+        self.served_bytes = 0
+
+
+class HandoffTable:
+    """The handoffs of one node by ticket and consumer, and what is remembered of ended tickets, so that late calls and
+    messages end at once. It remembers at most `max_tombstones` tickets of each kind.
+    """
+
+    def __init__(self, max_tombstones: int) -> None:
+        self._max_tombstones = max_tombstones
+        self._handoffs: dict[SinkKey, Handoff] = {}
+        self._opened: dict[TicketId, Handoff] = {}
+        self._outcomes: OrderedDict[TicketId, asyncio.Future[ReleaseReason]] = OrderedDict()
+        self._tombstones: OrderedDict[SinkKey, ReleaseReason] = OrderedDict()
+        self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Handoff]:
+        """Return all handoffs that are served now. The caller may end them meanwhile."""
+        return iter(list(self._handoffs.values()))
+
+    def __len__(self) -> int:
+        return len(self._handoffs)
+
+    def get(self, key: SinkKey) -> Handoff | None:
+        """Return the handoff of a ticket that was opened or is fetched, or None."""
+        return self._handoffs.get(key)
+
+    def add(self, key: SinkKey, session: ProducerSession) -> Handoff:
+        """Add the handoff of a ticket that is opened or fetched for the first time."""
+        handoff = self._handoffs[key] = Handoff(key, session)
+        return handoff
+
+    def expect(self, ticket: TicketId, released: "asyncio.Future[ReleaseReason]") -> None:
+        """Remember the future of a ticket that is being opened. Raises `LocalTransferError` if it was opened before."""
+        if ticket in self._outcomes:
+            raise LocalTransferError(f"ticket {ticket} was opened before")
+        self._outcomes[ticket] = released
+        while len(self._outcomes) > self._max_tombstones:
+            oldest, future = next(iter(self._outcomes.items()))
+            if not future.done():
+                return  # the oldest ticket is still being served, and its caller may ask for the outcome
+            del self._outcomes[oldest]
+
+    def open(self, handoff: Handoff, released: "asyncio.Future[ReleaseReason]") -> None:
+        """Let the owner of a ticket publish its blocks. `released` resolves when they may be freed."""
+        handoff.released = released
+        self._opened[handoff.key[0]] = handoff
+
+    def find(self, ticket: TicketId) -> Handoff | None:
+        """Return the handoff of an opened ticket, or None if it has ended: then a late call of its owner is ignored.
+        Raises `UnknownTicket` if it was not opened.
+        """
+        handoff = self._opened.get(ticket)
+        if handoff is None:
+            self.outcome(ticket)
+        return handoff
+
+    def outcome(self, ticket: TicketId) -> "asyncio.Future[ReleaseReason]":
+        """Return the future that resolves when the blocks of a ticket may be freed. Raises `UnknownTicket` if it was
+        not opened.
+        """
+        future = self._outcomes.get(ticket)
+        if future is None:
+            raise UnknownTicket(f"ticket {ticket} was not opened")
+        return future
+
+    def unresolved(self) -> "list[asyncio.Future[ReleaseReason]]":
+        """Return the futures of the tickets whose blocks may not be freed yet."""
+        return [future for future in self._outcomes.values() if not future.done()]
+
+    def count_of(self, peer: tuple[InstanceId, Generation]) -> int:
+        """Return the number of tickets that are served to one consumer."""
+        return sum(key[1:] == peer for key in self._handoffs)
+
+    def cancel(self, ticket: TicketId) -> list[Handoff]:
+        """Leave a tombstone for all consumers of a ticket. Return the handoffs that the caller must end."""
+        self._remember(self._cancelled, ticket, None)
+        return [handoff for key, handoff in self._handoffs.items() if key[0] == ticket]
+
+    def is_cancelled(self, ticket: TicketId) -> bool:
+        """Return whether this node has cancelled a ticket."""
+        return ticket in self._cancelled
+
+    def tombstone(self, key: SinkKey) -> ReleaseReason | None:
+        """Return the reason why a ticket has ended, or None."""
+        return self._tombstones.get(key)
+
+    def entomb(self, key: SinkKey, reason: ReleaseReason) -> None:
+        """Leave a tombstone, so that a later fetch or `open` of this ticket ends at once."""
+        self._remember(self._tombstones, key, reason)
+
+    def release(self, handoff: Handoff, reason: ReleaseReason) -> None:
+        """Resolve the future of a ticket: its blocks may be freed."""
+        self._opened.pop(handoff.key[0], None)
+        if handoff.released is not None and not handoff.released.done():
+            handoff.released.set_result(reason)
+
+    def bury(self, handoff: Handoff) -> None:
+        """Forget a handoff and leave a tombstone. A parked fetch whose connection broke leaves none, because its
+        consumer may come again. Calling it again has no effect.
+        """
+        if self._handoffs.pop(handoff.key, None) is None:
+            return
+        if handoff.released is not None or handoff.session.reason != "lost":
+            self.entomb(handoff.key, handoff.session.reason or "failed")
+
+    def check_invariants(self) -> None:
+        """Assert that all sessions are consistent and that opened tickets have not been released."""
+        for handoff in self._handoffs.values():
+            handoff.session.check_invariants()
+            assert not handoff.session.is_over()
+        for handoff in self._opened.values():
+            assert handoff.released is not None and not handoff.released.done()
+
+    def _remember(self, memory: "OrderedDict[K, V]", key: K, value: V) -> None:
+        memory[key] = value
+        while len(memory) > self._max_tombstones:
+            memory.popitem(last=False)
