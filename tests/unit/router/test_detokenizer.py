@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from baton_serve.services.router.text.detokenizer import Detokenizer
+from baton_serve.services.router.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from baton_serve.services.router.text.text_output import StopStrings
 from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.tokenizers_for_tests import byte_fallback, byte_level, word_piece
@@ -16,12 +16,10 @@ BYTE_LEVEL = TextTokenizer(byte_level(), {})
 BYTE_FALLBACK = TextTokenizer(byte_fallback(), {})
 WORD_PIECE = TextTokenizer(word_piece(), {})
 DETOKENIZERS = {id(tokenizer): Detokenizer(tokenizer) for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK, WORD_PIECE)}
-WITHOUT_TABLE = {id(tokenizer): Detokenizer(tokenizer, use_table=False) for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK)}
 
 
-def streamed(tokenizer: TextTokenizer, ids: Sequence[int], cut: int, *, skip: bool = True, table: bool = True) -> str:
-    detokenizer = (DETOKENIZERS if table else WITHOUT_TABLE)[id(tokenizer)]
-    stream = detokenizer.stream(skip_special_tokens=skip)
+def streamed(tokenizer: TextTokenizer, ids: Sequence[int], cut: int, *, skip: bool = True) -> str:
+    stream = DETOKENIZERS[id(tokenizer)].stream(skip_special_tokens=skip)
     parts = [stream.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
     return "".join(parts) + stream.finish()
 
@@ -64,15 +62,25 @@ def test_bytes_that_are_no_text_become_one_mark_each_and_harm_nothing_else(ids: 
         assert once == library
 
 
-@given(st.text(max_size=20), CUTS)
-def test_the_library_way_agrees_with_the_table(text: str, cut: int) -> None:
-    for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert streamed(tokenizer, ids, cut, table=False) == tokenizer.decode(ids)
+def test_an_invalid_byte_after_a_character_does_not_end_the_stream() -> None:
+    byte = {value: BYTE_FALLBACK.backend.token_to_id(f"<0x{value:02X}>") for value in range(256)}
+    word = BYTE_FALLBACK.backend.token_to_id("▁hello")
+    ids = [byte[value] for value in "€".encode()] + [byte[0xFF], word, word]
+    assert streamed(BYTE_FALLBACK, ids, 1) == "€\ufffd hello hello"
+
+
+def test_a_long_run_of_invalid_bytes_is_not_held_back_for_ever() -> None:
+    for tokenizer, invalid, letter in ((BYTE_LEVEL, 0xFF, ord("a")), (BYTE_FALLBACK, 3 + 0xFF, 3 + ord("a"))):
+        stream = Detokenizer(tokenizer).stream()
+        texts = [stream.push([invalid]) for _ in range(2 * MAX_HELD_TOKENS)]
+        assert [len(text) for text in texts] == [0] * 63 + [64] + [0] * 63 + [64]
+        assert stream.push([letter]) + stream.finish() == "a"
 
 
 @pytest.mark.parametrize(("make", "uses_table"), [(byte_level, True), (byte_fallback, True), (word_piece, False)])
-def test_tables_are_used_where_they_are_known_to_be_exact(make: Callable[[], Tokenizer], uses_table: bool) -> None:
+def test_the_bytes_of_single_tokens_come_from_a_table_where_it_is_known_to_be_exact(
+    make: Callable[[], Tokenizer], uses_table: bool
+) -> None:
     assert Detokenizer(TextTokenizer(make(), {})).uses_table is uses_table
 
 
