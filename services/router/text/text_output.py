@@ -1,6 +1,8 @@
 """Converts the tokens of one sequence to pieces of the answer: text up to a stop string, logprobs, finish reason."""
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -17,6 +19,48 @@ class StopSearchResult(msgspec.Struct, frozen=True):
     matched: str | None = None
 
 
+class _StopPattern:
+    """A stop string with the lengths of the borders of its beginnings, as Knuth, Morris and Pratt define them.
+
+    The search takes constant time per character on average, whatever the text is. A search that compares every end of
+    the text with every beginning of a long stop string would take seconds for a text that is chosen for it.
+    """
+
+    __slots__ = ("_borders", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        # Entry k belongs to the beginning of k characters. Entries are added when a text has matched that far: most
+        # texts match only a few characters.
+        self._borders = array("H", [0, 0])
+
+    def advance(self, num_matched: int, char: str) -> int:
+        """Return how many characters of the stop string match after `char`, if `num_matched` matched before it."""
+        text = self.text
+        if num_matched == len(text):
+            num_matched = self.border(num_matched)
+        while num_matched and text[num_matched] != char:
+            num_matched = self.border(num_matched)
+        return num_matched + (text[num_matched] == char)
+
+    def border(self, length: int) -> int:
+        """Return the length of the longest beginning of `text[:length]` that is also its end, but not all of it."""
+        text, borders = self.text, self._borders
+        while len(borders) <= length:
+            last = len(borders) - 1
+            border = borders[last]
+            while border and text[last] != text[border]:
+                border = borders[border]
+            borders.append(border + (text[last] == text[border]))
+        return borders[length]
+
+
+@lru_cache(maxsize=1024)
+def _pattern(stop: str) -> _StopPattern:
+    """Return the pattern of a stop string. The sequences of a request share it."""
+    return _StopPattern(stop)
+
+
 class StopStrings:
     """Searches the text of one sequence for stop strings.
 
@@ -25,7 +69,9 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = [stop for stop in stops if stop]
+        self._patterns = [_pattern(stop) for stop in stops if stop]
+        self._num_matched = [0] * len(self._patterns)
+        """For each stop string the length of its longest beginning at the end of the text so far."""
         self._include = include
         self._held = ""
 
@@ -35,17 +81,21 @@ class StopStrings:
         With `is_active` false (at most `min_tokens` tokens so far) the piece cannot end the sequence. As in vLLM, a
         stop string counts if it begins in such a piece and ends in a later, active one.
         """
-        if not self._stops:
+        if not self._patterns:
             return StopSearchResult(text)
+        ends = [self._search(i, text) for i in range(len(self._patterns))]
         num_held = len(self._held)
         text = self._held + text
-        # A stop string must end in the new piece: text that is held back may contain one that did not count.
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0]
+        found = [
+            (num_held + end - len(pattern.text), pattern.text)
+            for end, pattern in zip(ends, self._patterns, strict=True)
+            if end is not None
+        ]
         if found and is_active:
             self._held = ""
             at, stop = min(found, key=lambda match: match[0])
             return StopSearchResult(text[: at + len(stop)] if self._include else text[:at], stop)
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(self._num_matched)
         self._held = text[len(text) - keep :]
         return StopSearchResult(text[: len(text) - keep])
 
@@ -54,13 +104,22 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    def _search(self, i: int, piece: str) -> int | None:
+        """Search a piece for stop string `i`. Return the end of its first occurrence in the piece, or None."""
+        pattern, num_matched = self._patterns[i], self._num_matched[i]
+        # The fast path of most pieces: nothing has matched, and the stop string cannot begin here.
+        if not num_matched and pattern.text[0] not in piece:
+            return None
+        first_end = None
+        for at, char in enumerate(piece):
+            num_matched = pattern.advance(num_matched, char)
+            if num_matched == len(pattern.text) and first_end is None:
+                first_end = at + 1
+        # A whole match is not held back, but an end of it may begin another one.
+        if num_matched == len(pattern.text):
+            num_matched = pattern.border(num_matched)
+        self._num_matched[i] = num_matched
+        return first_end
 
 
 class TextDelta(msgspec.Struct):

@@ -1,5 +1,6 @@
 """Streamed text equals decoding everything at once, for any tokens and any division into updates."""
 
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -152,6 +153,59 @@ def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
     assert search.push("agle").text == "Eagle"
     assert search.push(" EN").text == " "
     assert search.finish() == "EN"
+
+
+@pytest.mark.parametrize(
+    "stop", ["b" + "a" * 4094 + "c", "a" * 4095 + "c", "ab" * 2047 + "c", "a" * 2000 + "b" + "a" * 2000]
+)
+def test_the_search_for_long_stop_strings_takes_a_time_per_character(stop: str) -> None:
+    others = [f"{stop[:-1]}{i:x}" for i in range(16)]
+    search = StopStrings(others)
+    num_calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        # The text matches as far as it can, and then in vain.
+        for piece in (stop[:4000], *[stop[4000:4010] or "a"] * 100):
+            search.push(piece)
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 10 * 5000 * len(others)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3), st.text("abc", max_size=40), st.data())
+def test_a_search_in_pieces_finds_what_a_search_in_the_whole_text_finds(
+    stops: list[str], text: str, data: st.DataObject
+) -> None:
+    search = StopStrings(stops)
+    out, at = "", 0
+    while at < len(text):
+        size = data.draw(st.integers(1, 4))
+        piece, at = text[at : at + size], at + size
+        is_active = data.draw(st.booleans())
+        end = min(at, len(text))
+        # Occurrences that end in this piece, by their beginning.
+        begins = [
+            begin
+            for stop in stops
+            for begin in range(end - len(stop) + 1)
+            if text.startswith(stop, begin) and begin + len(stop) > end - len(piece)
+        ]
+        found = search.push(piece, is_active=is_active)
+        out += found.text
+        assert (found.matched is not None) == (is_active and bool(begins))
+        if found.matched is not None:
+            assert out == text[: min(begins)]
+            return
+        held = max(
+            (n for stop in stops for n in range(1, min(len(stop), end + 1)) if text[:end].endswith(stop[:n])), default=0
+        )
+        assert out == text[: end - held]
+    assert out + search.finish() == text
 
 
 def test_a_stop_string_counts_if_it_ends_after_min_tokens_as_in_vllm() -> None:

@@ -12,6 +12,7 @@ from baton_serve.services.router.settings import ReasoningParser, RouterSettings
 from baton_serve.services.router.text.grammar import Rule, Vocabulary, read_grammar_spec
 from baton_serve.services.router.text.grammar.closed_objects import close_objects
 from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.services.router.text.grammar.structural_tags import structural_tag
 from baton_serve.services.router.text.message_reader import MessageFormat
 from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.conftest import Router, Serve
@@ -260,6 +261,33 @@ def chat_grammar(
     grammar_spec = form_of(reasoning, prompt, parser, **body).grammar_spec
     assert grammar_spec is not None
     return grammar_of(grammar_spec.rule, grammar_spec.param)
+
+
+def test_the_tags_and_triggers_of_a_structural_tag_are_counted_before_they_are_compared(serve: Serve) -> None:
+    tag = {"begin": "zq", "end": "z"}
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"structures": [tag] * 1001, "triggers": ["z"]}, "structures"),
+        ({"structures": [tag], "triggers": [*map(str, range(100)), "z"]}, "triggers"),
+        ({"format": {"type": "tags_with_separator", "separator": ",", "tags": [tag] * 1001}}, "tags"),
+    ]
+
+    async def scenario(router: Router) -> None:
+        for body, name in bodies:
+            form = {"type": "structural_tag", **body}
+            answer = await router.http.post("/v1/completions", json={"prompt": "a", "response_format": form})
+            assert answer.status_code == 400
+            assert f"{name} has 1" in answer.json()["error"]["message"]
+
+    serve(scenario)
+
+
+def test_nested_tags_with_separators_are_written_once() -> None:
+    part: dict[str, Any] = {"type": "const_string", "value": "x" * 1000}
+    for _ in range(15):
+        tag = {"begin": "a", "end": "b", "content": part}
+        part = {"type": "tags_with_separator", "separator": ",", "tags": [tag]}
+    grammar = grammar_of(structural_tag({"format": part}, "p"))
+    assert len(grammar) < 5_000
 
 
 def test_reasoning_comes_before_the_form() -> None:

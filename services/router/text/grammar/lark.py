@@ -105,6 +105,12 @@ class Lark:
         self._embedded.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
+    def named(self, expression: str) -> str:
+        """Define a rule for an expression that the grammar uses several times, and return its name."""
+        name = f"part_{len(self._lines)}"
+        self._lines.append(f"{name}: {expression}")
+        return name
+
     def _count(self, text: str) -> None:
         self._num_chars += len(text)
         if self._num_chars > MAX_CHARS:

@@ -12,6 +12,11 @@ from baton_serve.services.router.text.grammar.lark import Lark, Rule, embedded_r
 MAX_DEPTH = 16
 """Largest nesting of parts. The reader is recursive, and the grammar grows with each level."""
 
+MAX_TAGS = 1_000
+"""Largest number of tags in one part."""
+MAX_TRIGGERS = 100
+"""Largest number of triggers in one part. Each tag is compared with each trigger, on the event loop."""
+
 
 def structural_tag(value: object, param: str) -> Rule:
     """Return the rule for a structural tag. Raises `BadRequestError` for `param` if the tag is invalid."""
@@ -21,7 +26,7 @@ def structural_tag(value: object, param: str) -> Rule:
     if "format" in value:
         return reader.part(value["format"], 0)
     # The older format is converted to a part of the newer one.
-    structures = [reader.mapping(one) for one in reader.sequence(value, "structures")]
+    structures = [reader.mapping(one) for one in reader.sequence(value, "structures", at_most=MAX_TAGS)]
     tags = [
         {"begin": one.get("begin"), "end": one.get("end"), "content": {"type": "json_schema", **_schema_of(one)}}
         for one in structures
@@ -87,12 +92,12 @@ class _Reader:
         return rule
 
     def _triggered(self, part: Mapping[str, Any], depth: int) -> Rule:
-        triggers = self.sequence(part, "triggers")
+        triggers = self.sequence(part, "triggers", at_most=MAX_TRIGGERS)
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise self._error("triggers must be strings, none of them empty")
         # Tags are grouped by trigger: after a trigger the model may continue with any tag that begins with it.
         by_trigger: dict[str, list[Rule]] = {}
-        for value in self.sequence(part, "tags"):
+        for value in self.sequence(part, "tags", at_most=MAX_TAGS):
             tag = self.mapping(value)
             begin = self.text(tag, "begin")
             trigger = next((one for one in triggers if begin.startswith(one)), None)
@@ -114,12 +119,13 @@ class _Reader:
         return rule
 
     def _separated(self, part: Mapping[str, Any], depth: int) -> Rule:
-        tags = [self._tag(self.mapping(one), depth) for one in self.sequence(part, "tags")]
+        tags = [self._tag(self.mapping(one), depth) for one in self.sequence(part, "tags", at_most=MAX_TAGS)]
         separator = self.text(part, "separator", may_be_empty=True)
         is_needed, is_once = bool(part.get("at_least_one")), bool(part.get("stop_after_first"))
 
         def rule(lark: Lark) -> str:
-            one = f"({' | '.join(tag(lark) for tag in tags)})"
+            # A rule of its own: a copy of its text would double the grammar with each level of nesting.
+            one = lark.named(" | ".join(tag(lark) for tag in tags))
             more = "" if is_once else f" ({lark.literal(separator)} {one})*"
             return f"({one}{more})" if is_needed else f"({one}{more})?"
 
@@ -131,11 +137,13 @@ class _Reader:
             raise self._error("every part of a structural tag must be an object")
         return value
 
-    def sequence(self, part: Mapping[str, Any], name: str) -> Sequence[Any]:
-        """Return a field that must be a list with at least one element. Raises `BadRequestError` otherwise."""
+    def sequence(self, part: Mapping[str, Any], name: str, *, at_most: int | None = None) -> Sequence[Any]:
+        """Return a field that must be a list with 1 to `at_most` elements. Raises `BadRequestError` otherwise."""
         value = part.get(name)
         if not isinstance(value, list) or not value:
             raise self._error(f"{name} must be a list that is not empty")
+        if at_most is not None and len(value) > at_most:
+            raise self._error(f"{name} has {len(value)} elements; at most {at_most} are allowed")
         return value
 
     def text(self, part: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
