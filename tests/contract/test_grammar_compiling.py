@@ -93,6 +93,20 @@ def test_the_largest_grammar_within_the_bounds_needs_half_of_the_stack_and_the_c
     run(body())
 
 
+def test_gbnf_is_converted_with_the_same_limits() -> None:
+    async def body() -> None:
+        async with checker(CompileLimits(cpu_s=0.5)) as one:
+            assert "start: A" in await one.converted('root ::= a\na ::= "x"')
+            with pytest.raises(ValueError, match="not found"):
+                await one.converted("root ::= b")
+            # The library's search for a rule of Lark takes quadratic time for empty lines.
+            with pytest.raises(ValueError, match=r"takes more than 0\.5 s"):
+                await one.converted('root ::= "a"' + "\n" * 100_000)
+            assert await one.verdict(GOOD) == ""
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("limits", "grammar", "reason"),
     [

@@ -25,6 +25,7 @@ from baton_serve.services.router.text.chat_template import ChatTemplate, ChatTem
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
+from baton_serve.services.router.text.grammar.lark import UnconvertedGbnfError
 from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE
 from baton_serve.services.router.text.sampling_params import SamplingDefaults
 from baton_serve.services.router.text.thread_pools import GRAMMARS, TEMPLATES
@@ -39,6 +40,9 @@ _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generati
 _RENDERED_INLINE_PARTS = 200
 """Largest number of messages and content parts that is rendered on the event loop. Each takes about 1 us, however long
 its text is; longer chats are rendered in a thread, so that streams go on."""
+
+_MAX_GBNF_PARTS = 16
+"""Largest number of different grammars in GBNF in one request. Each is converted by another process."""
 
 _CHARS_PER_WORD = 100
 """Cost of tokenizing one word of `bad_words`, as a number of characters of a text that takes as long."""
@@ -144,9 +148,25 @@ class ServedModel:
         Raises `BadRequestError` if the grammar is invalid, `RateLimitError` if too many grammars wait for the compiler,
         and `UnavailableError` if the compiler cannot be used.
         """
-        grammar = await GRAMMARS.run(self.vocabulary.write, grammar_spec.rule, param=grammar_spec.param)
-        self.vocabulary.check(grammar, await self.compiling.verdict(grammar), param=grammar_spec.param)
+        param = grammar_spec.param
+        grammar = await self._written(grammar_spec)
+        self.vocabulary.check(grammar, await self.compiling.verdict(grammar), param=param)
         return grammar
+
+    async def _written(self, grammar_spec: GrammarSpec) -> str:
+        """Return the text of a grammar whose parts in GBNF are converted. Raises the errors of `grammar`."""
+        param = grammar_spec.param
+        converted: dict[str, str] = {}
+        for _ in range(_MAX_GBNF_PARTS + 1):
+            try:
+                return await GRAMMARS.run(self.vocabulary.write, grammar_spec.rule, param=param, converted=converted)
+            except UnconvertedGbnfError as exc:
+                gbnf = exc.gbnf
+            try:
+                converted[gbnf] = await self.compiling.converted(gbnf)
+            except ValueError as exc:
+                raise BadRequestError(f"{param}: {exc}", param=param, code="invalid_grammar") from exc
+        raise BadRequestError(f"{param}: there are more than {_MAX_GBNF_PARTS} grammars in GBNF", param=param)
 
     def start_compiler(self) -> None:
         """Start the process that compiles grammars, if the tokenizer supports structured output."""

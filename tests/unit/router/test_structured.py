@@ -11,7 +11,8 @@ from baton_serve.services.router.protocol.openai_requests import ChatCompletionR
 from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from baton_serve.services.router.text.grammar import Rule, Vocabulary, read_grammar_spec
 from baton_serve.services.router.text.grammar.closed_objects import close_objects
-from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.services.router.text.grammar.compiling.process import lark_of_gbnf
+from baton_serve.services.router.text.grammar.lark import Lark, UnconvertedGbnfError
 from baton_serve.services.router.text.grammar.structural_tags import structural_tag
 from baton_serve.services.router.text.message_reader import MessageFormat
 from baton_serve.services.router.text.tokenization import TextTokenizer
@@ -52,7 +53,10 @@ MATCHING = LLTokenizer(TOKENIZER.backend.to_str(), eos_token=TOKENIZER.backend.t
 
 
 def grammar_of(rule: Rule, param: str = "x") -> str:
-    return VOCABULARY.write(rule, param=param)
+    try:
+        return VOCABULARY.write(rule, param=param)
+    except UnconvertedGbnfError as exc:
+        return VOCABULARY.write(rule, param=param, converted={exc.gbnf: lark_of_gbnf(exc.gbnf)})
 
 
 def follows(grammar: str, text: str) -> bool:
@@ -277,6 +281,20 @@ def test_the_tags_and_triggers_of_a_structural_tag_are_counted_before_they_are_c
             answer = await router.http.post("/v1/completions", json={"prompt": "a", "response_format": form})
             assert answer.status_code == 400
             assert f"{name} has 1" in answer.json()["error"]["message"]
+
+    serve(scenario)
+
+
+def test_a_structural_tag_has_a_bounded_number_of_grammars_in_gbnf(serve: Serve) -> None:
+    def form(count: int) -> dict[str, Any]:
+        parts = [{"type": "grammar", "grammar": f'root ::= "{i}"'} for i in range(count)]
+        return {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+
+    async def scenario(router: Router) -> None:
+        for count, status in ((16, 200), (17, 400)):
+            body = {"prompt": "a", "max_tokens": 1, "response_format": form(count)}
+            answer = await router.http.post("/v1/completions", json=body)
+            assert answer.status_code == status, answer.text
 
     serve(scenario)
 

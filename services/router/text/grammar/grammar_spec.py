@@ -160,7 +160,7 @@ def _choice(given: _Given) -> Rule:
 
 
 def _grammar(given: _Given) -> Rule:
-    return embedded_rule(_text(given), given.param)
+    return embedded_rule(_text(given))
 
 
 def _structural_tag(given: _Given) -> Rule:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from llguidance import grammar_from, regex_to_lark
+from llguidance import regex_to_lark
 
 from baton_serve.contracts.grammar_bounds import (
     MAX_CHARS,
@@ -18,7 +18,6 @@ from baton_serve.contracts.grammar_bounds import (
     check_lark,
     check_schema,
 )
-from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.text.grammar.closed_objects import Schema, close_objects
 
 WHITESPACE = r"(\r?\n[ \t]{0,48}| {1,2})?"
@@ -39,14 +38,24 @@ class Markers(Protocol):
         ...
 
 
+class UnconvertedGbnfError(Exception):
+    """A grammar in GBNF must first be converted, which another process does (`grammar.compiling`)."""
+
+    def __init__(self, gbnf: str) -> None:
+        super().__init__("a grammar in GBNF is not converted yet")
+        self.gbnf = gbnf
+
+
 class Lark:
     """Builds one grammar. Its methods return expressions for the right-hand side of a rule.
 
     Every method that takes a value of a client checks its size first, and raises `GrammarBoundsError` if it is too big.
     """
 
-    def __init__(self, markers: Markers) -> None:
+    def __init__(self, markers: Markers, converted: Mapping[str, str] | None = None) -> None:
+        """Create it. `converted` has the Lark of each grammar in GBNF."""
         self._markers = markers
+        self._converted = converted or {}
         self._lines: list[str] = []
         self._embedded: list[dict[str, str]] = []
         self._num_chars = 0
@@ -91,14 +100,16 @@ class Lark:
     def embedded(self, grammar: str) -> str:
         """Return an expression that matches the start rule of a client's grammar.
 
-        The grammar is read as GBNF if its rules are written `name ::= ...`, and as Lark otherwise. Raises `ValueError`
-        if GBNF cannot be converted.
+        The grammar is read as GBNF if its rules are written `name ::= ...`, and as Lark otherwise. Raises
+        `UnconvertedGbnfError` for GBNF that is not converted yet.
         """
         self._count(grammar)
         name = f"embedded_{len(self._embedded)}"
         if "::=" in grammar:
             check_gbnf(grammar)
-            lark = grammar_from("gbnf", grammar)
+            if grammar not in self._converted:
+                raise UnconvertedGbnfError(grammar)
+            lark = self._converted[grammar]
         else:
             check_lark(grammar)
             lark = grammar
@@ -150,19 +161,9 @@ def json_rule(schema: Schema, options: Mapping[str, Any] | None = None, *, is_op
     return lambda lark: lark.json(schema, options, is_open=is_open)
 
 
-def embedded_rule(grammar: str, param: str) -> Rule:
-    """Return the rule for a client's grammar. The rule raises `BadRequestError` for `param` if it is invalid."""
-
-    def rule(lark: Lark) -> str:
-        try:
-            return lark.embedded(grammar)
-        # `GrammarBoundsError` is a `ValueError`; `Vocabulary.write` translates it for all rules.
-        except GrammarBoundsError:
-            raise
-        except (ValueError, RecursionError) as exc:
-            raise BadRequestError(f"{param}: {exc}", param=param) from exc
-
-    return rule
+def embedded_rule(grammar: str) -> Rule:
+    """Return the rule for a client's grammar; see `Lark.embedded`."""
+    return lambda lark: lark.embedded(grammar)
 
 
 def _quoted(piece: str | int) -> str:

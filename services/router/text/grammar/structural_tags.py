@@ -56,7 +56,7 @@ class _Reader:
                 regex = self.text(part, "pattern")
                 return lambda lark: lark.regex(regex)
             case "grammar":
-                return embedded_rule(self.text(part, "grammar"), self._param)
+                return embedded_rule(self.text(part, "grammar"))
             case "any_text":
                 return lambda lark: lark.free_text()
             case _:

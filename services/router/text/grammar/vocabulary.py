@@ -6,7 +6,7 @@ tokenizer.json, so a grammar that is valid there is valid in the instances too.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from llguidance import LLTokenizer
@@ -33,13 +33,14 @@ class Vocabulary:
         """Tokens that end an answer, for `Lark`."""
         self._tokenizer = tokenizer
 
-    def write(self, rule: Rule, *, param: str) -> str:
-        """Return the text of the grammar for a rule; it is not compiled yet.
+    def write(self, rule: Rule, *, param: str, converted: Mapping[str, str] | None = None) -> str:
+        """Return the text of the grammar for a rule; it is not compiled yet. `converted` has the Lark of GBNF in it.
 
-        Raises `BadRequestError` for `param` if the rule or the grammar is too large, or the tokenizer is not supported.
+        Raises `BadRequestError` for `param` if the rule or the grammar is too large, or the tokenizer is not supported,
+        and `UnconvertedGbnfError` if the rule has GBNF that is missing in `converted`.
         """
         self.read_or_raise()
-        lark = Lark(self)
+        lark = Lark(self, converted)
         try:
             grammar = lark.grammar(rule(lark))
             check_grammar(grammar)

@@ -20,7 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from baton_serve.child_command import module_command
 from baton_serve.services.common.lifecycle import RestartPolicy
 from baton_serve.services.router.protocol.errors import RateLimitError, UnavailableError
-from baton_serve.services.router.text.grammar.compiling.process import ENDED, VERDICT, CompileLimits
+from baton_serve.services.router.text.grammar.compiling.process import (
+    COMPILE,
+    CONVERT,
+    CONVERTED,
+    ENDED,
+    VERDICT,
+    CompileLimits,
+)
 
 MAX_CACHED_VERDICTS = 4_096
 """Number of grammars whose verdicts are cached."""
@@ -129,6 +136,18 @@ class GrammarChecker:
                 if self._compilations.get(key) is compilation:
                     del self._compilations[key]
 
+    async def converted(self, gbnf: str) -> str:
+        """Return a grammar in GBNF as Lark. Raises `ValueError` if it is invalid, and the errors of `verdict`."""
+        await self._acquire_slot()
+        try:
+            answer = await self._compile(CONVERT + gbnf.encode(errors="replace"))
+        finally:
+            self._release_slot()
+        text = answer[1:].decode()
+        if answer[:1] != CONVERTED:
+            raise ValueError(text)
+        return text
+
     def _cached(self, key: bytes) -> str | None:
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
@@ -137,9 +156,10 @@ class GrammarChecker:
     async def _check(self, key: bytes, grammar: str) -> str:
         await self._acquire_slot()
         try:
-            verdict = await self._compile(grammar)
+            answer = await self._compile(COMPILE + grammar.encode(errors="replace"))
         finally:
             self._release_slot()
+        verdict = answer[1:].decode()
         self._verdicts[key] = verdict
         if len(self._verdicts) > MAX_CACHED_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -175,11 +195,15 @@ class GrammarChecker:
                 return
         self._num_running -= 1
 
-    async def _compile(self, grammar: str) -> str:
+    async def _compile(self, message: bytes) -> bytes:
+        """Send a message to the process and return its answer; an exceeded limit becomes a verdict.
+
+        Raises `UnavailableError` if the process is lost repeatedly.
+        """
         for _ in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    return self._read(await self._exchange(grammar, await self._running()))
+                    return self._read(await self._exchange(message, await self._running()))
             except _LostError:
                 await asyncio.sleep(_RETRY_S)
             except TimeoutError:
@@ -191,8 +215,8 @@ class GrammarChecker:
             retry_after_s=1.0,
         )
 
-    async def _exchange(self, grammar: str, process: _Process) -> bytes:
-        """Send a grammar to the process and return its raw answer. Raises `_LostError` if the process ends first.
+    async def _exchange(self, message: bytes, process: _Process) -> bytes:
+        """Send a message to the process and return its raw answer. Raises `_LostError` if the process ends first.
 
         If this call is cancelled, the socket is closed, which ends the compiler.
         """
@@ -204,7 +228,7 @@ class GrammarChecker:
                 # The message has one byte because a message without data could not carry a descriptor.
                 with remote:
                     socket.send_fds(process.control, [b"g"], [remote.fileno()])
-                await loop.sock_sendall(local, grammar.encode(errors="replace"))
+                await loop.sock_sendall(local, message)
                 local.shutdown(socket.SHUT_WR)
                 parts = bytearray()
                 while part := await loop.sock_recv(local, _READ_BYTES):
@@ -215,15 +239,20 @@ class GrammarChecker:
             raise _LostError
         return bytes(parts)
 
-    def _read(self, answer: bytes) -> str:
-        """Convert a raw answer to a verdict. Raises `_LostError` if the compiler was killed from outside."""
-        kind, rest = answer[:1], answer[1:]
-        if kind == VERDICT:
-            return rest.decode()
-        assert kind == ENDED
+    def _read(self, answer: bytes) -> bytes:
+        """Return a raw answer, or a verdict if a limit has ended the compiler.
+
+        Raises `_LostError` if the compiler was killed from outside.
+        """
+        if answer[:1] != ENDED:
+            return answer
+        return VERDICT + self._explained(int(answer[1:])).encode()
+
+    def _explained(self, number: int) -> str:
+        """Return the verdict for the signal that ended a compiler. Raises `_LostError` if it came from outside."""
         # `process` and the kernel send these signals for exceeded limits. SIGKILL and SIGTERM come from outside, for
         # example from the kernel's OOM killer, and say nothing about the grammar.
-        match int(rest):
+        match number:
             case signal.SIGKILL | signal.SIGTERM:
                 raise _LostError
             case signal.SIGSEGV | signal.SIGBUS:
@@ -233,7 +262,7 @@ class GrammarChecker:
             case signal.SIGABRT:  # allocating beyond RLIMIT_AS aborts the process
                 size = self._limits.memory_bytes >> 20
                 return f"the grammar or schema needs more than {size} MiB of memory to be compiled"
-            case number:
+            case _:
                 return f"the grammar or schema cannot be compiled: its compiler ended with status {-number}"
 
     async def _running(self) -> _Process:

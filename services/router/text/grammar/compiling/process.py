@@ -8,10 +8,10 @@ tokenizer once, which takes a second for 100,000 tokens, and never compiles anyt
 its compiler costs only a fork of some milliseconds. It has a single thread, because a fork copies only the thread that
 forks and would leave the locks of others taken. It ends when the router closes CONTROL.
 
-The router writes the grammar to its socket and then shuts down its side. The answer is `VERDICT` and the error message
-in UTF-8 (empty if the grammar is valid), or `ENDED` and the number of the signal that ended the compiler. Then the
-stream ends. A stream that ends without an answer means that this process has died. If the router closes the socket, the
-compiler ends.
+The router writes `COMPILE` and a grammar, or `CONVERT` and a grammar in GBNF, to its socket and then shuts down its
+side. The answer is `VERDICT` and the error message in UTF-8 (empty if the grammar is valid), `CONVERTED` and the
+grammar in Lark, or `ENDED` and the number of the signal that ended the compiler. Then the stream ends. A stream that
+ends without an answer means that this process has died. If the router closes the socket, the compiler ends.
 """
 
 import contextlib
@@ -28,12 +28,21 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from baton_serve.contracts.grammar_bounds import PARSER_LIMITS, STACK_BYTES, GrammarBoundsError, check_grammar
+from baton_serve.contracts.grammar_bounds import (
+    PARSER_LIMITS,
+    STACK_BYTES,
+    GrammarBoundsError,
+    check_gbnf,
+    check_grammar,
+)
 
-VERDICT, ENDED = b"v", b"e"
-"""First byte of an answer: an error message follows, or the number of a signal."""
+COMPILE, CONVERT = b"c", b"g"
+"""First byte of a request. GBNF is converted here too, since the library needs quadratic time for some texts."""
+
+VERDICT, CONVERTED, ENDED = b"v", b"t", b"e"
+"""First byte of an answer: an error message follows, a converted grammar, or the number of a signal."""
 
 MAX_VERDICT_CHARS = 2_000
 """Longest error message, in characters."""
@@ -161,12 +170,12 @@ def _compile(answers: socket.socket, tokens: LLTokenizer, limits: CompileLimits)
     status = 1
     try:
         _prepare(limits)
-        grammar = _read_all(answers)
+        message = _read_all(answers)
         _end_with(answers)
-        verdict = error_of(grammar, tokens)
+        answer = _answer(message[:1].encode(), message[1:], tokens)
         # From now on the router's reading of the answer also raises SIGIO, which must not end this process.
         signal.signal(signal.SIGIO, signal.SIG_IGN)
-        answers.sendall(VERDICT + verdict[:MAX_VERDICT_CHARS].encode(errors="replace"))
+        answers.sendall(answer)
         status = 0
     except MemoryError:
         # llguidance aborts at the memory limit, and Python raises this error. Report both in the same way.
@@ -174,6 +183,23 @@ def _compile(answers: socket.socket, tokens: LLTokenizer, limits: CompileLimits)
     finally:
         # `sys.exit` would run the clean-up and flush the buffers of the parent process, which were copied by the fork.
         os._exit(status)
+
+
+def _answer(kind: bytes, text: str, tokens: LLTokenizer) -> bytes:
+    if kind == COMPILE:
+        verdict = error_of(text, tokens)
+    else:
+        try:
+            return CONVERTED + lark_of_gbnf(text).encode()
+        except ValueError as exc:
+            verdict = str(exc)
+    return VERDICT + verdict[:MAX_VERDICT_CHARS].encode(errors="replace")
+
+
+def lark_of_gbnf(text: str) -> str:
+    """Return a grammar in GBNF as Lark. Raises `ValueError` if it is invalid or too large."""
+    check_gbnf(text)
+    return str(grammar_from("gbnf", text))
 
 
 def error_of(grammar: str, tokens: LLTokenizer) -> str:
