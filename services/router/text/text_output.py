@@ -71,7 +71,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._patterns = [_pattern(stop) for stop in stops if stop]
         self._num_matched = [0] * len(self._patterns)
-        """For each stop string the length of its longest beginning at the end of the text so far."""
+        """Length of the longest beginning of each stop string with which the text so far ends."""
         self._include = include
         self._held = ""
 

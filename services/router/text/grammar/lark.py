@@ -25,6 +25,11 @@ WHITESPACE = r"(\r?\n[ \t]{0,48}| {1,2})?"
 a small model may otherwise generate white space without end."""
 
 
+MAX_LITERAL_CHARS = 64 * 1024
+"""Largest size of one choice or constant text. It is tokenized to find special tokens in it, and the conversion of the
+result holds the interpreter's lock."""
+
+
 class Markers(Protocol):
     """The part of `Vocabulary` that `Lark` needs."""
 
@@ -70,6 +75,10 @@ class Lark:
     def literal(self, text: str) -> str:
         """Return an expression that matches exactly this text, with its special tokens as tokens."""
         self._count(text)
+        if len(text) > MAX_LITERAL_CHARS:
+            raise GrammarBoundsError(
+                f"a choice or constant has {len(text)} characters; at most {MAX_LITERAL_CHARS} are allowed"
+            )
         return " ".join(_quoted(piece) for piece in self._markers.pieces(text))
 
     def choice(self, texts: Sequence[str]) -> str:

@@ -79,7 +79,8 @@ class Vocabulary:
         """Split a text into special tokens, as ids, and the text between them."""
         found: list[str | int] = []
         start = 0
-        encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
+        # A batch of one: unlike `encode`, it releases the interpreter's lock, and a text may have 500,000 characters.
+        (encoding,) = self._tokenizer.backend.encode_batch([text], add_special_tokens=False)
         for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if self._tokens.is_special_token(token_id):
                 found += [*([text[start:begin]] if text[start:begin] else []), token_id]
