@@ -9,7 +9,6 @@ import contextlib
 import os
 import pty
 import shutil
-import signal
 import sys
 import termios
 from collections.abc import Callable, Mapping
@@ -91,20 +90,16 @@ class Child:
         launch: ProcessLauncher,
         console: Console,
         environ: Mapping[str, str],
-        on_end: Callable[[], None],
     ) -> None:
         self.name = process.name
         self.recent_lines: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT_LINES)
         self.is_ready = False
         """True once the process has reported on its standard output that it is ready."""
-        self.ended = asyncio.Event()
-        """Set once the process has exited and its output has been read."""
         self.status: int | None = None
         """Exit status, negative for a signal; None while it runs."""
         self._console = console
-        self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self.started_at = self._loop.time()
+        self._ended = asyncio.Event()
         # Progress bars are drawn only on a terminal, so standard error is one if ours is.
         out, error = os.pipe(), _terminal() if sys.stderr.isatty() else os.pipe()
         self._launched = launch(process, environ, out[1], error[1])
@@ -118,6 +113,10 @@ class Child:
     def pid(self) -> int:
         return self._launched.pid
 
+    async def wait(self) -> None:
+        """Wait until the process has exited and its output has been read."""
+        await self._ended.wait()
+
     def signal(self, number: int) -> None:
         """Send a signal. A process that has exited is left alone."""
         if self.status is None:
@@ -126,12 +125,6 @@ class Child:
     def last_line(self) -> str:
         """Return the last line that is not blank, or "". If a process could not start, this line usually says why."""
         return next((line for line in reversed(self.recent_lines) if line.strip()), "")
-
-    def end_reason(self) -> str:
-        """Return how the process ended, such as `status 1` or `SIGKILL`."""
-        if self.status is None:
-            return "still runs"
-        return f"status {self.status}" if self.status >= 0 else signal.Signals(-self.status).name
 
     def _on_log_line(self, line: str, is_complete: bool) -> None:
         if is_complete:
@@ -151,8 +144,7 @@ class Child:
         self.status = self._launched.wait()
         for output in self._outputs:
             output.close()
-        self.ended.set()
-        self._on_end()
+        self._ended.set()
 
 
 class _Output:

@@ -36,7 +36,7 @@ from baton_serve.services.local.plan import (
     plan,
 )
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
-from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, Supervisor
+from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, ClusterSupervisor
 
 PROGRAM = "baton serve"
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     )
 
     async def start(lifecycle: Lifecycle) -> None:
-        supervisor = Supervisor(processes, console=console, url=url, environ=environ, forks=forks)
+        supervisor = ClusterSupervisor(processes, console=console, url=url, environ=environ, forks=forks)
         lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
         # Register `stop` before `start`: if the start fails halfway, the processes that run must still be ended.
         supervisor.start()

@@ -20,7 +20,7 @@ from baton_serve.services.local import supervisor as supervisor_module
 from baton_serve.services.local.child import Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
-from baton_serve.services.local.supervisor import Supervisor
+from baton_serve.services.local.supervisor import ClusterSupervisor
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ class Stage:
         processes = [Process("router", router or ["router", port, str(len(instances))], {})]
         processes += [Process(f"prefill-{number}", argv, {}) for number, argv in enumerate(instances)]
         self.output = io.StringIO()
-        self.supervisor = Supervisor(
+        self.supervisor = ClusterSupervisor(
             processes,
             console=Console(self.output, [process.name for process in processes]),
             url=f"http://127.0.0.1:{port}",
@@ -66,14 +66,14 @@ class Stage:
         )
 
     def pid(self, name: str) -> int:
-        return self.supervisor.children[name].pid
+        return self.supervisor.runs[name].pid
 
     async def until(self, fact: Callable[[], bool]) -> None:
         while not fact():  # noqa: ASYNC110 - of other processes, which set no event
             await asyncio.sleep(0.02)
 
     def is_ready(self, name: str) -> bool:
-        return name in self.supervisor.children and self.supervisor.children[name].is_ready
+        return name in self.supervisor.runs and self.supervisor.runs[name].is_ready
 
 
 def run(stage: Callable[[], Stage], body: Callable[[Stage], Awaitable[None]]) -> str:
@@ -87,7 +87,7 @@ def run(stage: Callable[[], Stage], body: Callable[[Stage], Awaitable[None]]) ->
                 await body(on)
         finally:
             await on.supervisor.stop()
-        assert all(child.status is not None for child in on.supervisor.children.values())
+        assert all(child.status is not None for child in on.supervisor.runs.values())
         return on.output.getvalue()
 
     return asyncio.run(whole())

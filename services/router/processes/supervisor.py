@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import tempfile
 from math import ceil
 
@@ -19,7 +18,8 @@ from baton_serve.child_command import module_command
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS, Lifecycle, RestartPolicy
+from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.common.supervisor import ProcessSupervisor
 from baton_serve.services.router.processes.registry_relay import RegistryRelay
 from baton_serve.services.router.processes.sibling_rpc import RouterProcess
 from baton_serve.services.router.settings import RouterSettings
@@ -100,78 +100,71 @@ async def _start_relay(
     return relay
 
 
-class RouterSupervisor:
+class _RouterRun:
+    """One run of a router process. It is ready once it has printed `READY`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.is_ready = False
+        self.status: int | None = None
+        self._process = process
+
+    async def wait(self) -> None:
+        assert self._process.stdout is not None
+        self.is_ready = await self._process.stdout.readline() == READY
+        self.status = await self._process.wait()
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has exited, but `wait` has not returned yet
+            self._process.send_signal(number)
+
+
+class RouterSupervisor(ProcessSupervisor[_RouterRun]):
     """Starts the processes of one router, restarts each that exits, and stops them. Runs on the event loop."""
 
     def __init__(self, settings: RouterSettings, workers: list[RouterProcess], *, relay: RegistryRelay | None) -> None:
         """Create it. The caller owns `relay`, which is None if the registry is not of the `memory:` kind."""
+        super().__init__()
         self._settings = settings
-        self._workers = workers
+        self._workers = {f"router process {worker.index}": worker for worker in workers}
         self._relay = relay
-        self._running: dict[int, asyncio.subprocess.Process] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._is_stopping = False
 
     async def start(self) -> None:
         """Start all processes and return once each is ready. Raises `ConfigurationError` if one cannot start at all."""
+        names = list(self._workers)
         # The first process starts alone: an error that stops all of them, such as a missing file, is logged only once.
-        for group in (self._workers[:1], self._workers[1:]):
-            ready = [asyncio.get_running_loop().create_future() for _ in group]
-            self._tasks += [
-                asyncio.create_task(self._keep_running(worker, first), name=f"worker-{worker.index}")
-                for worker, first in zip(group, ready, strict=True)
-            ]
-            await asyncio.gather(*ready)
+        for group in (names[:1], names[1:]):
+            self._keep_running(group)
+            await self._wait_until(self._are_all_ready)
 
     async def stop(self) -> None:
         """Send SIGTERM to all processes and wait until they have finished their requests.
 
         If the caller cancels this at its deadline, the remaining processes are killed.
         """
-        self._is_stopping = True
-        self._signal(signal.SIGTERM)
-        try:
-            await asyncio.gather(*(process.wait() for process in self._running.values()))
-        finally:
-            self._signal(signal.SIGKILL)
-            for task in self._tasks:
-                task.cancel()
+        await self._stop((self._workers, None))
 
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):  # it has exited, but `_keep_running` has not noticed yet
-                process.send_signal(number)
+    async def _are_all_ready(self) -> bool:
+        return self.runs.keys() == self._tasks.keys() and all(run.is_ready for run in self.runs.values())
 
-    async def _keep_running(self, worker: RouterProcess, first: "asyncio.Future[None]") -> None:
-        """Run one process and restart it whenever it exits, until the router stops.
+    def _report(self, text: str) -> None:
+        logger.error("%s", text)
 
-        `first` gets a result once the process is ready for the first time, or a `ConfigurationError` if it never is.
-        """
-        loop, restarts = asyncio.get_running_loop(), RestartPolicy()
-        while not self._is_stopping:
-            started_at = loop.time()
-            process = self._running[worker.index] = await self._spawn(worker)
-            if self._is_stopping:
-                # `stop` sent its signal before this process existed. It has no requests yet, so it need not finish any.
-                process.kill()
-            is_ready = await self._until_ready(process, worker)
-            if is_ready and not first.done():
-                first.set_result(None)
-            status = await process.wait()
-            del self._running[worker.index]
-            if self._is_stopping:
-                return
-            delay_s = restarts.next_delay_s(lived_s=loop.time() - started_at, has_served=is_ready)
-            if not first.done() and (status == EXIT_HOPELESS or delay_s is None):
-                first.set_exception(ConfigurationError("the router's processes cannot start; see the error above"))
-                return
-            assert delay_s is not None, "a process that has been ready is never given up"
-            logger.error(
-                "router process %d exited with status %d; restarting it in %g s", worker.index, status, delay_s
-            )
-            await asyncio.sleep(delay_s)
+    def _given_up(self, name: str, run: _RouterRun) -> ConfigurationError:
+        return ConfigurationError("the router's processes cannot start; see the error above")
 
-    async def _spawn(self, worker: RouterProcess) -> asyncio.subprocess.Process:
+    async def _spawn(self, name: str) -> _RouterRun:
+        worker = self._workers[name]
+        process = await self._create_process(worker)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has exited already, as `wait` shows
+            process.stdin.write(msgspec.json.encode(self._assignment(worker)))
+            await process.stdin.drain()
+            process.stdin.close()
+        if self._relay is not None:
+            self._relay.send_all_records(worker.index)
+        return _RouterRun(process)
+
+    async def _create_process(self, worker: RouterProcess) -> asyncio.subprocess.Process:
         # Its own session keeps Ctrl-C of the terminal away from it: only the supervisor gets that signal and passes it
         # on, once. `die_with_parent` ends the process if the supervisor is killed and cannot end it.
         return await asyncio.create_subprocess_exec(
@@ -180,17 +173,6 @@ class RouterSupervisor:
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-
-    async def _until_ready(self, process: asyncio.subprocess.Process, worker: RouterProcess) -> bool:
-        """Send a process its assignment and wait until it is ready. Return False if it exited before."""
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has exited already: `readline` shows it
-            process.stdin.write(msgspec.json.encode(self._assignment(worker)))
-            await process.stdin.drain()
-            process.stdin.close()
-        if self._relay is not None:
-            self._relay.send_all_records(worker.index)
-        return await process.stdout.readline() == READY
 
     def _assignment(self, worker: RouterProcess) -> ProcessAssignment:
         """Return the settings of one process: the limits on all requests together are divided among the processes."""

@@ -22,7 +22,7 @@ class Sleepers(RouterSupervisor):
         self.is_starting = asyncio.Event()
         self.processes: dict[int, asyncio.subprocess.Process] = {}
 
-    async def _spawn(self, worker: RouterProcess) -> asyncio.subprocess.Process:
+    async def _create_process(self, worker: RouterProcess) -> asyncio.subprocess.Process:
         if worker.index == 1:
             self.is_starting.set()
             await self.may_start.wait()

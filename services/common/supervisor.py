@@ -1,0 +1,142 @@
+"""Keeps the processes of one service running: starts them, restarts each that dies, and stops them in order.
+
+`baton serve` supervises a router and its instances, and `baton router --workers` supervises several routers. Each of
+the two decides how a process is started, when it counts as ready, and what users see of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+from baton_serve.services.common.errors import LocalError
+from baton_serve.services.common.lifecycle import EXIT_HOPELESS, RestartPolicy, cancel_all
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+"""Time between two looks at whether the start is complete."""
+_KILL_S = 3.0
+"""Time that processes get to end after SIGKILL. One that hangs in a driver may take longer."""
+
+
+class ProcessRun(Protocol):
+    """One run of a process, from its start to its exit."""
+
+    is_ready: bool
+    """True once the process has reported that it is ready."""
+    status: int | None
+    """Exit status, negative for a signal; None while it runs."""
+
+    async def wait(self) -> None:
+        """Wait until the process has exited and its output has been read."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal. Do nothing if the process has exited."""
+
+
+R = TypeVar("R", bound=ProcessRun)
+
+
+class ProcessSupervisor(ABC, Generic[R]):
+    """Owns the processes of one service, by name. All methods run on the event loop."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, R] = {}
+        """The last run of each process; it may have ended."""
+        self._restarts: dict[str, RestartPolicy] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
+
+    @abstractmethod
+    async def _spawn(self, name: str) -> R:
+        """Start the process `name` and return its run."""
+
+    @abstractmethod
+    def _report(self, text: str) -> None:
+        """Show an event to the user."""
+
+    @abstractmethod
+    def _given_up(self, name: str, run: R) -> LocalError:
+        """Return the error for a process that is not restarted any more; `run` was its last run."""
+
+    def _is_starting(self, name: str) -> bool:
+        """Return whether a process that keeps failing, or that exits with `EXIT_HOPELESS`, is given up."""
+        return not self._restarts[name].has_served
+
+    def _keep_running(self, names: Iterable[str]) -> None:
+        """Start processes, and restart each that exits until `_stop`."""
+        for name in names:
+            self._restarts[name] = RestartPolicy()
+            self._tasks[name] = asyncio.create_task(self._supervise(name), name=name)
+            self._tasks[name].add_done_callback(_log_bug)
+
+    async def _wait_until(self, is_complete: Callable[[], Awaitable[bool]]) -> None:
+        """Wait until `is_complete` returns True. Raises the error of a process that was given up before."""
+        while not await is_complete():
+            for task in self._tasks.values():
+                if task.done():
+                    task.result()
+            await asyncio.sleep(_POLL_S)
+
+    async def _stop(self, *groups: tuple[Iterable[str], float | None]) -> None:
+        """Send SIGTERM to one group of processes after the other, and kill each process that then still runs.
+
+        The number of each group is the longest time in seconds to wait, after the signal, until this group and those
+        before it have exited. All processes are killed if the caller cancels this.
+        """
+        self._stopping.set()
+        stopped: list[str] = []
+        try:
+            for names, timeout_s in groups:
+                stopped += names
+                for run in [self.runs[name] for name in names if name in self.runs]:
+                    run.signal(signal.SIGTERM)
+                await self._wait_ended(stopped, timeout_s)
+        finally:
+            for name, run in self.runs.items():
+                if run.status is None:
+                    self._report(f"{name} did not exit in time and is killed")
+                    run.signal(signal.SIGKILL)
+            await self._wait_ended(self.runs, _KILL_S)
+            await cancel_all(self._tasks.values())
+
+    async def _wait_ended(self, names: Iterable[str], timeout_s: float | None) -> None:
+        if tasks := [self._tasks[name] for name in names if name in self._tasks]:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    async def _supervise(self, name: str) -> None:
+        """Run one process and restart it whenever it exits. Raises the error of `_given_up` if it is given up."""
+        loop, restarts = asyncio.get_running_loop(), self._restarts[name]
+        while not self._stopping.is_set():
+            started_at = loop.time()
+            run = self.runs[name] = await self._spawn(name)
+            if self._stopping.is_set():
+                # `_stop` sent its signal before this process existed. It has no requests that it should finish.
+                run.signal(signal.SIGKILL)
+            await run.wait()
+            if self._stopping.is_set():
+                return
+            has_served = run.is_ready or not self._is_starting(name)
+            delay_s = restarts.next_delay_s(lived_s=loop.time() - started_at, has_served=has_served)
+            # With this status a process reports that a restart cannot help: a bad flag, a broken model, a port in use.
+            if delay_s is None or (run.status == EXIT_HOPELESS and self._is_starting(name)):
+                raise self._given_up(name, run)
+            self._report(f"{name} has died ({end_reason(run)}) and is restarted in {delay_s:g} s")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+
+def _log_bug(task: "asyncio.Task[None]") -> None:
+    """Log the error of a task, unless it is the error of a process that was given up."""
+    if not task.cancelled() and (error := task.exception()) and not isinstance(error, LocalError):
+        logger.error("%s cannot be supervised any more", task.get_name(), exc_info=error)
+
+
+def end_reason(run: ProcessRun) -> str:
+    """Return how a process ended, such as `status 1` or `SIGKILL`."""
+    assert run.status is not None, "the process still runs"
+    return f"status {run.status}" if run.status >= 0 else signal.Signals(-run.status).name
