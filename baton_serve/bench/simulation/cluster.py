@@ -7,7 +7,6 @@ from itertools import count
 
 import msgspec
 
-from baton_serve.bench.simulation.cache import BlockCache
 from baton_serve.bench.simulation.cost import CostModel
 from baton_serve.bench.simulation.fabric import Fabric
 from baton_serve.bench.simulation.instance import SimulatedInstance
@@ -17,6 +16,7 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.instance import InstanceRecord, Load, Role
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import ToInstance, ToRouter
+from baton_serve.engine.core.block_pool import BlockPool
 
 REPORT_S = 1.0
 """Interval of load reports: the router's heartbeat interval."""
@@ -77,7 +77,9 @@ class SimulatedCluster:
             dtype="int8",
         )
         self._fabric = Fabric(bytes_per_token=cost.kv_bytes_per_token, bytes_per_s=cost.link_bytes_per_s)
-        self._shared = BlockCache(cost.kv_tokens // block_tokens * num_sharers) if num_sharers else None
+        # A pool never allocates block 0.
+        self._num_blocks = cost.kv_tokens // block_tokens
+        self._shared = BlockPool(self._num_blocks * num_sharers + 1) if num_sharers else None
         self._sharers: list[SimulatedInstance] = []
         self._numbers: dict[Role, count[int]] = {}
         self._on_change: Callable[[], None] = lambda: None
@@ -92,24 +94,23 @@ class SimulatedCluster:
         """Start an instance of this role."""
         number = next(self._numbers.setdefault(role, count()))
         name = InstanceId(f"{role}-{number:04}")
-        total = self._cost.kv_tokens // self._layout.block_tokens
         record = InstanceRecord(
             instance=name,
             generation=Generation(1),
             role=role,
             model="simulated",
             layout=self._layout,
-            max_model_len=self._cost.kv_tokens,
+            max_model_len=self._num_blocks * self._layout.block_tokens,
             rpc_address="",
             transfer_address="",
             events_address="",
             http_address="",
             host=name,
-            load=Load(free_blocks=total, total_blocks=total),
+            load=Load(free_blocks=self._num_blocks, total_blocks=self._num_blocks),
         )
         is_shared = role == "prefill" and self._shared is not None
-        cache = self._shared if is_shared and self._shared is not None else BlockCache(total)
-        instance = SimulatedInstance(record, self._cost, self._fabric, self._gaps, cache)
+        pool = self._shared if is_shared and self._shared is not None else BlockPool(self._num_blocks + 1)
+        instance = SimulatedInstance(record, self._cost, self._fabric, self._gaps, pool)
         if is_shared:
             self._sharers.append(instance)
             instance.sharers = self._sharers
@@ -124,9 +125,8 @@ class SimulatedCluster:
     def check_idle(self) -> None:
         """Assert that no request has left anything behind: all blocks are free and no handoff is open."""
         for instance in self.instances.values():
-            instance.engine.cache.check_invariants()
             assert instance.is_idle, f"{instance.record.instance} still has work"
-            assert instance.engine.cache.num_free == instance.engine.cache.num_total
+            instance.engine.table.check_invariants()
         assert not self._fabric.num_handoffs
 
     async def start(self, on_change: Callable[[], None]) -> None:

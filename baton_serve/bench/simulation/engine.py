@@ -1,37 +1,37 @@
-"""A simulated engine: it schedules as the real one does, but a step only takes time.
+"""A simulated engine: the real scheduler, block pool and step-time model. Only the steps are simulated: they take the
+time that a cost model predicts, and each generated token is the same.
 
-Decoding sequences come first, with one token each. Prompts fill the rest of a step's token budget in chunks, first
-come first served (prompts that are handed off are ordered by `request_table.DUE_TOKENS_PER_PROMPT_TOKEN`). A prompt
-starts only when all its blocks are available. If a decoding sequence finds no free block, the newest sequence is
-preempted and computed again later. Steps without prompts are simulated many at once, because their durations are known
-in advance.
+Steps run one after another: none is launched before the tokens of the previous one are known.
 """
 
 import asyncio
-from bisect import insort
-from math import ceil, inf
+from collections import deque
+from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Protocol
 
-from baton_serve.bench.simulation.cache import BlockCache
 from baton_serve.bench.simulation.cost import CostModel
-from baton_serve.bench.simulation.measures import Gaps
-from baton_serve.bench.simulation.sequence import SimulatedSequence
-from baton_serve.contracts.identity import RequestId
-from baton_serve.engine.core.request_table import DUE_TOKENS_PER_PROMPT_TOKEN
+from baton_serve.contracts.identity import BlockHash, RequestId
+from baton_serve.contracts.messages import Work
+from baton_serve.engine.core.block_pool import BlockPool
+from baton_serve.engine.core.kv_import import KVImports
+from baton_serve.engine.core.outputs import Reservation, StepResult
+from baton_serve.engine.core.request_table import RequestTable, SchedulerConfig
+from baton_serve.engine.core.reservations import Reservations
+from baton_serve.engine.core.scheduler import ModelRunnerOutput, ScheduledBatch, Scheduler
+from baton_serve.engine.core.sequence import Mode
 from baton_serve.engine.core.step_time_model import StepTimeModel
+from baton_serve.engine.step.engine_stats import StepMeter
+
+TOKEN = (1 << 32) - 1
+"""Value of every simulated token. No prompt has it, so that answers never become a part of a cached prompt."""
 
 
 class EngineListener(Protocol):
-    """Receives the engine's events, at the virtual time at which they happen."""
+    """Receives what the engine has done, at the virtual time at which it happens."""
 
-    def on_reserved(self, sequence: SimulatedSequence) -> None: ...
-    def on_chunk(self, sequence: SimulatedSequence) -> None: ...
-    def on_first_token(self, sequence: SimulatedSequence) -> None: ...
-    def on_second_token(self, sequence: SimulatedSequence) -> None:
-        """A handed-off sequence has its second token and continues after it."""
-
-    def on_finished(self, sequence: SimulatedSequence) -> None: ...
-    def on_step(self) -> None: ...
+    def on_reserved(self, reservation: Reservation) -> None: ...
+    def on_step(self, result: StepResult) -> None: ...
 
 
 class SimulatedEngine:
@@ -41,303 +41,124 @@ class SimulatedEngine:
         self,
         cost: CostModel,
         *,
-        cache: BlockCache,
+        pool: BlockPool,
         block_tokens: int,
-        owner: EngineListener,
-        gaps: Gaps,
+        listener: EngineListener,
         max_stretch: float = inf,
     ) -> None:
         """Create an idle engine. `max_stretch` is that of `engine.core.step_time_model.StepTimeModel`."""
-        self.cost = cost
-        self.cache = cache
-        self.waiting: list[SimulatedSequence] = []
-        self.prompts: list[SimulatedSequence] = []
-        self.decoding: list[SimulatedSequence] = []
-        self.reserved: set[SimulatedSequence] = set()
-        self.step_time_model = StepTimeModel(cost.prefill_tokens_per_s, cost.step_s(1, 0), max_stretch)
-        self.busy_s = 0.0
-        self._block_tokens = block_tokens
-        self._owner = owner
-        self._gaps = gaps
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_deciding = False
-        self._started_at = 0.0
-        self._first_s = 0.0
-        """Seconds of the first of the steps that are running."""
-        self._longer_s = 0.0
-        """Seconds by which each of these steps is longer than the previous one: the KV that it reads grows."""
-        self._num_steps = 0
-        self._chunks: list[tuple[SimulatedSequence, int]] = []
-        self._batch: list[SimulatedSequence] = []
-        """Sequences that decode in the running steps. Others in `decoding` have joined since the steps began."""
-        self._num_planned_tokens = 0
-
-    @property
-    def queued_tokens(self) -> int:
-        """Return the prompt tokens that are waiting or not yet computed."""
-        waiting = sum(s.num_tokens for s in self.waiting if s.mode != "decode")
-        return waiting + sum(s.num_tokens - s.computed for s in self.prompts)
-
-    @property
-    def spare_tokens_per_s(self) -> float:
-        """Return the prompt tokens per second that fit beside the decoding sequences, as the real scheduler reports
-        them."""
-        decoding = self.decoding
-        if not decoding:
-            return self.step_time_model.prefill_tokens_per_s
-        itl_slos_s = [s.itl_s for s in decoding]
-        if None in itl_slos_s or not self.step_time_model.meets_itl_slos(itl_slos_s):
-            return 0.0
-        most = self.cost.max_num_batched_tokens - len(decoding)
-        return self.step_time_model.tokens_per_s(
-            min(self.step_time_model.chunk_budget(itl_slos_s) or most, most), len(decoding)
+        limits = SchedulerConfig(
+            block_tokens=block_tokens,
+            max_model_len=pool.num_total * block_tokens,
+            max_num_seqs=cost.max_num_seqs,
+            max_num_batched_tokens=cost.max_num_batched_tokens,
         )
-
-    @property
-    def num_running(self) -> int:
-        return len(self.prompts) + len(self.decoding) + len(self.reserved)
+        self.table = RequestTable(pool, limits, frozenset())
+        self.meter = StepMeter(StepTimeModel(cost.prefill_tokens_per_s, cost.step_s(1, 0), max_stretch))
+        self.scheduler = Scheduler(self.table, self.meter.step_time_model)
+        self.reservations = Reservations(self.table)
+        self.imports = KVImports(self.table)
+        self.handoffs: deque[Work] = deque()
+        """Requests that wait for blocks which another instance will fill, in order of arrival."""
+        self.busy_s = 0.0
+        self.num_launched_tokens = 0
+        """Prompt tokens of the step that is running."""
+        self._refused_at = -1
+        """Number of free blocks when the first of `handoffs` was refused; -1 if it was not."""
+        self._cost = cost
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._is_stepping = False
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.num_running)
+        return not (self.table.requests or self.handoffs)
 
-    def add(self, sequence: SimulatedSequence) -> None:
+    def add(self, work: Work, mode: Mode) -> None:
         """Put a request into the queue."""
-        # A decode request only reserves memory: it does not queue behind prompts that have theirs already.
-        sequence.due = self._num_planned_tokens if sequence.mode != "decode" else -1
-        if sequence.mode == "prefill":
-            sequence.due += DUE_TOKENS_PER_PROMPT_TOKEN * sequence.num_tokens
-        insort(self.waiting, sequence, key=lambda s: s.due)
-        self._look()
+        self.table.enqueue(self.table.add(work, mode, self._loop.time()))
+        self.wake()
 
-    def join(self, sequence: SimulatedSequence) -> None:
-        """Start decoding a reserved sequence whose blocks have arrived."""
-        if sequence in self.reserved:
-            self.reserved.discard(sequence)
-            self.cache.name(sequence.holding, sequence.names[sequence.cached // self._block_tokens :])
-            self._start_decoding(sequence)
-            self._look()
+    def reserve(self, work: Work) -> None:
+        """Reserve the blocks of a prompt that another instance computes, as soon as enough are free."""
+        self.handoffs.append(work)
+        self.wake()
 
-    def release(self, sequence: SimulatedSequence) -> None:
-        """Release the blocks of a sequence that were kept for a handoff."""
-        self.cache.release(sequence.holding)
-        self._look()
+    def admit(self, reservation: Reservation, sequence: int) -> None:
+        """Start decoding a reserved request whose blocks have arrived."""
+        self.reservations.mark_received(reservation.request_id, [name for name, _ in reservation.missing])
+        self.reservations.admit(reservation.request_id, {sequence: TOKEN})
+        self.wake()
+
+    def release(self, request_id: RequestId) -> None:
+        """Release the blocks of a prompt that were kept for a handoff."""
+        self.table.finish_request(self.table.requests[request_id])
+        self.wake()
 
     def cancel(self, request_id: RequestId) -> None:
-        """Remove all sequences of a request and release their blocks."""
-        for group in (self.waiting, self.prompts, self.decoding):
-            for sequence in [s for s in group if s.request_id == request_id]:
-                group.remove(sequence)
-                self.cache.release(sequence.holding)
-        self._batch = [s for s in self._batch if s.request_id != request_id]
-        for sequence in [s for s in self.reserved if s.request_id == request_id]:
-            self.reserved.discard(sequence)
-            self.cache.release(sequence.holding)
-        self._chunks = [chunk for chunk in self._chunks if chunk[0].request_id != request_id]
-        self._look()
+        """End a request and release its blocks."""
+        if self.handoffs and self.handoffs[0].request_id == request_id:
+            self._refused_at = -1
+        self.handoffs = deque(work for work in self.handoffs if work.request_id != request_id)
+        self.table.cancel(request_id, None)
+        self.wake()
 
-    def _look(self) -> None:
-        """React to a change: begin a step, or end the running steps at the next token."""
-        if self._is_deciding:
-            return
-        if self._timer is None:
+    def begin_import(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[BlockHash]:
+        """Allocate blocks for those of `names` that are not cached here, as many as fit, and return their hashes."""
+        if self.scheduler.is_short_of_blocks:
+            return []
+        return [name for name, _ in self.imports.begin(import_id, names)]
+
+    def end_import(self, import_id: RequestId, received: Iterable[BlockHash]) -> None:
+        """Cache the blocks of an import that were received, and free the others."""
+        self.imports.receive(import_id, received)
+        self.imports.end(import_id)
+
+    def wake(self) -> None:
+        """Begin a step if none is running: something has changed."""
+        if not self._is_stepping:
             self._begin()
-        elif self._num_steps > 1:
-            self._end_soon()
-
-    def _end_soon(self) -> None:
-        """Cut the running steps off after the one that is computed now."""
-        elapsed = self._loop.time() - self._started_at
-        # Binary search for the step that is running now.
-        low, high = 1, self._num_steps
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._seconds(middle) >= elapsed else (middle + 1, high)
-        if low < self._num_steps:
-            assert self._timer is not None
-            self._timer.cancel()
-            self._num_steps = low
-            self._timer = self._loop.call_at(self._started_at + self._seconds(low), self._end)
-
-    def _seconds(self, num_steps: int) -> float:
-        """Return the seconds of the first `num_steps` steps: an arithmetic series."""
-        return num_steps * self._first_s + self._longer_s * num_steps * (num_steps - 1) / 2
 
     def _begin(self) -> None:
-        self._is_deciding = True
-        self._num_steps = self._grow() if self.decoding else 0
-        self._schedule_prompts()
-        self._is_deciding = False
-        if self._chunks:
-            self._num_steps = 1
-        elif any([s.is_fresh for s in self.decoding]):  # its next token is reported at once
-            self._num_steps = min(1, self._num_steps)
-        if not self._num_steps:
-            return
-        self._batch = list(self.decoding)
-        batch = len(self.decoding)
-        num_kv_tokens = sum(s.kv_tokens for s in self.decoding)
-        if self._chunks:
-            chunks = [(s.computed, length) for s, length in self._chunks]
-            self._first_s = self.cost.chunks_s(chunks, batch, num_kv_tokens)
-        else:
-            self._first_s = self.cost.step_s(batch, num_kv_tokens)
-        self._longer_s = batch * self.cost.step_s_per_kv_token
-        self._started_at = self._loop.time()
-        self._timer = self._loop.call_at(self._started_at + self._seconds(self._num_steps), self._end)
+        self._is_stepping = True
+        self._grant()
+        plan = self.scheduler.schedule(self._loop.time())
+        self._is_stepping = bool(plan.chunks)
+        if plan.chunks:
+            seconds = self._seconds(plan)
+            self.num_launched_tokens = sum([chunk.length for chunk in plan.chunks if chunk.length > 1])
+            self._loop.call_later(seconds, self._end, plan, self.scheduler.advance(plan), seconds)
 
-    def _schedule_prompts(self) -> None:
-        budget = self.cost.max_num_batched_tokens - len(self.decoding)
-        if self.decoding and (self.prompts or self.waiting):
-            chunk_budget = self.step_time_model.chunk_budget([s.itl_s for s in self.decoding])
-            budget = budget if chunk_budget is None else min(chunk_budget, budget)
-        for sequence in self.prompts:
-            budget -= self._append_chunk(sequence, budget)
-        while self.waiting and self.num_running < self.cost.max_num_seqs:
-            head = self.waiting[0]
-            if (head.mode != "decode" and budget <= 0) or not self._place(head):
-                break
-            self.waiting.pop(0)
-            if head.mode == "decode":
-                self.reserved.add(head)
-                self._owner.on_reserved(head)
-            else:
-                head.started_at = head.started_at if head.started_at is not None else self._loop.time()
-                insort(self.prompts, head, key=lambda s: s.due)
-                budget -= self._append_chunk(head, budget)
-
-    def _append_chunk(self, sequence: SimulatedSequence, budget: int) -> int:
-        """Schedule as many tokens of a prompt as the budget allows; return their number."""
-        length = min(budget, sequence.num_tokens - sequence.computed)
-        if length > 0:
-            self._chunks.append((sequence, length))
-            self._num_planned_tokens += length
-        return max(0, length)
-
-    def _place(self, sequence: SimulatedSequence) -> bool:
-        """Give the sequence all its blocks and return True, or return False if not enough are free."""
-        num_tokens = sequence.num_tokens
-        # Even a fully cached prompt must compute its last token, whose logits give the first output token.
-        reusable = (num_tokens if sequence.mode == "decode" else num_tokens - 1) // self._block_tokens
-        cached = sequence.names[: self.cache.match(sequence.names[:reusable])]
-        fresh = ceil(num_tokens / self._block_tokens) - len(cached)
-        # Keep a reserve for running sequences to grow, as the real scheduler does.
-        reserve = self.cache.num_total // 100 if self.num_running else 0
-        if self.cache.num_free - self.cache.num_needed(cached, fresh) < reserve:
-            return False
-        sequence.holding = self.cache.take(cached, fresh)
-        sequence.computed = sequence.cached = len(cached) * self._block_tokens
-        return True
-
-    def _grow(self) -> int:
-        """Give each decoding sequence blocks for as many steps as possible and return that number of steps. Preempt
-        sequences if there are not enough blocks for one step."""
-        while self.decoding:
-            num_steps = min(s.remaining for s in self.decoding)
-            while num_steps and self._missing(num_steps) > self.cache.num_free:
-                num_steps //= 2
-            if num_steps:
-                for sequence in self.decoding:
-                    self.cache.grow(sequence.holding, self._missing_of(sequence, num_steps))
-                return num_steps
-            self._preempt()
-        return 0
-
-    def _missing(self, num_steps: int) -> int:
-        return sum(self._missing_of(sequence, num_steps) for sequence in self.decoding)
-
-    def _missing_of(self, sequence: SimulatedSequence, num_steps: int) -> int:
-        return max(0, ceil((sequence.kv_tokens + num_steps) / self._block_tokens) - sequence.holding.num_blocks)
-
-    def _preempt(self) -> None:
-        """Preempt the newest sequence. A sequence that runs alone could never continue, so it ends."""
-        running = self.decoding + [s for s in self.prompts if s.mode == "generate"]
-        victim = max(running, key=lambda s: (s.arrived_at, s.request_id))
-        (self.decoding if victim in self.decoding else self.prompts).remove(victim)
-        self.cache.release(victim.holding)
-        if len(running) == 1 and not self.reserved:
-            victim.remaining = 0
-            self._owner.on_finished(victim)
-            return
-        victim.mode = "generate"
-        victim.num_tokens += victim.written
-        victim.written = victim.computed = 0
-        self.waiting.insert(0, victim)
-
-    def _end(self) -> None:
-        """Account for the steps that have ended, call the listener and begin the next steps."""
-        self._is_deciding = True
-        self._timer = None
-        now, num_steps = self._loop.time(), self._num_steps
-        self._measure(now - self._started_at)
-        finished = []
-        second = [s for s in self._batch if s.is_fresh and s.mode == "decode" and s.remaining > num_steps]
-        for sequence in self._batch:
-            sequence.written += num_steps
-            sequence.remaining -= num_steps
-            sequence.last_token_at = now
-            sequence.is_fresh = False
-            if not sequence.remaining:
-                finished.append(sequence)
-        if finished:
-            self.decoding = [s for s in self.decoding if s.remaining]
-        for sequence in second:
-            self._owner.on_second_token(sequence)
-        for sequence in finished:
-            self.cache.release(sequence.holding)
-            self._owner.on_finished(sequence)
-        chunks, self._chunks = self._chunks, []
-        for sequence, length in chunks:
-            self._computed(sequence, length)
-        self._owner.on_step()
-        self._is_deciding = False
+    def _end(self, plan: ScheduledBatch, advanced: StepResult, seconds: float) -> None:
+        """Account for the step that has ended, call the listener and begin the next step."""
+        self.busy_s += seconds
+        self.num_launched_tokens = 0
+        sampled = ModelRunnerOutput([TOKEN] * len(plan.rows))
+        result = self.scheduler.apply(plan, sampled, self._loop.time(), advanced=advanced)
+        self.meter.record(plan, seconds, len(result.tokens))
+        result.events = self.table.pool.take_events()
+        self._listener.on_step(result)
         self._begin()
 
-    def _measure(self, seconds: float) -> None:
-        """Update the step-time model and record the gaps between tokens."""
-        self.busy_s += seconds
-        num_prompt_tokens = sum(length for _, length in self._chunks)
-        if not num_prompt_tokens:
-            self.step_time_model.decoded(seconds / self._num_steps)
-        else:
-            self.step_time_model.computed(num_prompt_tokens, seconds)
-            if self._batch:
-                self.step_time_model.mixed(num_prompt_tokens, len(self._batch), seconds)
-        fresh = [s for s in self._batch if s.is_fresh]
-        for sequence in fresh:
-            before = sequence.last_token_at if sequence.last_token_at is not None else self._started_at
-            self._gaps.add_first(sequence.request_id, self._started_at + self._first_s - before)
-        step_s = seconds / self._num_steps
-        self._gaps.add([s.request_id for s in self._batch if not s.is_fresh], step_s, self._num_steps)
-        self._gaps.add([s.request_id for s in fresh], step_s, self._num_steps - 1)
+    def _grant(self) -> None:
+        """Reserve blocks for handoffs strictly in order, as the queue of a decode instance (`decode.block_queue`)."""
+        while self.handoffs and self.table.pool.num_free > self._refused_at and not self.scheduler.is_short_of_blocks:
+            reservation = self.reservations.reserve(self.handoffs[0], self._loop.time())
+            if reservation is None:
+                self._refused_at = self.table.pool.num_free
+                return
+            self._refused_at = -1
+            self.handoffs.popleft()
+            self._listener.on_reserved(reservation)
+        if self._refused_at >= 0:
+            # Fewer are free now, so a smaller number already is an improvement.
+            self._refused_at = min(self._refused_at, self.table.pool.num_free)
 
-    def _computed(self, sequence: SimulatedSequence, length: int) -> None:
-        """Account for a computed chunk; at the end of its prompt, report the first token."""
-        before = sequence.computed // self._block_tokens
-        sequence.computed += length
-        self.cache.name(sequence.holding, sequence.names[before : sequence.computed // self._block_tokens])
-        is_done = sequence.computed == sequence.num_tokens
-        if sequence.mode == "prefill":
-            self._owner.on_chunk(sequence)
-        if not is_done:
-            return
-        self.prompts.remove(sequence)
-        sequence.remaining -= 1
-        last_token_at, sequence.last_token_at = sequence.last_token_at, self._loop.time()
-        if last_token_at is None:
-            self._owner.on_first_token(sequence)
-        else:
-            self._gaps.add([sequence.request_id], sequence.last_token_at - last_token_at)
-        if sequence.mode == "generate":
-            if sequence.remaining:
-                self._start_decoding(sequence)
-            else:
-                self.cache.release(sequence.holding)
-                self._owner.on_finished(sequence)
-
-    def _start_decoding(self, sequence: SimulatedSequence) -> None:
-        """Add a sequence to the decoding batch; its first token is already counted."""
-        sequence.written = 1
-        sequence.is_fresh = True
-        self.decoding.append(sequence)
+    def _seconds(self, plan: ScheduledBatch) -> float:
+        """Return how long a step takes. A chunk of one token costs as much as a decoding sequence."""
+        prompts = [(chunk.start, chunk.length) for chunk in plan.chunks if chunk.length > 1]
+        num_kv_tokens = sum([chunk.start for chunk in plan.chunks if chunk.length == 1])
+        num_decoding = len(plan.chunks) - len(prompts)
+        if prompts:
+            return self._cost.chunks_s(prompts, num_decoding, num_kv_tokens)
+        return self._cost.step_s(num_decoding, num_kv_tokens)

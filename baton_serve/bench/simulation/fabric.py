@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton_serve.bench.simulation.cache import BlockCache
+from baton_serve.bench.simulation.engine import SimulatedEngine
 from baton_serve.contracts.identity import InstanceId, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.services.router.placement.prefix_pull import PULL_LATENCY_S
@@ -47,8 +47,8 @@ class Fabric:
         self._seconds_per_token = bytes_per_token / bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._handoffs: dict[TicketId, _Handoff] = {}
-        self.caches: dict[InstanceId, BlockCache] = {}
-        """Caches of all instances, from which prefixes can be pulled."""
+        self.engines: dict[InstanceId, SimulatedEngine] = {}
+        """Engines of all instances, from whose caches prefixes can be pulled."""
         self._sending_until: dict[InstanceId, float] = {}
         self._receiving_until: dict[InstanceId, float] = {}
 

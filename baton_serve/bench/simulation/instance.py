@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil, inf
 
-from baton_serve.bench.simulation.cache import BlockCache
 from baton_serve.bench.simulation.cost import CostModel
-from baton_serve.bench.simulation.engine import SimulatedEngine
+from baton_serve.bench.simulation.engine import TOKEN, SimulatedEngine
 from baton_serve.bench.simulation.fabric import Fabric, TransferArrival
 from baton_serve.bench.simulation.measures import Gaps
-from baton_serve.bench.simulation.sequence import SimulatedSequence
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.events import BlockEvent, EventBatch
 from baton_serve.contracts.identity import InstanceId, RequestId
@@ -32,17 +31,35 @@ from baton_serve.contracts.messages import (
     ToRouter,
     Work,
 )
+from baton_serve.engine.core.block_pool import BlockPool
+from baton_serve.engine.core.outputs import FirstTokenInfo, Reservation, SequenceOutput, StepResult
+from baton_serve.engine.core.sequence import Mode
 from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
+from baton_serve.engine.step.engine_stats import engine_stats
 
-_TOKEN = 0
-"""Value of every simulated token."""
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One request on one instance."""
+
+    work: Work
+    ticket: Ticket | None
+    num_published: int = 0
+    """Blocks of its prompt that may be sent."""
+    num_tokens: int = 0
+    """Tokens generated here."""
+    num_unsent: int = 0
+    """Newest of these tokens that the router has not received."""
+    last_token_at: float | None = None
+    has_gap: bool = False
+    """Whether the gap before one of its tokens has been recorded."""
 
 
 class SimulatedInstance:
     """Receives the router's messages through `on_message`. Answers go to `router` and block events to `subscriber`,
     once these are set."""
 
-    def __init__(self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Gaps, cache: BlockCache) -> None:
+    def __init__(self, record: InstanceRecord, cost: CostModel, fabric: Fabric, gaps: Gaps, pool: BlockPool) -> None:
         self.record = record
         self.router: Callable[[ToRouter], None] | None = None
         self.subscriber: Callable[[EventBatch], None] | None = None
@@ -50,44 +67,43 @@ class SimulatedInstance:
         """Instances that share this cache, including this one."""
         self.engine = SimulatedEngine(
             cost,
-            cache=cache,
+            pool=pool,
             block_tokens=record.layout.block_tokens,
-            owner=self,
-            gaps=gaps,
+            listener=self,
             max_stretch=DECODE_MAX_STRETCH if record.role == "decode" else inf,
         )
         self.started_at = asyncio.get_running_loop().time()
         self.ended_at: float | None = None
         self._fabric = fabric
         self._loop = asyncio.get_running_loop()
-        self._works: dict[RequestId, Work] = {}
-        self._tickets: dict[RequestId, Ticket] = {}
-        self._held: dict[RequestId, SimulatedSequence] = {}
-        """Sequences whose blocks are kept until the decode instance has fetched them."""
+        self._gaps = gaps
+        self._attempts: dict[RequestId, _Attempt] = {}
         self._num_pulls = 0
         self._peers: dict[InstanceId, None] = {}
         """Instances from which blocks have been received; a dict keeps their order."""
-        self._fabric.caches[record.instance] = self.engine.cache
+        self._fabric.engines[record.instance] = self.engine
         self._sequence = 0
         self._reported: Load | None = None
 
     @property
     def is_idle(self) -> bool:
-        return self.engine.is_idle and not self._held and not self._num_pulls
+        return self.engine.is_idle and not self._num_pulls
 
     def load(self) -> Load:
-        """Return the load as a real instance reports it."""
+        """Return the load as a real instance reports it (`services.instance.request_server.load_of`)."""
         engine = self.engine
+        stats = engine_stats(engine.table, engine.scheduler, engine.meter)
         return Load(
-            free_blocks=engine.cache.num_free,
-            total_blocks=engine.cache.num_total,
-            running=engine.num_running,
-            waiting=len(engine.waiting),
-            queued_tokens=engine.queued_tokens,
-            prefill_tokens_per_s=engine.step_time_model.prefill_tokens_per_s,
-            decode_step_s=engine.step_time_model.decode_step_s,
-            spare_tokens_per_s=engine.spare_tokens_per_s,
-            held_blocks=sum(stream.holding.num_blocks for stream in self._held.values()),
+            free_blocks=stats.free_blocks,
+            total_blocks=stats.total_blocks,
+            running=stats.running,
+            waiting=stats.waiting + stats.reserved + len(engine.handoffs),
+            # A real instance reports the state between two steps.
+            queued_tokens=stats.queued_tokens + engine.num_launched_tokens,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_step_s=stats.decode_step_s,
+            spare_tokens_per_s=stats.spare_tokens_per_s,
+            held_blocks=stats.held_blocks,
         )
 
     def report(self) -> None:
@@ -111,11 +127,12 @@ class SimulatedInstance:
     def on_message(self, message: ToInstance) -> None:
         match message:
             case Prefill(work=work, ticket=ticket, pull=pull):
-                self._begin(work, "prefill", ticket, pull)
-            case Decode(work=work, ticket=ticket):
-                self._begin(work, "decode", ticket)
+                self._begin(_Attempt(work, ticket), "prefill", pull)
             case Generate(work=work, pull=pull):
-                self._begin(work, "generate", None, pull)
+                self._begin(_Attempt(work, None), "generate", pull)
+            case Decode(work=work, ticket=ticket):
+                self._attempts[work.request_id] = _Attempt(work, ticket)
+                self.engine.reserve(work)
             case Cancel(request_id=request_id):
                 self._cancel(request_id)
             case SnapshotRequest():
@@ -123,142 +140,159 @@ class SimulatedInstance:
             case Heartbeat():
                 self.report()
 
-    def on_reserved(self, sequence: SimulatedSequence) -> None:
-        ticket = self._tickets[sequence.request_id]
-        self._peers[ticket.source] = None
-        self._fabric.reserved(ticket, sequence.cached, lambda arrival: self._arrived(sequence, arrival))
+    def on_reserved(self, reservation: Reservation) -> None:
+        attempt = self._attempts[reservation.request_id]
+        assert attempt.ticket is not None
+        self._peers[attempt.ticket.source] = None
+        num_cached = reservation.reused * self.record.layout.block_tokens
+        self._fabric.reserved(attempt.ticket, num_cached, lambda arrival: self._arrived(attempt, reservation, arrival))
 
-    def on_chunk(self, sequence: SimulatedSequence) -> None:
-        if (ticket := self._tickets.get(sequence.request_id)) is not None:
-            self._fabric.produced(ticket, sequence.computed)
+    def on_step(self, result: StepResult) -> None:
+        """Report the results of a step, as `services.instance.attempt_table` does."""
+        for completed in result.completed:
+            attempt = self._attempts[completed.request_id]
+            attempt.num_published += len(completed.blocks)
+            if attempt.ticket is not None:
+                num_tokens = attempt.num_published * self.record.layout.block_tokens
+                self._fabric.produced(attempt.ticket, min(num_tokens, len(attempt.work.token_ids)))
+        for first in result.first:
+            self._report_first(first)
+        # Before the tokens are sent: the last one ends the request for the router, which then cancels it.
+        held = {request_id: self._attempts.pop(request_id) for request_id in result.held}
+        self._add_tokens(result.tokens, held)
+        for attempt in held.values():
+            self._hold(attempt)
+        self._publish(result.events)
 
-    def on_first_token(self, sequence: SimulatedSequence) -> None:
-        now = self._loop.time()
-        assert sequence.started_at is not None
-        report = PrefillReport(
-            request_id=sequence.request_id,
-            queue_s=sequence.started_at - sequence.arrived_at,
-            prefill_s=now - sequence.started_at,
-            cached_tokens={"device": sequence.cached},
-        )
-        work = self._works[sequence.request_id]
-        self._publish()
-        self._send(report)
-        if sequence.mode == "prefill":
-            # Hold the blocks before the token is sent: the token may end the request, and the router then cancels it.
-            self._hold(sequence)
-        self._send_tokens(work, 1, is_last=work.sampling.max_tokens == self._offset(work) + 1)
+    def _begin(self, attempt: _Attempt, mode: Mode, pull: Pull | None) -> None:
+        """Fetch the prefix that the router has named, then add the request to the engine."""
+        work = attempt.work
+        self._attempts[work.request_id] = attempt
 
-    def on_second_token(self, sequence: SimulatedSequence) -> None:
-        work = self._works[sequence.request_id]
-        self._send_tokens(work, 1, position=self._offset(work) + 1, is_last=False)
-        sequence.num_reported = 2
+        def add() -> None:
+            if self._attempts.get(work.request_id) is attempt:
+                self.engine.add(work, mode)
 
-    def on_finished(self, sequence: SimulatedSequence) -> None:
-        work = self._works.pop(sequence.request_id, None)
-        self._tickets.pop(sequence.request_id, None)
-        if work is None:
-            return
-        sent = self._offset(work) + sequence.num_reported
-        if work.sampling.max_tokens > sent:
-            self._send_tokens(work, work.sampling.max_tokens - sent, position=sent, is_last=True)
-
-    def on_step(self) -> None:
-        self._publish()
-
-    def _begin(self, work: Work, mode: str, ticket: Ticket | None, pull: Pull | None = None) -> None:
-        block_tokens = self.record.layout.block_tokens
-        num_full = len(work.token_ids) // block_tokens
-        num_tokens = work.sampling.max_tokens - self._offset(work)
-        stream = SimulatedSequence(
-            request_id=work.request_id,
-            mode="prefill" if mode == "prefill" else "decode" if mode == "decode" else "generate",
-            num_tokens=len(work.token_ids),
-            remaining=1 if mode == "prefill" else num_tokens - (mode == "decode"),
-            names=hash_blocks(work.root, work.token_ids[: num_full * block_tokens], block_tokens),
-            arrived_at=self._loop.time(),
-            itl_s=work.itl_s,
-        )
-        self._works[work.request_id] = work
-        if ticket is not None:
-            self._tickets[work.request_id] = ticket
         if pull is None:
-            self.engine.add(stream)
+            add()
         else:
-            self._pull(stream, pull)
+            self._pull(work, pull, add)
 
-    def _pull(self, stream: SimulatedSequence, pull: Pull) -> None:
-        """Receive the prefix that the source has now, then add the request to the engine."""
-        own, source = self.engine.cache, self._fabric.caches[pull.ticket.source]
-        self._peers[pull.ticket.source] = None
-        names = list(stream.names[: pull.num_blocks])
-        missing = names[own.match(names) : source.match(names)]
+    def _pull(self, work: Work, pull: Pull, then: Callable[[], None]) -> None:
+        """Receive the blocks of a prefix that are missing here and cached at the source now."""
+        own, source, ticket = self.engine, self._fabric.engines[pull.ticket.source], pull.ticket
+        block_tokens = self.record.layout.block_tokens
+        # At least the last token is computed here, because its logits give the first token.
+        num_full = min(pull.num_blocks, (len(work.token_ids) - 1) // block_tokens)
+        names = hash_blocks(work.root, work.token_ids[: num_full * block_tokens], block_tokens)
+        import_id = RequestId(f"import:{ticket.ticket}")
+        wanted = own.begin_import(import_id, names)
+        if not wanted:
+            then()
+            return
+        pinned = [name for name, _ in source.reservations.pin(names)]
+        received = [name for name in wanted if name in set(pinned)]
+        self._peers[ticket.source] = None
         self._num_pulls += 1
 
         def arrived() -> None:
             self._num_pulls -= 1
-            if stream.request_id in self._works:
-                own.adopt(missing)
-                self.engine.add(stream)
+            source.reservations.unpin(pinned)
+            own.end_import(import_id, received)
+            then()
 
-        self._fabric.pull(pull.ticket, len(missing) * self.record.layout.block_tokens, arrived)
+        self._fabric.pull(ticket, len(received) * block_tokens, arrived)
 
-    def _hold(self, stream: SimulatedSequence) -> None:
+    def _hold(self, attempt: _Attempt) -> None:
         """Keep the blocks of a computed prompt until they have been fetched. Without a handoff, release them
         at once."""
-        del self._works[stream.request_id]
-        ticket = self._tickets.pop(stream.request_id, None)
-        if ticket is None:
-            self.engine.release(stream)
-            return
-        self._held[stream.request_id] = stream
 
         def release() -> None:
-            if self._held.pop(stream.request_id, None) is not None:
-                self.engine.release(stream)
+            self.engine.release(attempt.work.request_id)
+            for sharer in self.sharers:
+                sharer.engine.wake()
 
-        self._fabric.finished(ticket, release)
+        if attempt.ticket is None:
+            release()
+        else:
+            self._fabric.finished(attempt.ticket, release)
 
-    def _arrived(self, stream: SimulatedSequence, arrival: TransferArrival) -> None:
+    def _arrived(self, attempt: _Attempt, reservation: Reservation, arrival: TransferArrival) -> None:
         """Report a handoff and start decoding, unless the request was cancelled."""
-        if stream.request_id not in self._works:
+        request_id = attempt.work.request_id
+        if self._attempts.get(request_id) is not attempt:
             return
-        token_bytes, block_tokens = self.record.layout.token_bytes, self.record.layout.block_tokens
-        stream.last_token_at = arrival.first_token_at
+        layout = self.record.layout
+        attempt.last_token_at = arrival.first_token_at
         self._send(
             HandoffReport(
-                request_id=stream.request_id,
+                request_id=request_id,
                 transport="simulated",
                 handoff_s=arrival.handoff_s,
                 exposed_s=arrival.exposed_s,
-                transferred_blocks=ceil(arrival.num_tokens / block_tokens),
-                reused_blocks=stream.cached // block_tokens,
-                transferred_bytes=arrival.num_tokens * token_bytes,
+                transferred_blocks=ceil(arrival.num_tokens / layout.block_tokens),
+                reused_blocks=reservation.reused,
+                transferred_bytes=arrival.num_tokens * layout.token_bytes,
             )
         )
-        self.engine.join(stream)
-        self._publish()
+        self.engine.admit(reservation, attempt.work.sequences[0])
+        if request_id not in self.engine.table.requests:
+            del self._attempts[request_id]  # the first token was its last one
 
     def _cancel(self, request_id: RequestId) -> None:
-        self._works.pop(request_id, None)
-        ticket = self._tickets.pop(request_id, None)
+        # A prompt that was computed is no attempt any more: its blocks are kept for a fetch that may be running.
+        attempt = self._attempts.pop(request_id, None)
+        if attempt is None:
+            return
         self.engine.cancel(request_id)
-        # Only the sink ends the handoff: the source has to keep the blocks for a fetch that may be running.
-        if ticket is not None and ticket.sink == self.record.instance:
-            self._fabric.forget(ticket)
+        # Only the sink ends a handoff.
+        if attempt.ticket is not None and attempt.ticket.sink == self.record.instance:
+            self._fabric.forget(attempt.ticket)
 
-    def _offset(self, work: Work) -> int:
-        """Return the number of tokens that were generated before, on other instances (after a replay)."""
-        return len(work.token_ids) - work.num_prompt_tokens
+    def _report_first(self, first: FirstTokenInfo) -> None:
+        self._send(
+            PrefillReport(
+                request_id=first.request_id,
+                queue_s=first.queue_s,
+                prefill_s=first.prefill_s,
+                cached_tokens={"device": first.cached_tokens},
+            )
+        )
 
-    def _send_tokens(self, work: Work, count: int, *, position: int | None = None, is_last: bool) -> None:
+    def _add_tokens(self, outputs: list[SequenceOutput], held: dict[RequestId, _Attempt]) -> None:
+        """Record the gaps before new tokens. Send the first token of each attempt at once, and the others, which change
+        nothing for the router, together with the last one."""
+        now = self._loop.time()
+        gaps: dict[float, list[RequestId]] = {}
+        for output in outputs:
+            attempt = held.get(output.request_id) or self._attempts.get(output.request_id)
+            if attempt is None:  # cancelled when the router received another token of this step
+                continue
+            if attempt.has_gap:
+                assert attempt.last_token_at is not None
+                gaps.setdefault(attempt.last_token_at, []).append(output.request_id)
+            elif attempt.last_token_at is not None:
+                self._gaps.add_first(output.request_id, now - attempt.last_token_at)
+                attempt.has_gap = True
+            attempt.last_token_at = now
+            attempt.num_tokens += 1
+            attempt.num_unsent += 1
+            if attempt.num_tokens == 1 or output.finish_reason is not None:
+                self._send_tokens(attempt, output)
+        for last_token_at, request_ids in gaps.items():
+            self._gaps.add(request_ids, now - last_token_at)
+
+    def _send_tokens(self, attempt: _Attempt, last: SequenceOutput) -> None:
+        num_unsent, attempt.num_unsent = attempt.num_unsent, 0
+        if last.finish_reason is not None:
+            self._attempts.pop(last.request_id, None)
         self._send(
             Tokens(
-                request_id=work.request_id,
-                sequence=work.sequences[0],
-                position=self._offset(work) if position is None else position,
-                token_ids=[_TOKEN] * count,
-                finish_reason="length" if is_last else None,
+                request_id=last.request_id,
+                sequence=last.sequence,
+                position=last.position + 1 - num_unsent,
+                token_ids=[TOKEN] * num_unsent,
+                finish_reason=last.finish_reason,
             )
         )
 
@@ -267,19 +301,18 @@ class SimulatedInstance:
             self.router(message)
 
     def _send_snapshot(self) -> None:
-        self._publish()
+        self._publish(self.engine.table.pool.take_events())
         self._send(
             Snapshot(
                 instance=self.record.instance,
                 generation=self.record.generation,
                 sequence=self._sequence,
-                device=self.engine.cache.names(),
+                device=self.engine.table.pool.cached_block_hashes(),
             )
         )
 
-    def _publish(self) -> None:
+    def _publish(self, events: list[BlockEvent]) -> None:
         """Send the cache's events to the subscribers of all instances that share it."""
-        events = self.engine.cache.take_events()
         if events:
             for sharer in self.sharers:
                 sharer.publish(events)

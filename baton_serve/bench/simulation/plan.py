@@ -1,9 +1,10 @@
-"""Predict how a cluster handles a trace before it exists: the router's own code with simulated instances.
+"""Predict how a cluster handles a trace before it exists: the router's own code with simulated instances, which use the
+engine's own scheduler and block pool with a cost model instead of a device.
 
 `baton-bench plan --trace conversation_trace.jsonl --card B60 --model Qwen3-4B --prefill 8 --decode 4`
 
-Time is virtual: an hour takes seconds, and the same command always prints the same result. Not simulated: the router's
-own time, answers that become the prefix of a later turn, and host tiers.
+Time is virtual, and the same command always prints the same result; an hour of a busy trace takes minutes. Not
+simulated: the router's own time, steps launched ahead, answers that become the prefix of a later turn, and host tiers.
 """
 
 import argparse

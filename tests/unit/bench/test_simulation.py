@@ -1,5 +1,7 @@
 """A simulated cluster does what can be computed by hand, and always the same."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,6 +190,18 @@ def made_up(prefill: int, decode: int) -> Summary:
         attainment=float(prefill >= 5 and decode >= 3),
         goodput_per_s=min(prefill / 5, decode / 3),
     )
+
+
+def test_a_plan_needs_no_torch() -> None:
+    check = "import sys, baton_serve.bench.simulation.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60, check=False).returncode == 0
+
+
+def test_a_short_shared_cache_answers_all() -> None:
+    trace = alone(*(TraceRequest(0.1 * n, 2048, 3, tuple(range(4 * n, 4 * n + 4))) for n in range(12)))
+    shared = replace(scenario(trace, policy="least_loaded", prefill=3), shares_cache=True)
+    result = simulate(replace(shared, cost=replace(SLOW_LINK, kv_tokens=512 * 5)))
+    assert (len(result.served), result.refused) == (12, [])
 
 
 def test_searches_find_the_smallest_pools_and_the_best_split() -> None:
