@@ -47,12 +47,12 @@ class _Attempt:
     num_published: int = 0
     """Blocks of its prompt that may be sent."""
     num_tokens: int = 0
-    """Tokens generated here."""
+    """Number of tokens that this instance has generated."""
     num_unsent: int = 0
     """Newest of these tokens that the router has not received."""
     last_token_at: float | None = None
     has_gap: bool = False
-    """Whether the gap before one of its tokens has been recorded."""
+    """True once the gap before one of its tokens has been recorded."""
 
 
 class SimulatedInstance:
@@ -240,7 +240,7 @@ class SimulatedInstance:
             del self._attempts[request_id]  # the first token was its last one
 
     def _cancel(self, request_id: RequestId) -> None:
-        # A prompt that was computed is no attempt any more: its blocks are kept for a fetch that may be running.
+        # The attempt of a computed prompt has ended: its blocks are kept for a fetch that may be running.
         attempt = self._attempts.pop(request_id, None)
         if attempt is None:
             return
