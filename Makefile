@@ -1,8 +1,12 @@
-# Everything runs in .venv, which is made here with Python 3.11 or newer and pip. PyPI's torch is the CUDA build; choose another
-# build by its index: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu (or .../whl/xpu for Arc).
+# Everything runs in .venv, which is made here with Python 3.11 or newer and pip. tools/install_torch.py chooses the build of torch
+# by the accelerators of this machine; TORCH_INDEX names another index (https://download.pytorch.org/whl/cpu, .../whl/xpu, .../whl/cu130),
+# and TORCH_INDEX=pip takes what pip's own index has.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+# Kernels of accelerators run in Triton's interpreter in tests. Only where torch has brought no Triton of its own: NVIDIA's would
+# overwrite Intel's, which has the same module.
+TRITON ?= triton==3.7.*
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -15,12 +19,13 @@ FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 
-.PHONY: setup demo test test-computations test-processes test-intel fuzz fuzz-bodies check house format clean bench
+.PHONY: setup setup-tests demo test test-computations test-processes test-intel fuzz fuzz-bodies check house format clean bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a local cluster (router + prefill + decode) answers a chat; TORCH_INDEX=... picks other torch wheels"
-	@echo "make test    set up and run the whole test suite"
+	@echo "make setup   install what serving needs in .venv"
+	@echo "make test    install what the tests need as well, and run the whole test suite; NO_APT=1 installs no system packages"
 	@echo "make test-intel  the transports over genuine oneCCL and SYCL memory, on this CPU, in a .venv-intel of its own"
 	@echo "make fuzz    strange bytes into the decoders of the wire, for FUZZ_SECONDS (60), in a .venv-fuzz of its own"
 	@echo "make fuzz-bodies  requests that cost a router too much time or memory, searched for FUZZ_SECONDS (60)"
@@ -31,12 +36,23 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(BIN)/pip install -q -e ".[worker]" --group dev
+# What serving needs. Python compiles the modules that are used at their first import; compiling all of them would take 230 MB.
+$(VENV)/.installed: pyproject.toml tools/install_torch.py | $(BIN)/python
+	@$(BIN)/python tools/install_torch.py --requirement "$(TORCH)" --index "$(TORCH_INDEX)"
+	@echo "Baton and the packages that it needs: about 100 MB"
+	$(BIN)/pip install --no-compile -e ".[worker]"
+	@touch $@
+
+# What the tests and checks need beside it.
+$(VENV)/.installed-tests: $(VENV)/.installed
+	@echo "tools and libraries of the tests: about 500 MB"
+	$(BIN)/pip install --group dev
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install "$(TRITON)"
 	@touch $@
 
 setup: $(VENV)/.installed
+
+setup-tests: $(VENV)/.installed-tests
 
 demo: setup
 	@$(BIN)/python -m baton_serve.services.local.demo
@@ -46,7 +62,7 @@ demo: setup
 COMPUTATIONS := tests/unit tests/engine tests/contract/kernels tests/contract/test_state_machines.py \
 	tests/e2e/test_demo_model.py tests/e2e/test_families.py tests/helm/test_image_install.py
 
-test: setup
+test: setup-tests
 	@./tools/install_system_packages.sh
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes test-computations
 
@@ -75,20 +91,20 @@ fuzz: $(FUZZ)/.installed
 	PYTHONPATH=$(CURDIR) $(FUZZ)/bin/python tools/fuzz_wire.py $(FUZZ)/corpus -max_total_time=$(FUZZ_SECONDS)
 
 # Linux only.
-fuzz-bodies: setup
+fuzz-bodies: setup-tests
 	PYTHONPATH=$(CURDIR) $(BIN)/python tools/fuzz_bodies.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
-check: setup
+check: setup-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/structure
 
-house: setup
+house: setup-tests
 	$(BIN)/python -m tools.house
 
-format: setup
+format: setup-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

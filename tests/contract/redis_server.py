@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 START_TIMEOUT_S = 10.0
 
 
@@ -23,7 +25,8 @@ class RedisServer:
 
     def start(self) -> None:
         program = shutil.which("redis-server")
-        assert program is not None, "redis-server is missing: `make test` installs it"
+        if program is None:
+            pytest.skip("needs the program redis-server")
         self._path.unlink(missing_ok=True)
         options = ["--port", "0", "--unixsocket", str(self._path), "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen(

@@ -16,6 +16,9 @@ from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 CPU = torch.device("cpu")
+needs_a_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler (g++) was found"
+)
 
 
 def compiler(directory: Path, script: str) -> str:
@@ -35,6 +38,7 @@ def copying_compiler(directory: Path) -> str:
     return compiler(directory, script)
 
 
+@needs_a_compiler
 def test_a_library_is_built_once(tmp_path: Path) -> None:
     cxx = copying_compiler(tmp_path)
     for _ in range(2):
@@ -44,6 +48,7 @@ def test_a_library_is_built_once(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
 
 
+@needs_a_compiler
 def test_of_two_builds_at_once_all_load_the_first_one_that_was_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +64,7 @@ def test_of_two_builds_at_once_all_load_the_first_one_that_was_ready(
     assert Path(load_kernels(tmp_path / "cache", cxx)._name).samefile(first)
 
 
+@needs_a_compiler
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_directory_for_this_process(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("")
@@ -93,6 +99,7 @@ def test_without_a_compiler_the_twins_serve_with_one_warning(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+@needs_a_compiler
 def test_the_cpu_gets_the_library_and_odd_dtypes_the_twin() -> None:
     assert isinstance(attention_backend(CPU, torch.float32), CpuAttention)
     assert isinstance(attention_backend(CPU, torch.float64), ReferenceAttention)

@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.cpu.build import load_kernels
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.metadata import LayerKernels
 from baton_serve.engine.kernels.reference import layers as reference_layers
 
-CPU: LayerKernels = CpuLayers(load_kernels(), torch.bfloat16)
+try:
+    CPU: LayerKernels = CpuLayers(load_kernels(), torch.bfloat16)
+except KernelsUnavailableError as exc:
+    pytest.skip(str(exc), allow_module_level=True)
 TWIN: LayerKernels = reference_layers
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
