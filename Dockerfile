@@ -1,7 +1,7 @@
-# Targets: router (no torch), worker-xpu, worker-cuda, worker-cpu.
+# Targets: router (no torch), worker-xpu, worker-cuda, worker-cpu. TORCH_INDEX names another index of torch's wheels than PyTorch's own.
 #
 #   docker build --target router -t baton-router .
-#   docker build --target worker-xpu --build-arg TORCH_INDEX=<index of torch's XPU wheels> -t baton-worker-xpu .
+#   docker build --target worker-xpu -t baton-worker-xpu .
 #
 # Everything comes as wheels of locked versions (requirements/, tools/lock_requirements.py). The XPU wheels of torch carry
 # the oneAPI run-time libraries they need, so no setvars.sh is sourced and no interactive shell is needed; the driver's user
@@ -41,9 +41,9 @@ RUN pip install -r requirements/worker.txt
 
 FROM worker AS worker-cpu
 ARG TORCH=torch==2.13.0
-ARG TORCH_INDEX=
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # hadolint ignore=DL3013
-RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" && python -c "import torch; assert not torch.version.cuda, torch.__version__"
 RUN --mount=from=sources,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
 USER 10001:10001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m \
@@ -66,7 +66,7 @@ CMD ["--help"]
 # The last target is what a plain `docker build .` makes.
 FROM worker AS worker-xpu
 ARG TORCH=torch==2.13.0
-ARG TORCH_INDEX=
+ARG TORCH_INDEX=https://download.pytorch.org/whl/xpu
 # Level Zero: loader, and the compute runtime's back end for Arc.
 ARG XPU_PACKAGES="libze1 libze-intel-gpu1"
 # hadolint ignore=DL3008,SC2086

@@ -108,9 +108,9 @@ def main() -> int:
     wrong = wrong_packages(planned.stdout.decode(), chosen.build)
     if wrong:
         _say(
-            f"torch: nothing was installed. {chosen.pip_options[1]} has no wheel of {options.requirement} for this Python,"
-            f" or it cannot be reached, and pip's own index offers another build (it needs {', '.join(wrong[:3])}, …)."
-            " Check the network and any proxy; TORCH_INDEX=URL names another index of such wheels, TORCH_INDEX=pip"
+            f"torch: nothing was installed. {chosen.pip_options[1]} has no wheel of {options.requirement} for this"
+            f" Python, or it cannot be reached, and pip's own index offers another build (with"
+            f" {', '.join(wrong[:3])}, …). Check the network and any proxy; TORCH_INDEX=URL names another index of such wheels, TORCH_INDEX=pip"
             " accepts what pip's own index has."
         )
         return 1

@@ -148,8 +148,8 @@ def _peer(kind: str, peer: PeerFacts) -> Finding:
 def _cpu_remedy(version: str) -> str:
     if version.endswith("+cpu"):
         return (
-            "this is a CPU build of torch; for Arc install the XPU wheels: make setup TORCH_INDEX=<index of the XPU "
-            "wheels>"
+            "this is a CPU build of torch; for Arc install the XPU wheels: "
+            "make clean setup TORCH_INDEX=https://download.pytorch.org/whl/xpu"
         )
     return "for Arc install the compute runtime (libze1, libze-intel-gpu1) and the XPU wheels of torch"
 

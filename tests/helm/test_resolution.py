@@ -1,6 +1,6 @@
-"""What pip would install on a stranger's machine: the published requirements, with an empty configuration of pip.
+"""Resolve the published requirements as pip does on a new machine, with an empty configuration of pip.
 
-Wheels that hold nothing but the metadata of PyTorch's own builds stand for those of its index, which needs no network then.
+Wheels with metadata alone stand for the builds of torch on PyTorch's index, so that index need not be reachable.
 Everything else is resolved from the ordinary package index; without one the tests are skipped.
 """
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 TORCH = "torch==2.13.0"
 REQUIRES = ("filelock", "typing-extensions>=4.10.0", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5")
-"""What torch's wheels for CPUs need; those for XPU need Intel's run-time libraries and Intel's Triton beside them."""
+"""Requirements of torch's CPU wheels. The XPU wheels add Intel's run-time libraries and Intel's Triton."""
 CONFIGURATION = ("PIP_", "UV_")
 
 

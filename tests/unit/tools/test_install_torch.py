@@ -1,4 +1,4 @@
-"""The build of torch is chosen by what the kernel shows, and a wrong build is never installed without being asked for."""
+"""The build of torch follows the machine's accelerators; another build is installed only if the user asks for it."""
 
 import json
 from pathlib import Path
