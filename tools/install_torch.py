@@ -107,11 +107,12 @@ def main() -> int:
         return planned.returncode
     wrong = wrong_packages(planned.stdout.decode(), chosen.build)
     if wrong:
+        index = chosen.pip_options[1]
         _say(
-            f"torch: nothing was installed. {chosen.pip_options[1]} has no wheel of {options.requirement} for this"
-            f" Python, or it cannot be reached, and pip's own index offers another build (with"
-            f" {', '.join(wrong[:3])}, …). Check the network and any proxy; TORCH_INDEX=URL names another index of such wheels, TORCH_INDEX=pip"
-            " accepts what pip's own index has."
+            f"torch: nothing was installed. {index} has no wheel of {options.requirement} for this Python,"
+            f"\nor it cannot be reached, and pip's own index offers another build (with {', '.join(wrong[:3])}, …)."
+            "\nCheck the network and any proxy. TORCH_INDEX=URL names another index of such wheels;"
+            "\nTORCH_INDEX=pip accepts what pip's own index has."
         )
         return 1
     return subprocess.run(pip, check=False).returncode
