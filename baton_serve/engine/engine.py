@@ -7,6 +7,7 @@ next step is scheduled and launched while the device computes the current one.
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 
 import torch
@@ -168,6 +169,14 @@ class Engine:
         """
         if self.tail_parts > 1:
             self._layer_groups = LayerGroupReporter(self.layout, self._layer_group_plan, self._device, on_group)
+
+    def compile_grammar(self, grammar: str) -> "Future[None]":
+        """Start compiling a grammar, and return a future that ends when requests with it can be added.
+
+        A request whose grammar is not compiled yet delays the first step that it is part of. The future raises
+        `RequestError` for an invalid grammar.
+        """
+        return self._masking.prepare(grammar)
 
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
         """Queue a request. `pixels` are those of the prompt's images, as `image_reader` returns them.

@@ -19,7 +19,7 @@ from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
-from baton_serve.services.instance.local_generation import GenerationObserver, generate
+from baton_serve.services.instance.local_generation import GenerationObserver, await_grammar, generate
 from baton_serve.services.instance.ports import (
     CompletedFetch,
     EngineStats,
@@ -85,6 +85,7 @@ class DecodeHandler:
         inner = request.work.request_id
         arrivals = ArrivedBlocks(self._engine, request)
         try:
+            await await_grammar(self._engine, request.work)
             with request.span.child("reserve"):
                 reservation = await self._block_queue.reserve(request.work, within_s=ticket.timeout_s)
             report = partial(self._router.send, request.router)

@@ -5,6 +5,7 @@ the modules that define them.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Literal, Protocol
 
 from baton_serve.contracts.events import BlockEvent
@@ -46,6 +47,7 @@ class PoolingPort(SteppingPort, Protocol):
 class EnginePort(SteppingPort, Protocol):
     """The interface of `engine.Engine`. Engine thread only."""
 
+    def compile_grammar(self, grammar: str) -> "Future[None]": ...
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None: ...
     def reserve(self, work: Work) -> Reservation | None: ...
     def mark_received(self, request_id: RequestId, names: Sequence[BlockHash]) -> None: ...

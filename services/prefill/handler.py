@@ -18,7 +18,7 @@ from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
-from baton_serve.services.instance.local_generation import read_images
+from baton_serve.services.instance.local_generation import await_grammar, read_images
 from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
 from baton_serve.services.prefill.observers import HandoffObserver, PrefillObserver
@@ -94,7 +94,8 @@ class PrefillHandler:
         return 0
 
     async def _begin(self, request: AttemptEntry, message: Prefill) -> None:
-        """Fetch the cached prefix from a peer, decode the images, and add the request to the engine."""
+        """Compile the grammar, fetch the cached prefix from a peer, decode the images, and add the request."""
+        await await_grammar(self._engine, request.work)
         await self._puller.pull(request, message.pull)
         pixels = await read_images(message.images, self._reader)
         await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))

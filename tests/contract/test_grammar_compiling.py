@@ -93,6 +93,15 @@ def test_the_largest_grammar_within_the_bounds_needs_half_of_the_stack_and_the_c
     run(body())
 
 
+@pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((((a{100}){100}){100}){100})", "x(a{1000}){1000}"])
+def test_a_grammar_whose_first_token_takes_too_long_is_refused(regex: str) -> None:
+    async def body() -> None:
+        async with checker() as one:
+            assert "for its first token" in await one.verdict(lark(regex))
+
+    run(body())
+
+
 def test_gbnf_is_converted_with_the_same_limits() -> None:
     async def body() -> None:
         async with checker(CompileLimits(cpu_s=0.5)) as one:

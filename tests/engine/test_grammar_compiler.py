@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,29 @@ def test_a_grammar_that_no_router_should_send_fails_its_request_alone(
         with pytest.raises(RequestError, match=reason):
             known.start(grammar)
     assert not known.start(GOOD).matcher.is_error()
+    known.close()
+
+
+def test_the_first_mask_of_a_grammar_is_computed_by_the_compiling_thread(tmp_path: Path) -> None:
+    known = grammars(tmp_path)
+    # The library spends seconds on this one, nearly all in the first mask.
+    hungry = "start: /(a{1000}){1000}/"
+    compiled = known.prepare(hungry).result()
+    started_at = time.process_time()
+    state = known.start(hungry)
+    known.allowed([state])
+    # A copy has most of the first mask's work behind it.
+    assert time.process_time() - started_at < 0.5
+    assert not compiled.matcher.is_error()
+    known.close()
+
+
+def test_a_failed_compilation_is_tried_again(tmp_path: Path) -> None:
+    known = grammars(tmp_path)
+    first = known.prepare("start: nothing")
+    with pytest.raises(RequestError):
+        first.result()
+    assert known.prepare("start: nothing") is not first
     known.close()
 
 

@@ -6,6 +6,7 @@ ignored; if the other rules leave none, the request fails.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from baton_serve.engine.core.scheduler import SampleRow
 from baton_serve.engine.core.sequence import Sequence as TokenSequence
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.sample.grammar import Bits, Grammars, GrammarState
+from baton_serve.engine.sample.grammar_compiler import Compiled
 
 
 @dataclass(slots=True)
@@ -50,9 +52,12 @@ class ConstraintBuilder:
         # Weak: sequences end in many places, and none of them has to notify this class.
         self._known: WeakKeyDictionary[TokenSequence, _SequenceRules] = WeakKeyDictionary()
 
-    def prepare(self, grammar: str) -> None:
-        """Start compiling a grammar before its first use. An invalid grammar fails the sequence that uses it later."""
-        self._grammars.prepare(grammar)
+    def prepare(self, grammar: str) -> "Future[Compiled]":
+        """Start compiling a grammar before its first use, and return the future of the compiled grammar.
+
+        An invalid grammar also fails the sequence that uses it later.
+        """
+        return self._grammars.prepare(grammar)
 
     def close(self) -> None:
         """End the thread that compiles grammars."""

@@ -109,7 +109,8 @@ class Grammars:
     def prepare(self, grammar: str) -> "Future[Compiled]":
         """Start compiling a grammar in the background, and return the future that `start` waits for."""
         compiled = self._compiled.get(grammar)
-        if compiled is None:
+        # A failure is not kept: its cause may be passing.
+        if compiled is None or (compiled.done() and compiled.exception() is not None):
             compiled = self._compiled[grammar] = self._compiler.compile(grammar)
             self._forget_oldest()
         self._compiled.move_to_end(grammar)

@@ -60,6 +60,10 @@ class GrammarCompiler:
         before = _resident_bytes()
         # log_level=0: no output of the library
         matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        # The first mask may take a second, later ones take milliseconds. Computed here, it delays no step:
+        # copies of the matcher keep what was computed.
+        if not matcher.is_error():
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError("invalid", f"structured output: {first_line(matcher.get_error())}")
         return Compiled(matcher, max(len(grammar), _resident_bytes() - before))

@@ -6,6 +6,7 @@ The thread works between the start of a step and its logits. Everything that it 
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from baton_serve.engine import device as devices
 from baton_serve.engine.core.scheduler import SampleRow
 from baton_serve.engine.sample.constraints import ConstraintBuilder, Constraints, is_constrained
+from baton_serve.engine.sample.grammar_compiler import Compiled
 
 INDEX_BYTES = 16
 """Size of one row's index in bytes: two int64, the row and its mask."""
@@ -44,9 +46,18 @@ class TokenMasker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._staging = devices.staging(device, (0,), torch.uint8)
 
-    def prepare(self, grammar: str) -> None:
-        """Start compiling a grammar that a queued request will need."""
-        self._thread.submit(self._builder.prepare, grammar)
+    def prepare(self, grammar: str) -> "Future[None]":
+        """Start compiling a grammar that a request will need. The future ends when it is compiled or has failed.
+
+        A step with a sequence whose grammar is not compiled yet waits for it, and with it all other sequences. So a
+        request should be queued only when this future has ended. It raises `RequestError` for an invalid grammar.
+        """
+        ready: Future[None] = Future()
+        self._thread.submit(self._prepare, grammar, ready)
+        return ready
+
+    def _prepare(self, grammar: str, ready: "Future[None]") -> None:
+        self._builder.prepare(grammar).add_done_callback(partial(_end_like, ready))
 
     def begin(self, rows: Rows[SampleRow]) -> "Future[Constraints] | None":
         """Start building the masks of a step. Return None if no row is constrained.
@@ -77,3 +88,14 @@ class TokenMasker:
         """End the thread and the compiler."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._builder.close()
+
+
+def _end_like(ready: "Future[None]", compiled: "Future[Compiled]") -> None:
+    """End `ready` as the compilation has ended."""
+    error = None if compiled.cancelled() else compiled.exception()
+    if compiled.cancelled():
+        ready.cancel()
+    elif error is not None:
+        ready.set_exception(error)
+    else:
+        ready.set_result(None)

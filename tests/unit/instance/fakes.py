@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -47,12 +48,19 @@ STATS = EngineStats(
 )
 
 
-def work(request_id: str = "r", *, sequences: Sequence[int] = (0,), priority: int = 0, timeout_s: float = 60.0) -> Work:
+def work(
+    request_id: str = "r",
+    *,
+    sequences: Sequence[int] = (0,),
+    priority: int = 0,
+    timeout_s: float = 60.0,
+    grammar: str | None = None,
+) -> Work:
     return Work(
         request_id=RequestId(request_id),
         token_ids=[1, 2, 3],
         num_prompt_tokens=3,
-        sampling=SamplingSpec(seed=1, max_tokens=8),
+        sampling=SamplingSpec(seed=1, max_tokens=8, grammar=grammar),
         root=BlockHash(b"r" * 16),
         sequences=list(sequences),
         priority=priority,
@@ -96,9 +104,14 @@ class FakeEngine:
         self.is_closed = False
         self.num_pinned = 2
         self.num_imported = 2
+        self.compiled: Future[None] = Future()
 
     layout = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
     max_model_len = 128
+
+    def compile_grammar(self, grammar: str) -> "Future[None]":
+        self._ask("compile_grammar", grammar)
+        return self.compiled
 
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
         self._ask("add", work.request_id, mode)

@@ -9,6 +9,7 @@ from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
+from baton_serve.engine.errors import RequestError
 from baton_serve.kvtransfer import Translation
 from baton_serve.kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from baton_serve.services.common.tracing import Span
@@ -35,6 +36,44 @@ def bench(fallback: Literal["fail", "local"] = "fail", *, max_waiting: int = 8) 
 
 def fetched(*tokens: FirstToken) -> Fetched:
     return Fetched(encode_first_tokens(list(tokens), since_end_s=0.05))
+
+
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_a_request_waits_for_its_grammar_outside_of_the_engine(is_valid: bool) -> None:
+    async def test() -> None:
+        b = bench()
+        for message in (Decode(work("a", grammar="g"), ticket()), Generate(work("b", grammar="g"))):
+            b.serving.on_message(ROUTER, message)
+        await settle()
+        assert b.engine.asked == [("compile_grammar", "g")] * 2
+        assert b.transfer.asked == []
+        if is_valid:
+            b.engine.compiled.set_result(None)
+        else:
+            b.engine.compiled.set_exception(RequestError("invalid", "structured output: wrong"))
+        await settle()
+        if is_valid:
+            assert sorted(b.engine.verbs()[2:]) == ["add", "reserve"]
+        else:
+            assert [failed.message for failed in b.router.answers()] == ["structured output: wrong"] * 2
+            assert "add" not in b.engine.verbs() and "reserve" not in b.engine.verbs()
+
+    run(test())
+
+
+def test_a_cancelled_request_does_not_cancel_the_compilation_that_others_wait_for() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Generate(work("a", grammar="g")))
+        b.serving.on_message(ROUTER, Generate(work("b", grammar="g")))
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(request_id=work("a").request_id))
+        await settle()
+        b.engine.compiled.set_result(None)
+        await settle()
+        assert b.engine.verbs().count("add") == 1
+
+    run(test())
 
 
 def test_blocks_are_reserved_fetched_and_the_answer_is_written_from_the_second_token_on() -> None:

@@ -47,6 +47,10 @@ VERDICT, CONVERTED, ENDED = b"v", b"t", b"e"
 MAX_VERDICT_CHARS = 2_000
 """Longest error message, in characters."""
 
+MAX_MASK_CPU_S = 0.8
+"""Longest processor time of the mask of the first token. Grammars within the bounds need up to 0.3 s. The library's own
+limit (`initial_lexer_fuel`) allows more than a second; those of later masks are lower."""
+
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2) that sends a signal to this process when its parent ends."""
 
@@ -210,10 +214,13 @@ def error_of(grammar: str, tokens: LLTokenizer) -> str:
         return str(exc)
     limits = LLParserLimits(**PARSER_LIMITS)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
-    # Compute the first token mask as well: a grammar so ambiguous that this exceeds the parser's limits compiles, but
-    # would fail in every instance.
     if not matcher.is_error():
+        started_at = time.process_time()
+        # A grammar so ambiguous that the first token mask exceeds the parser's limits compiles, but would fail in every
+        # instance.
         matcher.compute_bitmask()
+        if time.process_time() - started_at > MAX_MASK_CPU_S:
+            return f"the grammar or schema takes more than {MAX_MASK_CPU_S:g} s for its first token"
     return matcher.get_error() or "the grammar cannot be compiled" if matcher.is_error() else ""
 
 
