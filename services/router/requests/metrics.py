@@ -50,6 +50,13 @@ class MetricFamilies:
             known = self._gauges[name] = Gauge(name, text, ["model_name"], registry=self._registry)
         return known
 
+    def gauge_of_all_models(self, name: str, text: str) -> Gauge:
+        """Return the gauge of that name without the label `model_name`, which is registered at the first call."""
+        known = self._gauges.get(name)
+        if known is None:
+            known = self._gauges[name] = Gauge(name, text, registry=self._registry)
+        return known
+
 
 class RouterMetrics:
     """The metrics of one model in one router process. Event loop only: the counters have no locks."""
@@ -155,6 +162,10 @@ class RouterMetrics:
         )
         self.waiting(requests=0, tokens=0)
         self.in_flight = self._gauge("baton:requests_in_flight", "Number of prompts that are running or waiting.")
+        self.assigned = self._families.gauge_of_all_models(
+            "baton:router_assigned_requests",
+            "Number of requests that this router counts as load of an instance; a handed-off one counts for both.",
+        )
 
     def for_model(self, model_name: str) -> "RouterMetrics":
         """Return the metrics of another model of this router."""

@@ -1,5 +1,6 @@
 """Endpoints around the answers: health, models, tokens, metrics, documents."""
 
+import asyncio
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -136,6 +137,25 @@ def test_metrics_count_each_request_once(serve: Serve) -> None:
         assert samples["baton:prefix_hit_tokens_total", "device", "tiny"] == 8
         assert samples["baton:requests_in_flight", "tiny"] == 0
         assert samples["baton:replays_total", "tiny"] == 0
+
+    serve(scenario)
+
+
+def test_metrics_show_the_load_that_the_router_has_assigned_to_instances(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        async def assigned() -> float | None:
+            await router.http.get("/metrics")
+            return router.metrics.registry.get_sample_value("baton:router_assigned_requests")
+
+        assert await assigned() == 0
+        decode = router.fakes["decode-0"]
+        decode.hold = 1
+        request = asyncio.create_task(router.complete(prompt=[104] * 10, max_tokens=6))
+        await settle()
+        during = await assigned()
+        decode.resume()
+        await request
+        assert during in (1, 2) and await assigned() == 0
 
     serve(scenario)
 
