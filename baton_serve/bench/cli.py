@@ -29,7 +29,10 @@ BENCHES = {
         "router.load",
         "measure the router alone with fake instances: requests/s, tokens/s, latency",
     ),
-    "chaos": ("serving.chaos", "kill and freeze processes under load: every stream must end equal, nothing may leak"),
+    "chaos": (
+        "chaos.run",
+        "kill and freeze processes under honest and hostile load: answers must be equal, nothing may leak",
+    ),
     "grammar": ("micro.grammar", "measure structured output: compilation of grammars, token masks"),
     "peers": (
         "serving.peers",
