@@ -55,7 +55,7 @@ def complaint(status: int, statuses: frozenset[int], content: bytes) -> str:
     error = answer.get("error") or {}
     if len(content) > MAX_ERROR_BYTES:
         return f"status {status} with {len(content)} bytes"
-    return "" if error.get("message") and error.get("code") else f"status {status} without a reason: {content[:200]!r}"
+    return "" if error.get("message") and error.get("type") else f"status {status} without a reason: {content[:200]!r}"
 
 
 class HostileClient:
