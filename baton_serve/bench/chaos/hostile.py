@@ -38,6 +38,8 @@ class HostileTally:
     wrong: list[str] = field(default_factory=list)
     excused: int = 0
     """Requests without a right answer whose process was killed or frozen at that time."""
+    not_connected: int = 0
+    """Requests to a process that was starting. One that never listens again fails the test at its end."""
     slowest_s: dict[str, float] = field(default_factory=dict)
     """The longest time until an answer, by class."""
 
@@ -100,6 +102,8 @@ class HostileClient:
                 answer = await self._client.post(
                     f"http://127.0.0.1:{router.port}{body.path}", content=body.make(self._rng), headers=headers
                 )
+        except httpx.ConnectError:
+            self.tally.not_connected += 1
         except (httpx.TransportError, TimeoutError) as exc:
             self._count(router, body.name, 0, f"{type(exc).__name__}: {exc}", began)
         else:
@@ -115,6 +119,8 @@ class HostileClient:
             async with asyncio.timeout(connection.within_s):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 status = status_of(await connection.act(reader, writer))
+        except ConnectionRefusedError:
+            self.tally.not_connected += 1
         except (OSError, TimeoutError) as exc:
             self._count(process, connection.name, 0, f"{type(exc).__name__}: {exc}", began)
         else:

@@ -113,8 +113,8 @@ NONE = frozenset({CLOSED})
 NO_KEY = HEAD.replace(HOSTILE_KEY.encode(), b"none")
 
 # The router's limits: 10 s for a head, 30 s without a byte of a body, 60 s for a body, then up to 30 s in which it
-# discards what is still sent. ZeroMQ closes a connection without a handshake after 30 s. Each has 20 s more here, because
-# a process may be frozen and the cores are busy.
+# discards what is still sent. ZeroMQ closes a connection without a handshake after 30 s. Each has 20 s more here,
+# because a process may be frozen and the cores are busy.
 HOSTILE_CONNECTIONS = [
     HostileConnection("silent connection", _once(b""), LATE, 30.0),
     HostileConnection("head that stops", _once(HEAD), LATE, 30.0),

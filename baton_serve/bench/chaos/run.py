@@ -94,6 +94,7 @@ class ChaosOutcome:
             yield Row("chaos", f"{case}: hostile, {name}: slowest", seconds, "s")
         yield Row("chaos", f"{case}: hostile, answered wrongly", float(len(hostile.wrong)), "requests", 0.0)
         yield Row("chaos", f"{case}: hostile, ended with their process", float(hostile.excused), "requests")
+        yield Row("chaos", f"{case}: hostile, found no process listening", float(hostile.not_connected), "times")
         for growth in self.growths:
             minutes = growth.final_age_s / 60
             what = f"memory of {growth.life} after {minutes:.0f} min, {growth.final_bytes / 2**20:.0f} MiB"

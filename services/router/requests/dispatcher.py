@@ -122,8 +122,8 @@ class Dispatcher:
         self.handoff_counts = HandoffCounts(metrics, clock=clock)
         cluster.add_listener(self._dispatch_waiting)
         metrics.in_flight.set_function(lambda: len(self._lifecycles))
-        # Not derived from `_lifecycles`, because load that an ended request has left behind must show. The dispatchers of
-        # all models set the same function: they share the cluster.
+        # Not derived from `_lifecycles`, because load that an ended request has left behind must show. The dispatchers
+        # of all models set the same function: they share the cluster.
         metrics.assigned.set_function(lambda: sum(len(worker.load_estimates) for worker in cluster.workers()))
 
     @property
