@@ -124,7 +124,7 @@ class ChaosCluster:
             await asyncio.sleep(0.2)
 
     async def stop(self) -> None:
-        """Stop all processes, and kill those that still run after `STOP_TIMEOUT_S`."""
+        """Stop all processes. After `STOP_TIMEOUT_S` kill each that still runs."""
         for process in self.processes:
             process.is_wanted = False
             process.send(signal.SIGCONT)

@@ -25,8 +25,8 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True, slots=True)
 class HostileConnection:
-    """What a client does after it has connected. `act` returns the first bytes of the answer, and all data ends with
-    the connection. `within_s` is the longest time in which the server must have answered or closed."""
+    """A client that misbehaves. `act` is called with the open connection and returns the first bytes of the answer when
+    the server has closed it. `within_s` is the longest time in which it must do so."""
 
     name: str
     act: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]

@@ -1,4 +1,4 @@
-"""What must be gone from every process when all clients have ended: requests, leases, blocks, load, descriptors."""
+"""Look for requests, leases, blocks, load and descriptors that are left in a process when all clients have ended."""
 
 import asyncio
 import time
