@@ -34,8 +34,12 @@ def forks() -> ForkLauncher:
 
 
 def main(argv: Sequence[str]) -> None:
-    if argv[0] == PEER:
-        import_module(PEER).main(argv[1:])
+    if argv[0].startswith("tests."):
+        import_module(argv[0]).main(argv[1:])
         return
+    run_baton(argv)
+
+
+def run_baton(argv: Sequence[str]) -> None:
     stdlib._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     cli.main(argv)

@@ -130,6 +130,11 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of the device's model, such as `Intel(R) Arc(TM) B580 Graphics`; empty for the CPU."""
+    return "" if device.type == "cpu" else str(_module(device).get_device_name(device))
+
+
 def has_side_streams(device: torch.device) -> bool:
     """Return whether the device has streams beside the default one, and events to order them."""
     return device.type != "cpu" and all(hasattr(_module(device), name) for name in ("Stream", "Event", "stream"))

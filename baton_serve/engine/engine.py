@@ -20,6 +20,7 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.kv_import import KVImports
 from baton_serve.engine.core.outputs import (
+    BatchSize,
     CompletedBlocks,
     EngineStats,
     FailedRequest,
@@ -65,7 +66,8 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A loaded model with its KV cache and the requests that run on it. Owned by one thread, which must call `close`.
 
-    `kv` is the memory of the KV cache; `layout` is the shape of one of its blocks.
+    `kv` is the memory of the KV cache; `layout` is the shape of one of its blocks. `last_batch` is the size of the last
+    batch that was launched; any thread may read it.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Engine:
         setup = EngineSetup(config, model, self._device, self._ranks.group)
         self.layout, self.limits = setup.layout, setup.limits
         self._store, self._images, self.image_reader = setup.adapters, setup.images, setup.image_reader
+        self.last_batch = BatchSize()
         self._start(config, setup, report)
 
     def _start(self, config: EngineConfig, setup: EngineSetup, report: LoadProgress) -> None:
@@ -319,6 +322,7 @@ class Engine:
         """
         now = time.monotonic()
         plan = self._planner.plan(now)
+        self.last_batch = plan.size()
         try:
             launched = InFlightStep(plan, self._runner.start(plan, after_layer=self._layer_group_callback(plan)), now)
         except torch.OutOfMemoryError:
@@ -341,6 +345,7 @@ class Engine:
         following = self._planner.plan_ahead(time.monotonic())
         if following is None:
             return None
+        self.last_batch = following.size()
         try:
             started = self._runner.start(following, ahead=True, after_layer=self._layer_group_callback(following))
             launched = InFlightStep(following, started, None)
@@ -429,6 +434,10 @@ class Engine:
         self._ranks.close()
         self._host.close()
         self.kv.close()
+
+    def kill_ranks(self) -> None:
+        """Kill the other ranks at once, before this process ends because of a hang. Any thread may call it."""
+        self._ranks.kill()
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,7 +1,8 @@
 """Runs the life of a process: start, serve until a signal, stop in reverse order with a deadline for each phase.
 
-The exit status is 0 after a requested stop, 1 after a failure, and 2 if a restart could not help (a bad setting, a
-broken model, a port in use). Every process's `main` uses `run`; supervisors use `RestartPolicy`.
+The exit status is 0 after a requested stop, 1 after a failure, 2 if a restart could not help (a bad setting, a broken
+model, a port in use), and 3 if a step of the engine hung. Every process's `main` uses `run`; supervisors use
+`RestartPolicy` and `HangPolicy`.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
@@ -89,11 +90,36 @@ class RestartPolicy:
         return float(min(MAX_DELAY_S, MIN_DELAY_S * 2 ** min(self.short_lives - 1, 10)))
 
 
+MAX_HANGS = 3
+"""Number of hangs within `HANG_WINDOW_S` after which a device is taken out."""
+HANG_WINDOW_S = 600.0
+"""Time in which hangs of a device are counted, in seconds."""
+
+
+@dataclass(slots=True)
+class HangPolicy:
+    """Decides when a device that hangs again and again is taken out: no process is started on it any more.
+
+    A restart helps after a single hang, for example after a reset of the card by its driver. A card that hangs at each
+    request would make every request on it wait for the limit of a step.
+    """
+
+    _hung_at: dict[str, list[float]] = field(default_factory=dict)
+
+    def must_take_out(self, device: str, now: float) -> bool:
+        """Count a hang of `device` at the time `now` in seconds. Return whether the device must be taken out."""
+        recent = [at for at in self._hung_at.get(device, []) if now - at < HANG_WINDOW_S] + [now]
+        self._hung_at[device] = recent
+        return len(recent) >= MAX_HANGS
+
+
 logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
 EXIT_HOPELESS = 2
 """Exit status that asks the supervisor not to restart the process."""
+EXIT_HUNG = 3
+"""Exit status of an instance that has ended because a step of its engine hung."""
 _FORCED_EXIT_S = 3.0
 """Time beyond all deadlines of the stop after which the process is ended by force."""
 DUPLICATE_SIGNAL_S = 0.25

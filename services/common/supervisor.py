@@ -63,6 +63,10 @@ class ProcessSupervisor(ABC, Generic[R]):
     def _given_up(self, name: str, run: R) -> LocalError:
         """Return the error for a process that is not restarted any more; `run` was its last run."""
 
+    def _taken_out(self, name: str, run: R) -> LocalError | None:
+        """Return an error if the process `name` must not be restarted after `run`, even if it has served before."""
+        return None
+
     def _is_starting(self, name: str) -> bool:
         """Return whether a process that keeps failing, or that exits with `EXIT_HOPELESS`, is given up."""
         return not self._restarts[name].has_served
@@ -109,7 +113,7 @@ class ProcessSupervisor(ABC, Generic[R]):
             await asyncio.wait(tasks, timeout=timeout_s)
 
     async def _supervise(self, name: str) -> None:
-        """Run one process and restart it whenever it exits. Raises the error of `_given_up` if it is given up."""
+        """Run one process and restart it whenever it exits. Raises the error of `_given_up` or `_taken_out`."""
         loop, restarts = asyncio.get_running_loop(), self._restarts[name]
         while not self._stopping.is_set():
             started_at = loop.time()
@@ -120,6 +124,8 @@ class ProcessSupervisor(ABC, Generic[R]):
             await run.wait()
             if self._stopping.is_set():
                 return
+            if (error := self._taken_out(name, run)) is not None:
+                raise error
             has_served = run.is_ready or not self._is_starting(name)
             delay_s = restarts.next_delay_s(lived_s=loop.time() - started_at, has_served=has_served)
             # With this status a process reports that a restart cannot help: a bad flag, a broken model, a port in use.

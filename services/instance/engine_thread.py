@@ -19,6 +19,7 @@ from baton_serve.engine.errors import EngineError
 from baton_serve.services.instance.cpu_sharing.time_slicing import NoTimeSlicing, TimeSlicer
 from baton_serve.services.instance.errors import EngineBroken
 from baton_serve.services.instance.ports import EnginePort, EngineStats, PoolingPort, SteppingPort, StepResult
+from baton_serve.services.instance.watchdog.step_watchdog import NoStepWatchdog, StepWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,15 @@ class EngineThread(Generic[E]):
     loop's thread, except `give_up` and `deliver`, which any thread may call.
     """
 
-    def __init__(self, build: Callable[[], E], time_slicer: TimeSlicer | None = None) -> None:
+    def __init__(
+        self,
+        build: Callable[[], E],
+        time_slicer: TimeSlicer | None = None,
+        watchdog: StepWatchdog | None = None,
+    ) -> None:
         self._build = build
         self._time_slicer = time_slicer or NoTimeSlicing()
+        self._watchdog = watchdog or NoStepWatchdog()
         self._commands: SimpleQueue[_Command[E, object] | None] = SimpleQueue()
         self._attached = threading.Event()
         self._is_broken = False
@@ -200,8 +207,7 @@ class EngineThread(Generic[E]):
             must_wait = self._time_slicer.wait_s() > 0
             if must_wait and not commands:
                 continue
-            for command in commands:
-                command.run(engine)
+            self._run_commands(commands, engine)
             # Deliver answers before the results of the step that follows: `call` specifies this order.
             if any(command.future is not None for command in commands):
                 self.deliver(_settle, commands)
@@ -219,11 +225,20 @@ class EngineThread(Generic[E]):
             # STATS_INTERVAL_S.
             is_due = is_idle or bool(commands) or _frees_something(result) or at - stats_at > STATS_INTERVAL_S
 
+    def _run_commands(self, commands: "list[_Command[E, object]]", engine: E) -> None:
+        if commands:
+            self._watchdog.begin_commands()
+            for command in commands:
+                command.run(engine)
+            self._watchdog.end()
+
     def _step(self, engine: E) -> StepResult:
         self._time_slicer.begin()
+        self._watchdog.begin_step(engine)
         try:
             return engine.step()
         finally:
+            self._watchdog.end()
             self._time_slicer.end()
 
     def _take(self, wait_s: float | None) -> "list[_Command[E, object]] | None":

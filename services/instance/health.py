@@ -85,6 +85,8 @@ class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
     routers: int
     requests: int
     """Running requests; a drain waits for them."""
+    step_age_s: float
+    """Seconds for which the current step of the engine has run; 0 if it is idle."""
 
 
 class Drained(msgspec.Struct, frozen=True):
@@ -106,7 +108,10 @@ def create_app(
     """Make the HTTP application. `drain(exit_afterwards)` returns as soon as new work is refused."""
 
     async def show_health(_: Request) -> Response:
-        return Response(msgspec.json.encode(health()), media_type="application/json")
+        found = health()
+        # A failed instance ends within seconds. Until then probes must not count it as alive.
+        status = 503 if found.status == "failed" else 200
+        return Response(msgspec.json.encode(found), status_code=status, media_type="application/json")
 
     async def show_metrics(_: Request) -> Response:
         return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)

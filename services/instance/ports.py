@@ -14,7 +14,7 @@ from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket, ToRouter, Work
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
-from baton_serve.engine.core.outputs import EngineStats, NamedBlock, Reservation, StepResult
+from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, StepResult
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
 from baton_serve.services.common.zmq.rpc import RouterId
@@ -23,12 +23,16 @@ Mode = Literal["generate", "prefill"]
 
 
 class SteppingPort(Protocol):
-    """Any engine that works in steps. Its methods are called from the engine thread only."""
+    """Any engine that works in steps. Its methods are called from the engine thread only, except `last_batch`."""
 
     @property
     def layout(self) -> KVLayout: ...
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def last_batch(self) -> BatchSize:
+        """Return the size of the batch that was launched last. Any thread may call it."""
+
     def step(self) -> StepResult: ...
     def has_work(self) -> bool: ...
     def stats(self) -> EngineStats: ...

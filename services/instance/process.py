@@ -3,6 +3,7 @@
 The handler that it is given decides the role: prefill, decode or unified.
 """
 
+import asyncio
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
+import torch
 import zmq
 from prometheus_client import CollectorRegistry
 
@@ -18,6 +20,7 @@ from baton_serve.contracts.identity import new_generation
 from baton_serve.contracts.instance import InstanceRecord, LinkStatus, Role
 from baton_serve.contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
 from baton_serve.engine import Engine, EngineError
+from baton_serve.engine.device import device_name
 from baton_serve.engine.kernels.cpu.time_slicing import yield_to_processes
 from baton_serve.engine.pooling.engine import PoolingEngine
 from baton_serve.kvtransfer import NodePorts, PeerAccess, TransferError, TransferNode, TransferSettings
@@ -55,6 +58,8 @@ from baton_serve.services.instance.registration import Registration
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
 from baton_serve.services.instance.traced_role import TracedRole
+from baton_serve.services.instance.watchdog.step_limit import StepLimit
+from baton_serve.services.instance.watchdog.step_watchdog import StepWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +75,7 @@ def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandl
     configure_logs(level=settings.log_level, format=settings.log_format)
     logger.debug("start: imported")
     try:
-        process = InstanceProcess(settings, role, make_handler)
+        process = InstanceProcess(settings, role, make_handler, has_exit_timer=True)
     except EXPECTED as exc:
         stop(f"baton {role}", str(exc))
     status = run(process.start, program=f"baton {role}", expected=EXPECTED)
@@ -85,18 +90,25 @@ def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandl
 class InstanceProcess:
     """Wires the parts of one instance process and owns them from `start` until shutdown."""
 
-    def __init__(self, settings: InstanceSettings, role: Role, make_handler: MakeHandler) -> None:
+    def __init__(
+        self, settings: InstanceSettings, role: Role, make_handler: MakeHandler, *, has_exit_timer: bool = False
+    ) -> None:
+        """`has_exit_timer` is for a process that runs nothing else (see `StepWatchdog`)."""
         self._settings = settings
         self._role: Role = role
         self._make_handler = make_handler
         self._identity = Identity(instance_id(settings, role), new_generation())
         self._metrics = CollectorRegistry()
         self._counter = TransferMetrics(self._metrics)
-        self._engine_thread = engine_thread(settings, role)
+        limit = StepLimit(settings.engine_step_timeout_s)
+        self._watchdog = StepWatchdog(limit, program=f"baton {role}", has_exit_timer=has_exit_timer)
+        self._engine_thread = engine_thread(settings, role, self._watchdog)
         self._transfer: TransferNode | None = None
         self._drain_migration: DrainMigration | None = None
         self._adapter_changes: AdapterLoader | None = None
         self._renew_record: Callable[[], Awaitable[None]] = _do_nothing
+        self._leave_registry: Callable[[], Awaitable[None]] = _do_nothing
+        self._leaving: asyncio.Task[None] | None = None
         self._started_at = time.monotonic()
 
     @property
@@ -234,6 +246,28 @@ class InstanceProcess:
         )
         await self._rpc.start(self._on_message, serving.on_router_lost)
         lifecycle.on_stop("rpc", self._rpc.close)
+        # Only now: warm-up compiles kernels and captures graphs for minutes, and has no limit.
+        self._watchdog.device = device_label(settings, self._device)
+        engine = self._engine
+        self._watchdog.start(
+            lambda: self._engine_thread.deliver(self._on_hang, None),
+            engine.kill_ranks if isinstance(engine, Engine) else None,
+        )
+        lifecycle.on_stop("step watchdog", self._watchdog.stop)
+
+    def _on_hang(self, _: None) -> None:
+        """Make routers replay all streams of this instance elsewhere; the watchdog then ends the process."""
+        # Requests that still arrive are refused.
+        self._serving.is_draining = True
+        self._leaving = asyncio.create_task(self._leave_cluster(), name="hang report")
+
+    async def _leave_cluster(self) -> None:
+        # For a router a closed connection means a lost instance, as after the end of this process. `Failed` for each
+        # request would be wrong: their cleanup waits for the engine thread, and replays after an "internal" failure
+        # wait and need the retry budget.
+        await self._rpc.close()
+        await self._leave_registry()
+        self._watchdog.reported.set()
 
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
         """Pass a router's message to the part of the process that handles it."""
@@ -276,6 +310,7 @@ class InstanceProcess:
         )
         membership.start()
         lifecycle.on_stop("membership", membership.leave, deadline_s=3.0)
+        self._leave_registry = membership.leave
         return membership.announce
 
     def _prepare_drain(self, lifecycle: Lifecycle, announce: Callable[[], Awaitable[None]]) -> None:
@@ -330,21 +365,28 @@ class InstanceProcess:
 
     def _health(self) -> HealthStatus:
         """Return the answer of `GET /health`."""
-        serving, engine = self._serving, self._engine
+        serving = self._serving
         return HealthStatus(
-            status=self._draining.state,
+            status="failed" if self._watchdog.has_expired else self._draining.state,
             role=self._role,
             instance=self._identity.instance,
             generation=self._identity.generation,
             pid=os.getpid(),
             model=model_names(self._settings)[0],
-            device=str(engine.device if isinstance(engine, PoolingEngine) else engine.kv.device),
+            device=str(self._device),
             uptime_s=time.monotonic() - self._started_at,
             load=serving.load(),
             links=list(self._links()),
             routers=len(self._rpc.routers()),
             requests=serving.num_requests,
+            step_age_s=self._watchdog.step_age_s(),
         )
+
+    @property
+    def _device(self) -> torch.device:
+        """Return the device of the engine, or of its first rank."""
+        engine = self._engine
+        return engine.device if isinstance(engine, PoolingEngine) else engine.kv.device
 
     def _announce(self) -> None:
         """Write one line to stdout that this instance is ready, with its addresses. `baton serve` and tests read it."""
@@ -377,14 +419,28 @@ async def _do_nothing() -> None:
     """Stand in for the renewal of the record, or for drain migration, where there is none."""
 
 
-def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engine] | EngineThread[PoolingEngine]":
+def device_label(settings: InstanceSettings, device: torch.device) -> str:
+    """Return the name of the engine's device for messages, such as `device 1 (xpu:0, Intel Arc B580)`.
+
+    With `--device-index` the process sees one device only, which is number 0 for it.
+    """
+    index = "" if settings.device_index is None else f" {settings.device_index}"
+    name = device_name(device)
+    return f"device{index} ({device}{f', {name}' if name else ''})"
+
+
+def engine_thread(
+    settings: InstanceSettings, role: Role, watchdog: StepWatchdog
+) -> "EngineThread[Engine] | EngineThread[PoolingEngine]":
     """Return the thread that builds and runs the engine for this kind of model.
 
     Raises `StartFailed` if a flag or the role does not fit the model.
     """
     kind, slicer = model_kind(settings), make_time_slicer(settings, role, yield_to_processes)
     if kind == "generate":
-        thread: EngineThread[Engine] = EngineThread(lambda: build_engine(settings, role, thread.give_up), slicer)
+        thread: EngineThread[Engine] = EngineThread(
+            lambda: build_engine(settings, role, thread.give_up), slicer, watchdog
+        )
         return thread
     if settings.tensor_parallel_size > 1:
         raise StartFailed(
@@ -400,7 +456,7 @@ def engine_thread(settings: InstanceSettings, role: Role) -> "EngineThread[Engin
             f"{settings.model} computes vectors (--task {kind}), which only prefill and unified instances do:"
             " start a unified instance instead, or set --runner generate"
         )
-    return EngineThread(lambda: build_pooling_engine(settings, role, kind), slicer)
+    return EngineThread(lambda: build_pooling_engine(settings, role, kind), slicer, watchdog)
 
 
 def transfer_settings(

@@ -14,6 +14,7 @@ import termios
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HUNG
 from baton_serve.services.local.launches import ProcessLauncher
 from baton_serve.services.local.plan import Process
 
@@ -80,6 +81,11 @@ _READY = "ready "
 """Start of the line that an instance writes to its standard output once it is ready (`services.instance.process`)."""
 
 
+_TIMED_OUT = "Timeout ("
+"""Start of the line that `faulthandler` writes when its timer ends a process. Such a process blocks and holds the GIL,
+so that it cannot choose its exit status (`services.instance.watchdog`)."""
+
+
 class Child:
     """One run of a process, from its start to its exit. The supervisor makes a new one for each restart."""
 
@@ -97,6 +103,9 @@ class Child:
         """True once the process has reported on its standard output that it is ready."""
         self.status: int | None = None
         """Exit status, negative for a signal; None while it runs."""
+        self.is_killed_unready = False
+        """True if it was killed because it did not become ready in time."""
+        self._has_timed_out = False
         self._console = console
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
@@ -126,8 +135,15 @@ class Child:
         """Return the last line that is not blank, or "". If a process could not start, this line usually says why."""
         return next((line for line in reversed(self.recent_lines) if line.strip()), "")
 
+    @property
+    def has_hung(self) -> bool:
+        """Return whether it has ended because it hung: in a step of its engine, or while it started."""
+        is_ended_by_timer = self._has_timed_out and self.status == EXIT_FAILURE
+        return self.status == EXIT_HUNG or is_ended_by_timer or self.is_killed_unready
+
     def _on_log_line(self, line: str, is_complete: bool) -> None:
         if is_complete:
+            self._has_timed_out = self._has_timed_out or line.startswith(_TIMED_OUT)
             self.recent_lines.append(line)
             self._console.line(self.name, line)
         else:

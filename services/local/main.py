@@ -95,7 +95,14 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     )
 
     async def start(lifecycle: Lifecycle) -> None:
-        supervisor = ClusterSupervisor(processes, console=console, url=url, environ=environ, forks=forks)
+        supervisor = ClusterSupervisor(
+            processes,
+            console=console,
+            url=url,
+            environ=environ,
+            forks=forks,
+            start_timeout_s=settings.start_timeout_s,
+        )
         lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
         # Register `stop` before `start`: if the start fails halfway, the processes that run must still be ended.
         supervisor.start()

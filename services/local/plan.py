@@ -38,6 +38,8 @@ class Process:
     name: str
     argv: list[str]
     variables: Mapping[str, str]
+    device: str = ""
+    """Name of the accelerator that it uses, such as `device 1`; empty for a process on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ def plan(
     for (role, number), share in zip(instances, shares, strict=True):
         own = {**common, "instance_id": f"{role}-{number}", "rpc_socket": True, **share.values}
         process = _process(f"{role}-{number}", role, own, given, given.instance)
-        processes.append(replace(process, variables={**process.variables, **share.variables}))
+        variables = {**process.variables, **share.variables}
+        processes.append(replace(process, variables=variables, device=share.device))
     return processes
 
 
@@ -106,6 +109,7 @@ class _MachineShare:
 
     values: Mapping[str, Value]
     variables: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
 
 
 def _shares(
@@ -174,7 +178,8 @@ def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _Ma
         values["threads"] = settings.threads
     if sharers > 1:
         values["gpu_memory_utilization"] = round(GPU_MEMORY_UTILIZATION / sharers, 4)
-    return _MachineShare(values, variables)
+    name = f"device {devices[0]}" if len(devices) == 1 else f"devices {', '.join(map(str, devices))}"
+    return _MachineShare(values, variables, name)
 
 
 def _process(

@@ -4,13 +4,14 @@ It runs no model and no server itself. Whether the cluster is ready is read from
 """
 
 import asyncio
+import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS
+from baton_serve.services.common.lifecycle import EXIT_HOPELESS, HANG_WINDOW_S, MAX_HANGS, HangPolicy
 from baton_serve.services.common.supervisor import ProcessSupervisor, end_reason
 from baton_serve.services.local.child import Child, Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
@@ -43,7 +44,8 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
 
     `processes` has the router first. With `forks`, instances are forked from its server. Until all processes have been
     ready once, a process that keeps failing ends the start with an error. After that every process that dies is
-    restarted, without a limit.
+    restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A restarted instance that is not ready
+    within `start_timeout_s` counts as hung, and is killed.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         environ: Mapping[str, str],
         module: str = MODULE,
         forks: ForkLauncher | None = None,
+        start_timeout_s: float = 1800.0,
     ) -> None:
         super().__init__()
         self._processes = {process.name: process for process in processes}
@@ -63,6 +66,8 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         self._url = url
         self._programs = ProgramLauncher(module)
         self._forks = forks
+        self._hangs = HangPolicy()
+        self._start_timeout_s = start_timeout_s
         self._environ = environ
         self._has_served = False
 
@@ -104,13 +109,37 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
 
     async def _spawn(self, name: str) -> Child:
         launch = self._programs if name == ROUTER or self._forks is None else self._forks
-        return Child(self._processes[name], launch=launch, console=self._console, environ=self._environ)
+        child = Child(self._processes[name], launch=launch, console=self._console, environ=self._environ)
+        # `wait_ready` limits the first start, and the router prints no line when it is ready.
+        if self._has_served and name != ROUTER:
+            asyncio.get_running_loop().call_later(self._start_timeout_s, self._check_ready, child)
+        return child
+
+    def _check_ready(self, child: Child) -> None:
+        """Kill a restarted instance that is still not ready: a card that hung may also hang while a model is loaded."""
+        if child.status is None and not child.is_ready and not self._stopping.is_set():
+            waited = f"{child.name} is not ready within {self._start_timeout_s:g} s (--start-timeout-s)"
+            self._report(f"{waited} and is killed")
+            child.is_killed_unready = True
+            child.signal(signal.SIGKILL)
 
     def _is_starting(self, name: str) -> bool:
         return not self._has_served
 
     def _report(self, text: str) -> None:
         self._console.line("serve", text)
+
+    def _taken_out(self, name: str, run: Child) -> LocalError | None:
+        # Instances on the CPU are counted one by one: it is their code that hangs, and the others must go on.
+        device = self._processes[name].device or f"the CPU of {name}"
+        if not run.has_hung or not self._hangs.must_take_out(device, asyncio.get_running_loop().time()):
+            return None
+        message = (
+            f"{device} is taken out: its instances hung {MAX_HANGS} times within {HANG_WINDOW_S / 60:g} minutes, so"
+            f" {name} is not started again. Check the device (dmesg, `baton doctor`), then restart baton serve"
+        )
+        self._report(message)
+        return ProcessLostError(message)
 
     def _given_up(self, name: str, run: Child) -> LocalError:
         # The last line that a process printed usually says why it ended.

@@ -2,6 +2,8 @@
 
 `router PORT COUNT`: serves a /health of COUNT instances. `ready`: says so and waits. `deaf`: and ignores SIGTERM.
 `exit STATUS TEXT`: says TEXT and ends. `once FILE STATUS`: waits if FILE exists, else makes it and ends with STATUS.
+`hung FILE STATUS TEXT`: says so, and if FILE exists says TEXT and ends with STATUS. `slow FILE`: waits, without saying
+so if FILE exists.
 `unless FILE TEXT`: waits unless FILE exists, else says TEXT and ends. `variable NAME`: says what it has.
 """
 
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 
 def is_fit_to_fork() -> bool:
@@ -33,12 +36,26 @@ def main(argv: Sequence[str]) -> int:
         case ["once", file, status] if not Path(file).exists():
             Path(file).touch()
             return int(status)
+        case ["hung", file, status, text] if Path(file).exists():
+            say_ready()
+            sys.stderr.write(f"{text}\n")
+            return int(status)
+        case ["slow", file] if Path(file).exists():
+            wait()
         case ["variable", name]:
             sys.stderr.write(f"{name}={os.environ[name]}\n")
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    say_ready()
+    wait()
+
+
+def say_ready() -> None:
     sys.stdout.write("ready puppet\n")
     sys.stdout.flush()
+
+
+def wait() -> NoReturn:
     while True:
         signal.pause()
 

@@ -15,7 +15,7 @@ import pytest
 
 from baton_serve.bench.ports import free_port
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import MAX_FAILED_STARTS
+from baton_serve.services.common.lifecycle import EXIT_HUNG, MAX_FAILED_STARTS
 from baton_serve.services.local import supervisor as supervisor_module
 from baton_serve.services.local.child import Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
@@ -51,10 +51,12 @@ class Stage:
 
     preload: str | None = None
 
-    def __init__(self, *instances: list[str], router: list[str] | None = None) -> None:
+    def __init__(self, *instances: list[str], router: list[str] | None = None, start_timeout_s: float = 60.0) -> None:
         port = str(free_port())
         processes = [Process("router", router or ["router", port, str(len(instances))], {})]
-        processes += [Process(f"prefill-{number}", argv, {}) for number, argv in enumerate(instances)]
+        processes += [
+            Process(f"prefill-{number}", argv, {}, device=f"device {number}") for number, argv in enumerate(instances)
+        ]
         self.output = io.StringIO()
         self.supervisor = ClusterSupervisor(
             processes,
@@ -63,6 +65,7 @@ class Stage:
             environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
             module=PUPPET,
             forks=ForkLauncher(PUPPET, ProgramLauncher(PUPPET), preload=self.preload) if self.preload else None,
+            start_timeout_s=start_timeout_s,
         )
 
     def pid(self, name: str) -> int:
@@ -174,6 +177,49 @@ def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_numbe
 
     output = run(lambda: Stage(["ready"]), body)
     assert "not restarted any more" not in output
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(EXIT_HUNG, "the engine has hung"), (1, "Timeout (0:01:10)!")], ids=["status", "timer"]
+)
+def test_a_device_that_keeps_hanging_is_taken_out_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, text: str
+) -> None:
+    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.lifecycle.MAX_DELAY_S", 0.01)
+    fault = tmp_path / "fault"
+
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        await stage.until(lambda: stage.is_ready("prefill-0") and stage.is_ready("prefill-1"))
+        other = stage.pid("prefill-0")
+        fault.touch()
+        os.kill(stage.pid("prefill-1"), signal.SIGKILL)
+        await stage.until(lambda: "is taken out" in stage.output.getvalue())
+        assert stage.pid("prefill-0") == other and is_running(other)
+
+    output = run(lambda: Stage(["ready"], ["hung", str(fault), str(status), text]), body)
+    assert "device 1 is taken out: its instances hung 3 times within 10 minutes, so prefill-1 is not started" in output
+    assert output.count(f"prefill-1 has died (status {status}) and is restarted") == 2
+
+
+def test_a_restarted_instance_that_does_not_become_ready_counts_as_hung(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.lifecycle.MAX_DELAY_S", 0.01)
+    fault = tmp_path / "fault"
+
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        await stage.until(lambda: stage.is_ready("prefill-0"))
+        fault.touch()
+        os.kill(stage.pid("prefill-0"), signal.SIGKILL)
+        await stage.until(lambda: "is taken out" in stage.output.getvalue())
+
+    output = run(lambda: Stage(["slow", str(fault)], start_timeout_s=0.3), body)
+    assert output.count("prefill-0 is not ready within 0.3 s (--start-timeout-s) and is killed") == 3
+    assert "device 0 is taken out" in output
 
 
 def test_what_never_becomes_ready_is_named() -> None:

@@ -38,6 +38,13 @@ class FirstTokenInfo:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+class BatchSize(NamedTuple):
+    """How much a step computes. `num_tokens` counts one token for each decoding sequence."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+
 class NamedBlock(NamedTuple):
     """A block hash and the index of its block in the KV cache."""
 

@@ -14,7 +14,14 @@ from msgspec import Struct
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.messages import ErrorCode, TokenLogprobs
-from baton_serve.engine.core.outputs import CompletedBlocks, FirstTokenInfo, NamedBlock, SequenceOutput, StepResult
+from baton_serve.engine.core.outputs import (
+    BatchSize,
+    CompletedBlocks,
+    FirstTokenInfo,
+    NamedBlock,
+    SequenceOutput,
+    StepResult,
+)
 from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.sequence import Request, Sequence, SequenceState
 from baton_serve.engine.core.step_time_model import StepTimeModel
@@ -48,6 +55,10 @@ class ScheduledBatch:
 
     chunks: list[ScheduledChunk]
     rows: list[SampleRow]
+
+    def size(self) -> BatchSize:
+        """Return the numbers of sequences and tokens."""
+        return BatchSize(len(self.chunks), sum([chunk.length for chunk in self.chunks]))
 
     def blocks(self, block_tokens: int) -> Iterator[int]:
         """Iterate over all blocks that the step reads or writes; shared ones appear more than once."""

@@ -169,6 +169,13 @@ class Ranks:
         self._watcher.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def kill(self) -> None:
+        """Kill the other ranks without waiting. For a process that ends now; any thread may call it."""
+        # The watcher must not report the exits, which would start a stop in good order.
+        self._is_closing.set()
+        for rank in self._ranks:
+            rank.process.kill()
+
     def _send(self, ranks: list[_Rank], command: Command) -> None:
         # Encode once for all ranks.
         frame = ranks[0].channel.encode(command) if ranks else b""

@@ -15,7 +15,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
-from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
+from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import ConfigError, ModelError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.pooling.input_queue import PoolingInputQueue, QueuedInput
@@ -60,6 +60,8 @@ class PoolingEngine:
         self._waiting = PoolingInputQueue()
         self._num_left: dict[RequestId, int] = {}
         """Number of inputs of each request whose vectors are not computed yet."""
+        self.last_batch = BatchSize()
+        """Size of the pass that began last; any thread may read it."""
         self._tokens_per_s = 0.0
         self._num_tokens = self._num_passes = 0
         report("warming up", 0.0)
@@ -96,6 +98,8 @@ class PoolingEngine:
         result = StepResult()
         if not items:
             return result
+        num_tokens = sum(item.length for item in items)
+        self.last_batch = BatchSize(len(items), num_tokens)
         try:
             vectors = self._run(items)
         # The pass fails as a whole, and with it all its requests. The engine stays usable.
@@ -106,7 +110,6 @@ class PoolingEngine:
         for item, vector in zip(items, vectors, strict=True):
             result.pooled.append(PooledOutput(item.request_id, item.index, list(vector.shape), vector.tobytes()))
             self._count(item)
-        num_tokens = sum(item.length for item in items)
         self._num_tokens += num_tokens
         self._num_passes += 1
         speed = num_tokens / max(time.monotonic() - started, 1e-9)

@@ -12,7 +12,7 @@ Fallback = Literal["fail", "local"]
 
 
 class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
-    """Holds the settings of the threads that compute the model: their number, cores, priority and turns."""
+    """Holds the settings of the threads that compute the model: their number, cores, priority, turns and watchdog."""
 
     threads: Annotated[
         int | None,
@@ -57,6 +57,16 @@ class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
             le=1,
         ),
     ] = 0.2
+    engine_step_timeout_s: Annotated[
+        float | None,
+        Meta(
+            description="seconds after which a running engine step counts as hung: the instance reports itself as"
+            " failed and its process ends with the stacks of all threads in its log; 0 disables it. The time must"
+            " include the compilation of kernels, but not the start, which has no limit (default: 20 times the longest"
+            " recent step of the same size, at least 60, and 300 more for the first step of a size)",
+            ge=0,
+        ),
+    ] = None
 
 
 class HandoffSettings(CpuSettings, frozen=True, kw_only=True):

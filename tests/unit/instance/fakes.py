@@ -12,7 +12,7 @@ from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from baton_serve.contracts.sampling import SamplingSpec
-from baton_serve.engine.core.outputs import EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
+from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
 from baton_serve.services.common.zmq.rpc import RouterId
@@ -108,6 +108,7 @@ class FakeEngine:
 
     layout = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
     max_model_len = 128
+    last_batch = BatchSize(1, 3)
 
     def compile_grammar(self, grammar: str) -> "Future[None]":
         self._ask("compile_grammar", grammar)

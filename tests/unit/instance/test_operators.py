@@ -30,6 +30,7 @@ HEALTH = HealthStatus(
     links=[],
     routers=1,
     requests=0,
+    step_age_s=0.0,
 )
 
 

@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 class FakePoolingEngine:
     layout = FakeEngine.layout
+    last_batch = FakeEngine.last_batch
     max_model_len = 128
 
     def __init__(self) -> None:

@@ -1,0 +1,77 @@
+"""Decides how long a step of the engine may take before it counts as hung.
+
+Pure: durations are passed in. The default limit comes from the durations of earlier steps of about the same size, so
+that it fits a fast card and a slow CPU alike. The first step of a size gets more time: it may compile kernels, and
+nothing is known about its duration.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+
+from baton_serve.engine.core.outputs import BatchSize
+from baton_serve.engine.core.step_time_model import size_class
+
+MIN_LIMIT_S = 60.0
+"""Smallest default limit, in seconds. Within a known size a kernel may still be compiled for another alignment of its
+arguments, and other processes may take the CPU for a while."""
+STEP_TIME_RATIO = 20.0
+"""Default limit as a multiple of the longest recent step of the same size."""
+FIRST_STEP_EXTRA_S = 300.0
+"""Additional seconds of the default limit for the first step of a size."""
+COMMAND_LIMIT_S = 600.0
+"""Longest duration of the commands between two steps, in seconds; loading a LoRA adapter is the longest of them."""
+DECAY_PER_STEP = 0.99
+"""Factor applied to the longest duration of a size at each step of this size, so that one slow step does not make the
+limit long for ever: it counts half after 69 steps."""
+
+StepKind = tuple[int, bool]
+"""Size class of a step in tokens, and whether it has prompt tokens. Steps of one kind take about equally long."""
+
+
+@dataclass(slots=True)
+class StepLimit:
+    """Decides the limit of each step of one engine.
+
+    `setting_s` is `--engine-step-timeout-s`: None for the default, 0 for no limit, else the limit of every step.
+    """
+
+    setting_s: float | None = None
+    _longest_s: dict[StepKind, float] = field(default_factory=dict)
+
+    @property
+    def is_off(self) -> bool:
+        return self.setting_s == 0
+
+    def step_s(self, batch: BatchSize) -> float:
+        """Return how long a step of this size may take, in seconds."""
+        if self.setting_s is not None:
+            return self.setting_s or inf
+        longest_s = self._longest_s.get(step_kind(batch))
+        return _limit_s(longest_s or 0.0) + (FIRST_STEP_EXTRA_S if longest_s is None else 0.0)
+
+    def command_s(self) -> float:
+        """Return how long the commands between two steps may take, in seconds."""
+        return inf if self.is_off else max(COMMAND_LIMIT_S, self.setting_s or 0.0)
+
+    def longest_step_s(self) -> float:
+        """Return how long a step of any size may take, in seconds."""
+        if self.setting_s is not None:
+            return self.setting_s or inf
+        # `list` copies in one step: the engine thread may add a size meanwhile.
+        return _limit_s(max(list(self._longest_s.values()), default=0.0)) + FIRST_STEP_EXTRA_S
+
+    def record(self, batch: BatchSize, seconds: float) -> None:
+        """Record the duration of a step that has ended."""
+        kind = step_kind(batch)
+        before_s = self._longest_s.get(kind)
+        # The duration of the first step does not count: if kernels were compiled in it, later steps are much shorter.
+        self._longest_s[kind] = 0.0 if before_s is None else max(seconds, before_s * DECAY_PER_STEP)
+
+
+def step_kind(batch: BatchSize) -> StepKind:
+    """Return the kind of a step of this size."""
+    return size_class(batch.num_tokens), batch.num_tokens > batch.num_sequences
+
+
+def _limit_s(longest_s: float) -> float:
+    return max(MIN_LIMIT_S, STEP_TIME_RATIO * longest_s)

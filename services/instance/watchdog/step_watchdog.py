@@ -1,0 +1,201 @@
+"""Watches the engine thread: if a step does not end in time, the instance is reported as failed and the process ends.
+
+A thread that waits for a device cannot be interrupted, so the whole process must end and start again. The watchdog has
+a thread of its own, which looks at the running step once per `CHECK_INTERVAL_S`. It needs the GIL; for a step that
+blocks and never releases it, a timer of `faulthandler`, which runs without Python, ends the process a little later.
+"""
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton_serve.engine.core.outputs import BatchSize
+from baton_serve.services.common.lifecycle import EXIT_HUNG, print_error
+from baton_serve.services.instance.watchdog.step_limit import StepLimit
+
+logger = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 0.5
+"""Seconds between two looks at the running step."""
+REPORT_TIMEOUT_S = 2.0
+"""Seconds that the event loop has to leave the registry and to close the connections to routers."""
+FORCED_EXIT_S = 10.0
+"""Seconds after which `faulthandler` ends the process if the watchdog's thread cannot: beyond the limit of the longest
+step, and after a hang was found."""
+_STDERR = 2
+
+
+class WatchedEngine(Protocol):
+    """The part of an engine that the watchdog reads, while the engine thread runs it."""
+
+    @property
+    def last_batch(self) -> BatchSize: ...
+
+
+@dataclass(slots=True)
+class _RunningWork:
+    """What the engine thread does now: a step of `engine`, or commands between two steps (None).
+
+    `excluded_s` is the time in which this whole process did not run, for example because it was stopped.
+    """
+
+    started_at: float
+    engine: WatchedEngine | None
+    excluded_s: float = 0.0
+
+
+class StepWatchdog:
+    """Finds a hung step of one engine. `begin_step`, `begin_commands` and `end` belong to the engine thread.
+
+    The owner calls `start` and `stop`. `device` in the messages is the name that the owner sets.
+    """
+
+    def __init__(
+        self,
+        limit: StepLimit,
+        *,
+        program: str,
+        has_exit_timer: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`has_exit_timer` uses the timer of `faulthandler`, of which a process has only one."""
+        self._limit = limit
+        self._program = program
+        self._has_exit_timer = has_exit_timer and not limit.is_off
+        self._clock = clock
+        self._running: _RunningWork | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._report = self._kill_ranks = _do_nothing
+        self.device = ""
+        self.reported = threading.Event()
+        """The owner sets it when the report has been sent. Then the process ends without waiting longer."""
+        self.has_expired = False
+
+    def begin_step(self, engine: WatchedEngine) -> None:
+        """Record that a step begins."""
+        self._running = _RunningWork(self._clock(), engine)
+
+    def begin_commands(self) -> None:
+        """Record that commands between two steps begin."""
+        self._running = _RunningWork(self._clock(), None)
+
+    def end(self) -> None:
+        """Record that the step or the commands have ended."""
+        running, self._running = self._running, None
+        if running is not None and running.engine is not None:
+            self._limit.record(running.engine.last_batch, self._clock() - running.started_at)
+
+    def step_age_s(self) -> float:
+        """Return for how many seconds the current step has run; 0 if the engine is idle. Any thread may call it."""
+        running = self._running
+        return self._clock() - running.started_at - running.excluded_s if running is not None else 0.0
+
+    def start(self, report: Callable[[], None], kill_ranks: Callable[[], None] | None = None) -> None:
+        """Start to watch, unless the timeout is disabled.
+
+        On a hang `report` is called from the watchdog's thread; it must not block. `kill_ranks` is called right before
+        the process ends: a rank whose own thread is blocked does not notice the end of this process.
+        """
+        self._report, self._kill_ranks = report, kill_ranks or _do_nothing
+        if not self._limit.is_off:
+            self._thread = threading.Thread(target=self._watch, name="step watchdog", daemon=True)
+            self._thread.start()
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        self._stopping.set()
+        if self._thread is not None and not self.has_expired:
+            self._thread.join(REPORT_TIMEOUT_S)
+        self._set_exit_timer(None)
+
+    def overdue(self) -> str | None:
+        """Return a message if the running step or commands exceed their limit, else None."""
+        running = self._running
+        if running is None:
+            return None
+        age_s = self.step_age_s()
+        batch = running.engine.last_batch if running.engine is not None else None
+        limit_s = self._limit.step_s(batch) if batch is not None else self._limit.command_s()
+        if age_s <= limit_s:
+            return None
+        what = (
+            f"a step of {batch.num_sequences} sequences with {batch.num_tokens} tokens"
+            if batch is not None
+            else "a command between two steps"
+        )
+        return (
+            f"the engine has hung on {self.device}: {what} has run for {age_s:.1f} s, longer than the limit of"
+            f" {limit_s:g} s (--engine-step-timeout-s). This instance reports itself as failed, and its process ends"
+            f" with status {EXIT_HUNG}; look for errors of the device's driver in the kernel log (dmesg)"
+        )
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count `seconds` of the running step, because the process did not run."""
+        running = self._running
+        if running is not None and seconds > 0:
+            running.excluded_s += seconds
+
+    def _watch(self) -> None:
+        checked_at = self._clock()
+        while not self._stopping.is_set():
+            self._set_exit_timer(self._limit.longest_step_s() + FORCED_EXIT_S)
+            self._stopping.wait(CHECK_INTERVAL_S)
+            now = self._clock()
+            # If this thread wakes much too late, the process was stopped (SIGSTOP, a debugger, a paused container), and
+            # the step with it. One interval more is tolerated, because a busy machine also delays threads.
+            self.exclude(now - checked_at - 2 * CHECK_INTERVAL_S)
+            checked_at = now
+            message = self.overdue()
+            if message is not None and not self._stopping.is_set():
+                self._expire(message)
+                return
+
+    def _expire(self, message: str) -> None:
+        """Report the hang and end the process."""
+        self.has_expired = True
+        # The report and the dump of the stacks must not hang either.
+        self._set_exit_timer(FORCED_EXIT_S)
+        logger.error("%s", message)
+        self._report()
+        self.reported.wait(REPORT_TIMEOUT_S)
+        # Before the ranks are killed: their exits would let the hung thread go on.
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+        self._kill_ranks()
+        # The last line of a process is the reason that its supervisor shows.
+        print_error(self._program, RuntimeError(message))
+        # Nothing is closed: that would wait for the hung thread.
+        os._exit(EXIT_HUNG)
+
+    def _set_exit_timer(self, after_s: float | None) -> None:
+        """Let `faulthandler` write all stacks and end the process with status 1 after `after_s` seconds.
+
+        None cancels that.
+        """
+        if self._has_exit_timer and after_s is not None:
+            # A new call replaces the timer of the last one.
+            faulthandler.dump_traceback_later(after_s, file=_STDERR, exit=True)
+        elif self._has_exit_timer:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class NoStepWatchdog:
+    """Watches nothing. For an engine thread without a process of its own."""
+
+    def begin_step(self, engine: WatchedEngine) -> None:
+        pass
+
+    def begin_commands(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def _do_nothing() -> None:
+    """Stand in for what the owner passes to `start`."""
