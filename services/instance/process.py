@@ -3,7 +3,6 @@
 The handler that it is given decides the role: prefill, decode or unified.
 """
 
-import asyncio
 import gc
 import logging
 import os
@@ -59,7 +58,7 @@ from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
 from baton_serve.services.instance.traced_role import TracedRole
 from baton_serve.services.instance.watchdog.step_limit import StepLimit
-from baton_serve.services.instance.watchdog.step_watchdog import StepWatchdog
+from baton_serve.services.instance.watchdog.step_watchdog import HangReport, StepWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +106,6 @@ class InstanceProcess:
         self._drain_migration: DrainMigration | None = None
         self._adapter_changes: AdapterLoader | None = None
         self._renew_record: Callable[[], Awaitable[None]] = _do_nothing
-        self._leave_registry: Callable[[], Awaitable[None]] = _do_nothing
-        self._leaving: asyncio.Task[None] | None = None
         self._started_at = time.monotonic()
 
     @property
@@ -247,27 +244,13 @@ class InstanceProcess:
         await self._rpc.start(self._on_message, serving.on_router_lost)
         lifecycle.on_stop("rpc", self._rpc.close)
         # Only now: warm-up compiles kernels and captures graphs for minutes, and has no limit.
-        self._watchdog.device = device_label(settings, self._device)
-        engine = self._engine
+        self._watchdog.device = device_label(settings, device_of(self._engine))
+        self._hang_report = HangReport(serving, self._rpc, self._watchdog.reported)
         self._watchdog.start(
-            lambda: self._engine_thread.deliver(self._on_hang, None),
-            engine.kill_ranks if isinstance(engine, Engine) else None,
+            lambda: self._engine_thread.deliver(self._hang_report.begin, None),
+            self._engine.kill_ranks if isinstance(self._engine, Engine) else None,
         )
         lifecycle.on_stop("step watchdog", self._watchdog.stop)
-
-    def _on_hang(self, _: None) -> None:
-        """Make routers replay all streams of this instance elsewhere; the watchdog then ends the process."""
-        # Requests that still arrive are refused.
-        self._serving.is_draining = True
-        self._leaving = asyncio.create_task(self._leave_cluster(), name="hang report")
-
-    async def _leave_cluster(self) -> None:
-        # For a router a closed connection means a lost instance, as after the end of this process. `Failed` for each
-        # request would be wrong: their cleanup waits for the engine thread, and replays after an "internal" failure
-        # wait and need the retry budget.
-        await self._rpc.close()
-        await self._leave_registry()
-        self._watchdog.reported.set()
 
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
         """Pass a router's message to the part of the process that handles it."""
@@ -310,7 +293,7 @@ class InstanceProcess:
         )
         membership.start()
         lifecycle.on_stop("membership", membership.leave, deadline_s=3.0)
-        self._leave_registry = membership.leave
+        self._hang_report.leave_registry = membership.leave
         return membership.announce
 
     def _prepare_drain(self, lifecycle: Lifecycle, announce: Callable[[], Awaitable[None]]) -> None:
@@ -373,7 +356,7 @@ class InstanceProcess:
             generation=self._identity.generation,
             pid=os.getpid(),
             model=model_names(self._settings)[0],
-            device=str(self._device),
+            device=str(device_of(self._engine)),
             uptime_s=time.monotonic() - self._started_at,
             load=serving.load(),
             links=list(self._links()),
@@ -381,12 +364,6 @@ class InstanceProcess:
             requests=serving.num_requests,
             step_age_s=self._watchdog.step_age_s(),
         )
-
-    @property
-    def _device(self) -> torch.device:
-        """Return the device of the engine, or of its first rank."""
-        engine = self._engine
-        return engine.device if isinstance(engine, PoolingEngine) else engine.kv.device
 
     def _announce(self) -> None:
         """Write one line to stdout that this instance is ready, with its addresses. `baton serve` and tests read it."""
@@ -417,6 +394,11 @@ def check_transport(settings: InstanceSettings, role: Role) -> None:
 
 async def _do_nothing() -> None:
     """Stand in for the renewal of the record, or for drain migration, where there is none."""
+
+
+def device_of(engine: Engine | PoolingEngine) -> torch.device:
+    """Return the device of an engine, or of its first rank."""
+    return engine.device if isinstance(engine, PoolingEngine) else engine.kv.device
 
 
 def device_label(settings: InstanceSettings, device: torch.device) -> str:

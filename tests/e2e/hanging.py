@@ -38,7 +38,7 @@ def hang(file: Path, pid: int) -> None:
 def main(argv: Sequence[str]) -> None:
     """Run `baton serve`, or an instance that it forks."""
     if argv[0] == "serve":
-        local.MODULE = __name__
+        local.MODULE = __name__  # type: ignore[attr-defined]
         run_baton(argv)
         return
     file, step = Path(os.environ[HANG_FILE]), Engine.step
@@ -48,5 +48,5 @@ def main(argv: Sequence[str]) -> None:
             threading.Event().wait()
         return step(engine)
 
-    Engine.step = step_or_hang  # type: ignore[method-assign]
+    Engine.step = step_or_hang  # type: ignore[assignment,method-assign]
     cli.main(argv)

@@ -21,9 +21,9 @@ NUM_STREAMS = 4
 
 
 def restarted(cluster: Cluster, role: str, before: dict[str, Any]) -> bool:
-    """Whether a new process has taken the place of the instance `before`."""
+    """Return whether a new process has taken the place of the instance `before`."""
     found = {i["instance"]: i["generation"] for i in cluster.instances(role)}
-    return found.get(before["instance"], before["generation"]) != before["generation"]
+    return bool(found.get(before["instance"], before["generation"]) != before["generation"])
 
 
 def test_streams_of_a_hung_decode_worker_continue_on_the_other_one(llama: Path, tmp_path: Path) -> None:

@@ -5,17 +5,19 @@ a thread of its own, which looks at the running step once per `CHECK_INTERVAL_S`
 blocks and never releases it, a timer of `faulthandler`, which runs without Python, ends the process a little later.
 """
 
+import asyncio
 import faulthandler
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton_serve.engine.core.outputs import BatchSize
 from baton_serve.services.common.lifecycle import EXIT_HUNG, print_error
+from baton_serve.services.common.zmq.rpc import InstanceServer
 from baton_serve.services.instance.watchdog.step_limit import StepLimit
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class WatchedEngine(Protocol):
 
 @dataclass(slots=True)
 class _RunningWork:
-    """What the engine thread does now: a step of `engine`, or commands between two steps (None).
+    """The current work of the engine thread: a step of `engine`, or commands between two steps (None).
 
     `excluded_s` is the time in which this whole process did not run, for example because it was stopped.
     """
@@ -108,7 +110,7 @@ class StepWatchdog:
             self._thread.start()
 
     async def stop(self) -> None:
-        """Stop watching."""
+        """Stop the watchdog's thread and the exit timer."""
         self._stopping.set()
         if self._thread is not None and not self.has_expired:
             self._thread.join(REPORT_TIMEOUT_S)
@@ -182,6 +184,40 @@ class StepWatchdog:
             faulthandler.dump_traceback_later(after_s, file=_STDERR, exit=True)
         elif self._has_exit_timer:
             faulthandler.cancel_dump_traceback_later()
+
+
+class RefusingServer(Protocol):
+    """The part of an instance's server that refuses new requests."""
+
+    is_draining: bool
+
+
+class HangReport:
+    """Reports a hang to the routers: they lose this instance at once, and replay its streams elsewhere.
+
+    `begin` belongs to the event loop. `leave_registry` is set by the owner when the instance has registered.
+    """
+
+    def __init__(self, serving: RefusingServer, rpc: InstanceServer, reported: threading.Event) -> None:
+        self._serving = serving
+        self._rpc = rpc
+        self._reported = reported
+        self._task: asyncio.Task[None] | None = None
+        self.leave_registry: Callable[[], Awaitable[None]] | None = None
+
+    def begin(self, _: None) -> None:
+        """Start to report; `reported` is set at the end."""
+        self._serving.is_draining = True
+        self._task = asyncio.create_task(self._leave(), name="hang report")
+
+    async def _leave(self) -> None:
+        # For a router a closed connection means a lost instance, as after the end of this process. `Failed` for each
+        # request would be wrong: their cleanup waits for the engine thread, and replays after an "internal" failure
+        # wait and need the retry budget.
+        await self._rpc.close()
+        if self.leave_registry is not None:
+            await self.leave_registry()
+        self._reported.set()
 
 
 class NoStepWatchdog:

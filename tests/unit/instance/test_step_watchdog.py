@@ -1,4 +1,4 @@
-"""What the watchdog says about a step that runs."""
+"""The watchdog reports a step that runs for too long, and nothing else."""
 
 from baton_serve.engine.core.outputs import BatchSize
 from baton_serve.services.instance.watchdog.step_limit import COMMAND_LIMIT_S, MIN_LIMIT_S, StepLimit
