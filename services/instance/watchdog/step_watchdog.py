@@ -112,9 +112,10 @@ class StepWatchdog:
     async def stop(self) -> None:
         """Stop the watchdog's thread and the exit timer."""
         self._stopping.set()
+        # After a hang the watchdog ends the process, whatever else happens.
         if self._thread is not None and not self.has_expired:
             self._thread.join(REPORT_TIMEOUT_S)
-        self._set_exit_timer(None)
+            self._set_exit_timer(None)
 
     def overdue(self) -> str | None:
         """Return a message if the running step or commands exceed their limit, else None."""

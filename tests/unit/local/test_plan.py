@@ -118,6 +118,8 @@ def test_each_instance_sees_one_accelerator() -> None:
     found = processes(devices=[4, 6])
     assert "--device-index=4" in found["prefill-0"].argv
     assert "--device-index=6" in found["decode-0"].argv
+    assert (found["router"].device, found["decode-0"].device) == ("", "device 6")
+    assert processes()["decode-0"].device == ""
     assert not [word for word in found["decode-0"].argv if "utilization" in word or "threads" in word]
 
 
@@ -134,6 +136,7 @@ def test_an_instance_of_several_ranks_sees_several_accelerators() -> None:
     found = processes(devices=[0, 2, 4, 6], tensor_parallel_size=2)
     assert found["prefill-0"].variables == {"ZE_AFFINITY_MASK": "0,2", "CUDA_VISIBLE_DEVICES": "0,2"}
     assert found["decode-0"].variables["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert found["decode-0"].device == "devices 4, 6"
     assert "--tensor-parallel-size=2" in found["decode-0"].argv
     assert not [word for word in found["decode-0"].argv if "device-index" in word or "utilization" in word]
     crowded = processes(devices=[0, 1], sections={"prefill": {"tensor_parallel_size": 2}})
