@@ -92,8 +92,9 @@ class RestartPolicy:
 
 MAX_HANGS = 3
 """Number of hangs within `HANG_WINDOW_S` after which a device is taken out."""
-HANG_WINDOW_S = 600.0
-"""Time in which hangs of a device are counted, in seconds."""
+HANG_WINDOW_S = 1800.0
+"""Time in which hangs of a device are counted, in seconds. A hang lasts for up to some minutes until it is noticed, and
+the model is loaded between two of them."""
 
 
 @dataclass(slots=True)

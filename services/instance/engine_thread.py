@@ -191,6 +191,7 @@ class EngineThread(Generic[E]):
 
     def _run(self, engine: E) -> None:
         stats, stats_at, is_due, is_idle = engine.stats(), 0.0, False, True
+        self._watchdog.on_prefill_rate(stats.prefill_tokens_per_s)
         while True:
             # While statistics are due, wait only briefly: they are reported after this wait. Else block until a command
             # arrives.
@@ -200,6 +201,7 @@ class EngineThread(Generic[E]):
                 return
             if is_due:
                 stats, stats_at, is_due = engine.stats(), time.monotonic(), False
+                self._watchdog.on_prefill_rate(stats.prefill_tokens_per_s)
                 self.deliver(self._on_stats, stats)
                 if is_idle and not commands:
                     continue

@@ -199,7 +199,7 @@ def test_a_device_that_keeps_hanging_is_taken_out_and_the_others_go_on(
         assert stage.pid("prefill-0") == other and is_running(other)
 
     output = run(lambda: Stage(["ready"], ["hung", str(fault), str(status), text]), body)
-    assert "device 1 is taken out: its instances hung 3 times within 10 minutes, so prefill-1 is not started" in output
+    assert "device 1 is taken out: its instances hung 3 times within 30 minutes, so prefill-1 is not started" in output
     assert output.count(f"prefill-1 has died (status {status}) and is restarted") == 2
 
 

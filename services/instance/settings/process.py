@@ -63,7 +63,7 @@ class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
             description="seconds after which a running engine step counts as hung: the instance reports itself as"
             " failed and its process ends with the stacks of all threads in its log; 0 disables it. The time must"
             " include the compilation of kernels, but not the start, which has no limit (default: 20 times the longest"
-            " recent step of the same size, at least 60, and 300 more for the first step of a size)",
+            " recent step of the same size, at least 60; for the first step of a size at least 180)",
             ge=0,
         ),
     ] = None

@@ -9,15 +9,18 @@ from dataclasses import dataclass, field
 from math import inf
 
 from baton_serve.engine.core.outputs import BatchSize
-from baton_serve.engine.core.step_time_model import size_class
+from baton_serve.engine.core.step_time_model import SIZE_CLASSES_TOKENS, size_class
 
 MIN_LIMIT_S = 60.0
 """Smallest default limit, in seconds. Within a known size a kernel may still be compiled for another alignment of its
 arguments, and other processes may take the CPU for a while."""
 STEP_TIME_RATIO = 20.0
 """Default limit as a multiple of the longest recent step of the same size."""
-FIRST_STEP_EXTRA_S = 300.0
+FIRST_STEP_EXTRA_S = 120.0
 """Additional seconds of the default limit for the first step of a size."""
+FIRST_STEP_RATIO = 5.0
+"""The same as a multiple of the duration that the prefill rate predicts, if that is longer: a large model on a CPU
+needs minutes for a full chunk."""
 COMMAND_LIMIT_S = 600.0
 """Longest duration of the commands between two steps, in seconds; loading a LoRA adapter is the longest of them."""
 DECAY_PER_STEP = 0.99
@@ -36,6 +39,8 @@ class StepLimit:
     """
 
     setting_s: float | None = None
+    prefill_tokens_per_s: float = 0.0
+    """Prefill rate as the engine's statistics report it, at first from the warm-up; 0 if it is unknown."""
     _longest_s: dict[StepKind, float] = field(default_factory=dict)
 
     @property
@@ -47,7 +52,7 @@ class StepLimit:
         if self.setting_s is not None:
             return self.setting_s or inf
         longest_s = self._longest_s.get(step_kind(batch))
-        return _limit_s(longest_s or 0.0) + (FIRST_STEP_EXTRA_S if longest_s is None else 0.0)
+        return _limit_s(longest_s) if longest_s is not None else _limit_s(0.0) + self._first_extra_s(batch.num_tokens)
 
     def command_s(self) -> float:
         """Return how long the commands between two steps may take, in seconds."""
@@ -58,7 +63,8 @@ class StepLimit:
         if self.setting_s is not None:
             return self.setting_s or inf
         # `list` copies in one step: the engine thread may add a size meanwhile.
-        return _limit_s(max(list(self._longest_s.values()), default=0.0)) + FIRST_STEP_EXTRA_S
+        longest_s = max(list(self._longest_s.values()), default=0.0)
+        return _limit_s(longest_s) + self._first_extra_s(SIZE_CLASSES_TOKENS[-1])
 
     def record(self, batch: BatchSize, seconds: float) -> None:
         """Record the duration of a step that has ended."""
@@ -66,6 +72,10 @@ class StepLimit:
         before_s = self._longest_s.get(kind)
         # The duration of the first step does not count: if kernels were compiled in it, later steps are much shorter.
         self._longest_s[kind] = 0.0 if before_s is None else max(seconds, before_s * DECAY_PER_STEP)
+
+    def _first_extra_s(self, num_tokens: int) -> float:
+        predicted_s = num_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
+        return max(FIRST_STEP_EXTRA_S, FIRST_STEP_RATIO * predicted_s)
 
 
 def step_kind(batch: BatchSize) -> StepKind:

@@ -93,6 +93,10 @@ class StepWatchdog:
         if running is not None and running.engine is not None:
             self._limit.record(running.engine.last_batch, self._clock() - running.started_at)
 
+    def on_prefill_rate(self, tokens_per_s: float) -> None:
+        """Keep the engine's prefill rate, from which the limit of a step of a new size is predicted."""
+        self._limit.prefill_tokens_per_s = tokens_per_s
+
     def step_age_s(self) -> float:
         """Return for how many seconds the current step has run; 0 if the engine is idle. Any thread may call it."""
         running = self._running
@@ -231,6 +235,9 @@ class NoStepWatchdog:
         pass
 
     def end(self) -> None:
+        pass
+
+    def on_prefill_rate(self, tokens_per_s: float) -> None:
         pass
 
 

@@ -8,6 +8,7 @@ from baton_serve.engine.core.outputs import BatchSize
 from baton_serve.services.instance.watchdog.step_limit import (
     COMMAND_LIMIT_S,
     FIRST_STEP_EXTRA_S,
+    FIRST_STEP_RATIO,
     MIN_LIMIT_S,
     STEP_TIME_RATIO,
     StepLimit,
@@ -29,6 +30,14 @@ def measured(*seconds: float, batch: BatchSize = DECODE) -> StepLimit:
 def test_the_first_step_of_a_size_has_time_to_compile_kernels() -> None:
     assert StepLimit().step_s(DECODE) == MIN_LIMIT_S + FIRST_STEP_EXTRA_S
     assert measured(0.02).step_s(PROMPT) == MIN_LIMIT_S + FIRST_STEP_EXTRA_S
+
+
+def test_the_first_step_of_a_size_has_time_for_what_the_prefill_rate_predicts() -> None:
+    limit = StepLimit()
+    limit.prefill_tokens_per_s = 2.0
+    assert limit.step_s(PROMPT) == MIN_LIMIT_S + FIRST_STEP_RATIO * 1024.0
+    assert limit.step_s(DECODE) == MIN_LIMIT_S + FIRST_STEP_EXTRA_S
+    assert limit.longest_step_s() > limit.step_s(PROMPT)
 
 
 def test_short_steps_have_the_least_limit_and_the_time_of_the_first_step_does_not_count() -> None:
