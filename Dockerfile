@@ -14,7 +14,7 @@ RUN useradd --uid 10001 --user-group --create-home baton
 WORKDIR /app
 
 FROM base AS sources
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY baton_serve baton_serve
 COPY kvtransfer kvtransfer
 COPY services services

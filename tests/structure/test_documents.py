@@ -1,10 +1,12 @@
 """Documents point at what is there: files, headings, and flags that some command has."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+import baton_serve
 from baton_serve.services.doctor.settings import DoctorSettings
 from baton_serve.services.instance.settings import InstanceSettings
 from baton_serve.services.local.settings import ServeSettings
@@ -21,6 +23,7 @@ DOCUMENTS = sorted(
     ]
 )
 CODE = re.compile(r"```.*?```", re.DOTALL)
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SETTINGS = (DoctorSettings, InstanceSettings, RouterSettings, ServeSettings)
 
 
@@ -61,3 +64,14 @@ def test_flags_of_commands_in_documents_exist() -> None:
         assert not {flag for flag in flags if flag.removeprefix("no-") not in known}, document
         called += len(flags)
     assert called > 20
+
+
+def test_python_in_documents_imports_names_that_exist() -> None:
+    imported = set[str]()
+    for document in DOCUMENTS:
+        for program in PYTHON.findall(document.read_text()):
+            for node in ast.walk(ast.parse(program)):
+                if isinstance(node, ast.ImportFrom) and node.module == "baton_serve":
+                    imported |= {alias.name for alias in node.names}
+    assert imported
+    assert not imported - set(baton_serve.__all__)
