@@ -1,11 +1,13 @@
-"""The secret of one cluster: it encrypts messages over ZeroMQ, and it authorizes operators.
+"""The secret of one cluster: it encrypts messages and blocks between processes, and it authorizes operators.
 
-It is any text of at least 32 characters in a file. One CURVE key pair is derived from it, which all processes of the
-cluster use. A client must know the server's public key before it connects, and CURVE never sends that key, so a process
-without the file cannot connect.
+It is any text of at least 32 characters in a file. All processes of the cluster derive the same keys from it: one for
+TLS (`services.common.rpc`), and a CURVE key pair for ZeroMQ. A process without the file cannot connect by either: TLS
+requires at both ends a certificate that belongs to the key, and CURVE requires of a client that it knows the server's
+public key, which is never sent.
 """
 
 import hmac
+import os
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from baton_serve.services.common.certificate import self_signed_certificate
 from baton_serve.services.common.errors import ConfigurationError
 
 MIN_KEY_CHARS = 32
@@ -21,10 +24,14 @@ MIN_KEY_CHARS = 32
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterKey:
-    """The keys that are derived from the secret: a CURVE key pair in ZeroMQ's Z85 encoding, and the admin token."""
+    """The keys that are derived from the secret: for ZeroMQ, for TLS, and for operators."""
 
     secret: bytes
+    """CURVE secret key in ZeroMQ's Z85 encoding; `public` is the key that belongs to it."""
     public: bytes
+    tls_seed: bytes
+    """Seed of the private key for TLS; `certificate` belongs to it, in DER."""
+    certificate: bytes
     admin_token: str
     """Bearer token that `POST /admin/…` of an instance requires from other machines."""
 
@@ -37,16 +44,22 @@ class ClusterKey:
 
 def cluster_key(text: str) -> ClusterKey:
     """Derive the keys from the secret text. The same text always gives the same keys."""
-    # The two prefixes keep the keys independent: the admin token does not reveal the CURVE key.
+    # The prefixes keep the keys independent: the admin token does not reveal the other ones.
     secret = z85.encode(sha256(b"baton-curve-1" + text.encode()).digest())
-    token = sha256(b"baton-admin-1" + text.encode()).hexdigest()
-    return ClusterKey(secret=secret, public=zmq.curve_public(secret), admin_token=token)
+    seed = sha256(b"baton-tls-1" + text.encode()).digest()
+    return ClusterKey(
+        secret=secret,
+        public=zmq.curve_public(secret),
+        tls_seed=seed,
+        certificate=self_signed_certificate(seed),
+        admin_token=sha256(b"baton-admin-1" + text.encode()).hexdigest(),
+    )
 
 
 def read_cluster_key(path: str | None) -> ClusterKey | None:
     """Read the secret from a file and return its keys, or None without a path.
 
-    Raises `ConfigurationError` if the file cannot be read, the secret is too short, or ZeroMQ lacks CURVE.
+    Raises `ConfigurationError` if the file cannot be read, the secret is too short, or encryption is not possible here.
     """
     if not path:
         return None
@@ -63,4 +76,11 @@ def read_cluster_key(path: str | None) -> ClusterKey | None:
         raise ConfigurationError(
             "--cluster-key-file needs CURVE, which this build of ZeroMQ lacks: install pyzmq from its own wheel"
         )
+    try:
+        os.close(os.memfd_create("baton-check"))
+    except OSError as exc:
+        raise ConfigurationError(
+            "--cluster-key-file needs memfd_create, by which TLS reads a key that must not be on a disk "
+            f"({exc.strerror}): allow it in the container's seccomp profile"
+        ) from exc
     return cluster_key(text)
