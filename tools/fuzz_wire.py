@@ -2,9 +2,9 @@
 `python tools/fuzz_wire.py [CORPUS_FOLDER] -max_total_time=60`
 
 Needs atheris (`pip install atheris`). The first byte of an input chooses the decoder. A decoder either raises
-`WireError`, or returns a message whose encoding decodes to an equal message. The last one parses ZeroMQ frames, which
-must give the same messages however a connection divides their bytes. Anything else is a finding, and atheris writes
-the input to a file `crash-…`. An empty corpus folder is filled with real frames first.
+`WireError`, or returns a message whose encoding decodes to an equal message. The last one parses a connection between
+router and instance, which must give the same messages however its bytes are divided. Anything else is a finding, and
+atheris writes the input to a file `crash-…`. An empty corpus folder is filled with real frames first.
 """
 
 import copy
@@ -18,7 +18,7 @@ from typing import Any
 import atheris  # type: ignore[import-untyped,unused-ignore]
 
 with atheris.instrument_imports(
-    include=["baton_serve.contracts", "baton_serve.kvtransfer.frames", "baton_serve.services.common.zmq.zmtp"]
+    include=["baton_serve.contracts", "baton_serve.kvtransfer.frames", "baton_serve.services.common.rpc.framing"]
 ):
     import msgspec
 
@@ -48,7 +48,7 @@ with atheris.instrument_imports(
     from baton_serve.contracts.sampling import SamplingSpec
     from baton_serve.contracts.wire import Decoder, WireError, encode
     from baton_serve.kvtransfer.frames import ToConsumer, ToProducer
-    from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, command, frame_message, handshake
+    from baton_serve.services.common.rpc.framing import PREAMBLE, FrameReader, ProtocolError, frame
     from tests.unit.router.fakes import record
 
 MAX_BYTES = 1 << 16
@@ -67,8 +67,8 @@ KINDS: list[object] = [
     ToProducer,
 ]
 DECODERS: list[Callable[[bytes], object]] = [Decoder[object](kind, max_bytes=MAX_BYTES).decode for kind in KINDS]
-ZMTP = len(DECODERS)
-"""Index of the parser of ZeroMQ frames."""
+FRAMING = len(DECODERS)
+"""Index of the parser of connections between routers and instances."""
 
 
 def seeds() -> list[bytes]:
@@ -111,8 +111,8 @@ def seeds() -> list[bytes]:
     events = EventBatch(instance, generation, 4, [BlocksStored([name]), BlocksRemoved([name])])
     found = [(0, one) for one in to_instance] + [(1, one) for one in to_router] + [(4, made_up), (5, events)]
     frames = [bytes([number]) + encode(message) for number, message in found]
-    encoded = handshake(b"DEALER") + frame_message(encode(Heartbeat())) + b"\x01\x03abc" + frame_message(b"m" * 300)
-    return [*frames, bytes([ZMTP]) + encoded, bytes([ZMTP]) + handshake(b"ROUTER") + command(b"\x05ERROR\x02no")]
+    encoded = PREAMBLE + frame(encode(Heartbeat())) + frame(b"m" * 300) + frame(b"")
+    return [*frames, bytes([FRAMING]) + encoded]
 
 
 def one_input(data: bytes) -> None:
@@ -120,8 +120,8 @@ def one_input(data: bytes) -> None:
     if not data:
         return
     number = data[0] % (len(DECODERS) + 1)
-    if number == ZMTP:
-        _frames_of_zmtp(data[1:])
+    if number == FRAMING:
+        _divide(data[1:])
         return
     decode = DECODERS[number]
     try:
@@ -133,7 +133,7 @@ def one_input(data: bytes) -> None:
         raise AssertionError("the encoding of a decoded message decodes to another message")
 
 
-def _frames_of_zmtp(data: bytes) -> None:
+def _divide(data: bytes) -> None:
     rng = random.Random(len(data))
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(6)))
     pieces = [data[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(data)])]
@@ -142,13 +142,13 @@ def _frames_of_zmtp(data: bytes) -> None:
 
 
 def _messages(pieces: list[bytes]) -> tuple[list[bytes], bool, bool]:
-    """Return the messages, whether the handshake ended, and whether the rest was refused."""
-    reader, found = ZmtpReader(), []
+    """Return the messages, whether the preamble arrived, and whether the rest was refused."""
+    reader, found = FrameReader(), []
     try:
         for piece in pieces:
             for message in reader.feed(piece):
                 found.append(message)  # messages before a refusal count, too
-    except ZmtpError:
+    except ProtocolError:
         return found, reader.is_ready, True
     return found, reader.is_ready, False
 

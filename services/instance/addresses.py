@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from baton_serve.services.common.zmq.zmtp_sockets import ANY_UNIX_SOCKET
+from baton_serve.services.common.rpc.connections import ANY_UNIX_SOCKET
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings import InstanceSettings, advertised_host
 

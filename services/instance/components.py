@@ -9,7 +9,7 @@ from baton_serve.contracts.messages import ToInstance
 from baton_serve.engine import Engine, EngineStats
 from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.kvtransfer import TransferNode
-from baton_serve.services.common.zmq.rpc import InstanceServer, RouterId
+from baton_serve.services.common.rpc.links import InstanceServer, RouterId
 from baton_serve.services.instance.engine_thread import EngineThread, TimedStepResult
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import TransferMetrics

@@ -31,7 +31,7 @@ from baton_serve.contracts.messages import (
 from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.engine.core.outputs import PooledOutput
 from baton_serve.engine.errors import RequestError
-from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.drain.shutdown import DrainableServer
 from baton_serve.services.instance.engine_thread import PoolingEngineCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed

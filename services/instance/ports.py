@@ -17,7 +17,7 @@ from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, StepResult
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
-from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.common.rpc.links import RouterId
 
 Mode = Literal["generate", "prefill"]
 
@@ -133,7 +133,7 @@ class LinksPort(Protocol):
 
 
 class RouterPort(Protocol):
-    """Sends messages to connected routers: `services.common.zmq.rpc.InstanceServer` after its start."""
+    """Sends messages to connected routers: `services.common.rpc.links.InstanceServer` after its start."""
 
     def routers(self) -> list[RouterId]: ...
     def send(self, router: RouterId, message: ToRouter) -> None: ...

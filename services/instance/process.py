@@ -28,10 +28,10 @@ from baton_serve.services.common.http.server import HttpServer
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import check_registry_url, registry_client
+from baton_serve.services.common.rpc.links import InstanceServer, RouterId
 from baton_serve.services.common.settings.configuration import environment, stop
 from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.common.zmq.block_events import EventPublisher
-from baton_serve.services.common.zmq.rpc import InstanceServer, RouterId
 from baton_serve.services.instance.adapter_changes import AdapterLoader
 from baton_serve.services.instance.addresses import (
     advertised,

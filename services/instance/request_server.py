@@ -32,7 +32,7 @@ from baton_serve.contracts.messages import (
 from baton_serve.engine.core.outputs import CompletedLayerGroups
 from baton_serve.engine.errors import RequestError
 from baton_serve.kvtransfer.errors import TransferError
-from baton_serve.services.common.zmq.rpc import RouterId
+from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTable
 from baton_serve.services.instance.drain.shutdown import DrainableServer
 from baton_serve.services.instance.engine_thread import EngineCalls, TimedStepResult

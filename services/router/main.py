@@ -27,7 +27,7 @@ from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.connections import ZeromqConnector
+from baton_serve.services.router.cluster.connections import InstanceConnector
 from baton_serve.services.router.http.gateway import Gateway, with_middleware
 from baton_serve.services.router.http.hosts import with_allowed_hosts
 from baton_serve.services.router.http.status_endpoints import own_metrics, own_stats
@@ -97,7 +97,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     lifecycle.on_stop("traces", tracing.close)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
     secret = read_cluster_key(settings.cluster_key_file)
-    connector = ZeromqConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
+    connector = InstanceConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
     view = registry_view(settings.registry, secret)
     # Routers that start together must not choose the same instance first: each starts its rotation at a random place.
     cluster = Cluster(view, connector, clock=time.monotonic, first_turn=secrets.randbits(32))

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-import zmq
 
 from baton_serve.bench.ports import free_port
 from baton_serve.contracts.identity import Generation, InstanceId, RequestId
@@ -12,8 +11,8 @@ from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import Cancel, Heartbeat, LoadReport, ToInstance, Tokens, ToRouter
 from baton_serve.contracts.wire import encode
 from baton_serve.services.common.cluster_key import ClusterKey, cluster_key
-from baton_serve.services.common.zmq.rpc import InstanceLink, InstanceServer, RouterId
-from baton_serve.services.common.zmq.zmtp import command, frame_message, handshake
+from baton_serve.services.common.rpc.framing import PREAMBLE, frame
+from baton_serve.services.common.rpc.links import InstanceLink, InstanceServer, RouterId
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 
@@ -52,7 +51,7 @@ class Router:
 
 @pytest.fixture(params=[None, cluster_key("k" * 32)], ids=["plain", "encrypted"])
 def key(request: pytest.FixtureRequest) -> ClusterKey | None:
-    """Without one the link speaks to the library of the other end, with one it is the library at both ends."""
+    """The cluster's key, or None for connections without encryption."""
     found: ClusterKey | None = request.param
     return found
 
@@ -174,55 +173,26 @@ def test_sending_a_message_to_a_lost_router_reports_it(key: ClusterKey | None) -
     run(body, key)
 
 
-def test_frames_of_the_library_are_read_and_those_that_are_no_message_refused() -> None:
+def test_a_link_connects_once_an_instance_listens(key: ClusterKey | None) -> None:
     async def whole() -> None:
-        instance = Instance(5.0, None)
+        instance = Instance(5.0, key)
+        port = free_port()
+        instance.server.address = f"tcp://127.0.0.1:{port}"
+        router = Router(f"tcp://127.0.0.1:{port}", key)
+        await router.link.start()
+        router.link.send(Cancel(RequestId("early")))
+        await asyncio.sleep(0.05)
         await instance.server.start(instance.on_message, instance.lost.put_nowait)
-        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-            stranger.setsockopt(zmq.LINGER, 0)
-            stranger.connect(instance.server.address)
-            stranger.send(b"\xc1 no MessagePack")
-            stranger.send_multipart([b"one", b"too many"])
-            stranger.send(encode(Cancel(RequestId("good"))))
-            async with asyncio.timeout(10):
-                router, message = await instance.received.get()
-                assert message == Cancel(RequestId("good"))
-                instance.server.send(router, REPORT)
-                while not stranger.poll(0):  # noqa: ASYNC110 - the library's socket knows no event of this loop
-                    await asyncio.sleep(0.01)
-            assert stranger.recv() == encode(REPORT)
-            stranger.close()
-            async with asyncio.timeout(10):
-                assert await instance.lost.get() == router
+        async with asyncio.timeout(10):
+            assert (await instance.received.get())[1] == Cancel(RequestId("early"))
+            assert await router.received.get() == REPORT
+        await router.link.close()
         await instance.server.close()
 
     asyncio.run(whole())
 
 
-def test_a_link_speaks_to_the_librarys_router_once_that_listens() -> None:
-    async def whole() -> None:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as library:
-            library.setsockopt(zmq.LINGER, 0)
-            port = free_port()
-            router = Router(f"tcp://127.0.0.1:{port}", None)
-            await router.link.start()
-            router.link.send(Cancel(RequestId("early")))
-            await asyncio.sleep(0.05)
-            library.bind(f"tcp://127.0.0.1:{port}")
-            frames: list[bytes] = []
-            async with asyncio.timeout(10):
-                while encode(Cancel(RequestId("early"))) not in frames:
-                    await asyncio.sleep(0.01)
-                    if library.poll(0):
-                        frames = library.recv_multipart()
-                library.send_multipart([frames[0], encode(REPORT)])
-                assert await router.received.get() == REPORT
-            await router.link.close()
-
-    asyncio.run(whole())
-
-
-def test_only_who_has_the_clusters_key_can_connect() -> None:
+def test_only_a_router_with_the_clusters_key_can_connect() -> None:
     async def whole() -> None:
         server = InstanceServer(key=cluster_key("k" * 32))
         received: asyncio.Queue[ToInstance] = asyncio.Queue()
@@ -232,7 +202,12 @@ def test_only_who_has_the_clusters_key_can_connect() -> None:
             server.send(router, REPORT)
 
         await server.start(on_message, lambda _: None)
-        for key, is_welcome in ((cluster_key("k" * 32), True), (cluster_key("x" * 32), False), (None, False)):
+        reasons = {
+            cluster_key("k" * 32): "",
+            cluster_key("x" * 32): "the peer has another key (--cluster-key-file)",
+            None: "the connection broke",
+        }
+        for key, reason in reasons.items():
             answers: asyncio.Queue[ToRouter] = asyncio.Queue()
             lost: asyncio.Queue[str] = asyncio.Queue()
             link = InstanceLink(
@@ -240,13 +215,12 @@ def test_only_who_has_the_clusters_key_can_connect() -> None:
             )
             await link.start()
             async with asyncio.timeout(10):
-                if is_welcome:
+                if not reason:
                     assert await answers.get() == REPORT
                 else:
-                    assert await lost.get() in ("the handshake failed", "the connection broke")
+                    assert await lost.get() == reason
                     assert answers.empty()
             await link.close()
-        assert received.qsize() >= 1
         await server.close()
 
     asyncio.run(whole())
@@ -254,11 +228,12 @@ def test_only_who_has_the_clusters_key_can_connect() -> None:
 
 def test_messages_that_are_none_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        server = InstanceServer()
-        await server.start(lambda router, message: None, lambda router: None)
+        server, received = InstanceServer(), asyncio.Event()
+        await server.start(lambda router, message: received.set(), lambda router: None)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
-        writer.write(handshake(b"DEALER") + frame_message(b"") * 1000 + command(b"\x04PING\x00\x00x"))
-        await reader.readuntil(b"\x04PONGx")
+        writer.write(PREAMBLE + frame(b"") * 1000 + frame(b"\xc1 no MessagePack") + frame(encode(Heartbeat())))
+        assert await reader.readexactly(len(PREAMBLE)) == PREAMBLE
+        await received.wait()
         writer.close()
         await server.close()
 

@@ -1,4 +1,4 @@
-"""Instances without an engine for the router's ZeroMQ connections: they register, send load reports and complete any
+"""Instances without an engine for the router's connections: they register, send load reports and complete any
 request at once.
 """
 
@@ -27,8 +27,8 @@ from baton_serve.contracts.messages import (
 )
 from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.registry import registry_client
+from baton_serve.services.common.rpc.links import InstanceServer, RouterId
 from baton_serve.services.common.zmq.block_events import EventPublisher
-from baton_serve.services.common.zmq.rpc import InstanceServer, RouterId
 
 LAYOUT = KVLayout(fingerprint="bench", num_layers=2, num_kv_heads=2, block_tokens=64, head_dim=64, dtype="bfloat16")
 """KV layout that all fake instances report."""

@@ -1,4 +1,4 @@
-"""Measure the router alone: fake instances answer at once on its ZeroMQ side, so that time and CPU are the router's.
+"""Measure the router alone: fake instances answer its messages at once, so that time and CPU are the router's.
 
 Load and fake instances run in this process (the clients of open streams in another one), the router in its own. Each
 case reports requests or tokens per second, and the CPU time of the router's process for each.

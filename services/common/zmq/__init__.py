@@ -1,1 +1,1 @@
-"""Messages between processes over ZeroMQ: RPC between routers and instances, and block events."""
+"""ZeroMQ on the event loop: block events from instances to routers."""

@@ -190,8 +190,8 @@ class NetworkSettings(HandoffSettings, frozen=True, kw_only=True):
     cluster_key_file: Annotated[
         str | None,
         Meta(
-            description="file with the secret key that all processes of the cluster share; without it ZeroMQ traffic"
-            " is not encrypted and the ports accept any client"
+            description="file with the secret key that all processes of the cluster share; without it traffic between"
+            " processes is not encrypted and the ports accept any client"
         ),
     ] = None
     registry_ttl_s: Annotated[

@@ -62,7 +62,7 @@ class InstanceRegistry(Protocol):
 
 
 class Connector(Protocol):
-    """Makes the connections to instances: `connections.ZeromqConnector`, or fakes in tests and simulation."""
+    """Makes the connections to instances: `connections.InstanceConnector`, or fakes in tests and simulation."""
 
     def link(
         self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]

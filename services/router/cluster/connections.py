@@ -1,4 +1,4 @@
-"""Opens the ZeroMQ connections to instances; implements `cluster.Connector`."""
+"""Opens the connections to instances; implements `cluster.Connector`."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from baton_serve.contracts.events import EventBatch
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.messages import ToRouter
 from baton_serve.services.common.cluster_key import ClusterKey
+from baton_serve.services.common.rpc.links import InstanceLink
 from baton_serve.services.common.zmq.block_events import EventSubscriber
-from baton_serve.services.common.zmq.rpc import InstanceLink
 
 MAX_ZMQ_SOCKETS = 65_535
-"""Sockets of one context. The default of ZeroMQ, 1,023, is enough for only about 340 instances."""
+"""Sockets of one context. The default of ZeroMQ, 1,023, is enough for only about 1,000 instances."""
 
 
-class ZeromqConnector:
+class InstanceConnector:
     """Makes the connections of one router process. `main` owns it and closes it last.
 
-    All connections share one ZeroMQ context, and so one I/O thread: it wakes up once for the messages of several
+    All subscribers share one ZeroMQ context, and so one I/O thread: it wakes up once for the messages of several
     connections, and not once for each.
     """
 
@@ -30,7 +30,7 @@ class ZeromqConnector:
         self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
 
     async def close(self) -> None:
-        """Close the context. Call it after every link and subscriber was closed."""
+        """Close the context. Call it after every subscriber was closed."""
         # `term` blocks until the last socket is closed, which must not happen on the event loop.
         await asyncio.to_thread(self._context.term)
 
@@ -44,7 +44,6 @@ class ZeromqConnector:
             on_lost=on_lost,
             timeout_s=self._instance_timeout_s,
             key=self._key,
-            context=self._context,
         )
 
     def subscriber(

@@ -39,7 +39,7 @@ Sending = Callable[[], None]
 
 
 class WorkerLink(Protocol):
-    """The connection to an instance: `services.common.zmq.rpc.InstanceLink`, or a fake in tests and simulation."""
+    """The connection to an instance: `services.common.rpc.links.InstanceLink`, or a fake in tests and simulation."""
 
     async def start(self) -> None: ...
     def prepare(self, message: ToInstance) -> Sending:

@@ -159,7 +159,7 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
 
     cluster_key_file: Annotated[
         str | None,
-        Meta(description="file with the secret of the cluster; without it ZeroMQ connections are not encrypted"),
+        Meta(description="file with the secret of the cluster; without it connections to instances are not encrypted"),
     ] = None
     api_key: Annotated[
         list[str], Meta(description="API key to accept, may be repeated; without any key every client is accepted")

@@ -15,8 +15,8 @@ from baton_serve.services.common.cluster_key import ClusterKey, cluster_key, rea
 from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.registry import registry_client, registry_view
 from baton_serve.services.common.registry.memory import MemoryRegistryView
-from baton_serve.services.common.zmq.rpc import InstanceLink, InstanceServer, RouterId
-from baton_serve.services.common.zmq.zmtp_sockets import ANY_UNIX_SOCKET
+from baton_serve.services.common.rpc.connections import ANY_UNIX_SOCKET
+from baton_serve.services.common.rpc.links import InstanceLink, InstanceServer, RouterId
 from baton_serve.services.local.main import new_key_file
 from tests.contract.test_registries import record
 from tests.other_user import NOBODY, as_nobody, needs_root
@@ -155,7 +155,7 @@ def test_a_router_says_nothing_to_another_user_who_listens_under_an_instance_s_n
     async def body() -> None:
         name = f"baton-test-{secrets.token_hex(8)}"
         listening = asyncio.create_task(asyncio.to_thread(as_nobody, listen, name))
-        assert await connected(f"ipc://@{name}") == "the other end is a process of another user"
+        assert await connected(f"ipc://@{name}") == f"the peer is a process of another user (uid {NOBODY})"
         assert await listening == b""
 
     bounded(body)

@@ -1,32 +1,35 @@
-"""DEALER and ROUTER on the event loop, for connections without encryption: TCP, and Unix sockets of one user.
+"""Connections that carry messages between a router and an instance: TCP, with or without encryption, and Unix sockets.
 
-The ZeroMQ library would handle a socket in its own thread, so that each message wakes up two threads. Here the event
-loop itself reads and writes messages. The peer may use the library.
+The event loop itself reads and writes, so that a message wakes up no further thread.
 """
 
 import asyncio
 import logging
 import secrets
 import socket
+import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
 from baton_serve.contracts.same_user import stranger
 from baton_serve.contracts.wire import MAX_FRAME_BYTES
+from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.errors import PeerUnreachable
 from baton_serve.services.common.http.late_timer import LateTimer
 from baton_serve.services.common.logs import LimitedLog
-from baton_serve.services.common.zmq.zmtp import ZmtpError, ZmtpReader, frame_message, handshake
+from baton_serve.services.common.rpc.encryption import Encryption, tls_context
+from baton_serve.services.common.rpc.framing import PREAMBLE, FrameReader, ProtocolError, frame
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-"""Longest time for the peer's handshake."""
+"""Longest time for the peer's preamble, and for the handshake of the encryption before it."""
 SILENCE_S = 30.0
 """Longest time between two reads from a peer."""
 ANY_UNIX_SOCKET = "ipc://@*"
-"""Address for `ZmtpRouter.start`: an abstract Unix socket with a random name that no other process can know before."""
+"""Address for `MessageServer.start`: an abstract Unix socket with a random name that no process can know before."""
 _ABSTRACT = "ipc://@"
 _RECONNECT_S = 0.1
 """Time between two attempts to connect."""
@@ -34,10 +37,11 @@ _MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 """Maximum size of the messages that are queued for one peer. A queue below it still accepts one message of any size."""
 
 
-class ZmtpDealer:
-    """A router's connection to an instance. Implements `services.common.zmq.rpc.DealerSocket`.
+class MessageClient:
+    """A router's connection to an instance.
 
-    It tries to connect until a process listens. Once connected, the loss of the connection is final.
+    It tries to connect until a process listens. Once connected, the loss of the connection is final: `on_lost` is
+    called once with the reason, unless the connection is closed here.
     """
 
     def __init__(
@@ -46,23 +50,23 @@ class ZmtpDealer:
         *,
         on_message: Callable[[bytes], None],
         on_lost: Callable[[str], None],
+        key: ClusterKey | None = None,
         max_unsent_bytes: int = _MAX_UNSENT_BYTES,
     ) -> None:
-        """`address` is `tcp://HOST:PORT`, or `ipc://@NAME` for a Unix socket of a process of this user."""
+        """`address` is `tcp://HOST:PORT`, encrypted if there is a key, or `ipc://@NAME` for a Unix socket."""
         self._address = address
-        self._connection = _Connection(b"DEALER", on_message, on_lost, max_unsent_bytes)
+        self._connection = _Connection(
+            on_message, on_lost, _context_for(address, key, is_server=False), max_unsent_bytes=max_unsent_bytes
+        )
         self._connecting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Connect in a task. Messages can be sent at once; they are queued."""
-        self._connecting = asyncio.create_task(self._connect(), name="zmtp-connect")
+        self._connecting = asyncio.create_task(self._connect(), name="rpc-connect")
 
     def send(self, message: bytes) -> None:
         """Queue a message. Raises `PeerUnreachable` if the queue is full, because the peer does not read."""
         self._connection.send(message)
-
-    def drain(self) -> None:
-        """Do nothing: messages are passed on as soon as they arrive."""
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the connection. Queued messages are still sent for at most `linger_ms`."""
@@ -97,10 +101,11 @@ class ZmtpDealer:
         await loop.create_connection(lambda: self._connection, parts.hostname or "", parts.port or 0)
 
 
-class ZmtpRouter:
-    """An instance's end for all routers. Implements `services.common.zmq.rpc.Router`.
+class MessageServer:
+    """An instance's end for all routers: one connection for each, which an id names.
 
-    It closes connections that are silent, because every router sends heartbeats.
+    It closes connections that are silent, because every router sends heartbeats. `on_lost` is called once for each
+    connection that ends, with the reason, unless it is closed here.
     """
 
     def __init__(
@@ -108,22 +113,27 @@ class ZmtpRouter:
         *,
         on_message: Callable[[bytes, bytes], None],
         on_lost: Callable[[bytes, str], None],
+        key: ClusterKey | None = None,
         handshake_s: float = HANDSHAKE_S,
         silence_s: float = SILENCE_S,
     ) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
+        self._key = key
         self._timeouts = (handshake_s, silence_s)
         self._log = LimitedLog(logger)
+        self._tls: ssl.SSLContext | None = None
         self._connections: dict[bytes, _Connection] = {}
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, address: str) -> str:
         """Bind `address` and return the one for peers. Raises `OSError` if it is in use.
 
-        On a Unix socket only processes of this user and of root are accepted.
+        With a key, TCP is encrypted, and only processes that have the key are accepted. On a Unix socket only processes
+        of this user and of root are accepted.
         """
         loop = asyncio.get_running_loop()
+        self._tls = _context_for(address, self._key, is_server=True)
         if address.startswith(_ABSTRACT):
             address = f"{_ABSTRACT}baton-{secrets.token_hex(16)}" if address == ANY_UNIX_SOCKET else address
             bound = _bound(socket.AF_UNIX, _abstract_path(address))
@@ -159,11 +169,7 @@ class ZmtpRouter:
             self._on_lost(peer, reason)
 
         connection = _Connection(
-            b"ROUTER",
-            lambda message: self._on_message(peer, message),
-            on_lost,
-            timeouts=self._timeouts,
-            log=self._log,
+            partial(self._on_message, peer), on_lost, self._tls, timeouts=self._timeouts, log=self._log
         )
         self._connections[peer] = connection
         return connection
@@ -172,32 +178,33 @@ class ZmtpRouter:
 class _Connection(asyncio.Protocol):
     """One end of one connection. `on_lost` is called once, unless the connection is closed here.
 
-    Messages of one iteration of the event loop are sent together at its end. None is sent before the handshake is
-    complete, because the ZeroMQ library would treat it as an error.
+    Messages of one iteration of the event loop are sent together at its end. None is sent before the peer's preamble
+    has arrived: it may be a process that must not get them.
     """
 
     def __init__(
         self,
-        socket_type: bytes,
         on_message: Callable[[bytes], None],
         on_lost: Callable[[str], None],
-        max_unsent_bytes: int = _MAX_UNSENT_BYTES,
+        tls: ssl.SSLContext | None,
         *,
+        max_unsent_bytes: int = _MAX_UNSENT_BYTES,
         timeouts: tuple[float, float] | None = None,
         log: LimitedLog | None = None,
     ) -> None:
-        """`timeouts` are the longest times for the handshake and between two later reads, in seconds.
+        """`timeouts` are the longest times for the preamble and between two later reads, in seconds. `log` gets a line
+        for a peer that is refused.
 
-        None means no timeouts: a dealer's caller watches the connection itself.
+        Clients have neither: their caller watches the connection itself, and logs the reason of its loss.
         """
-        self._socket_type = socket_type
-        self._timeouts = timeouts
-        self._log = log or LimitedLog(logger)
-        self._timer: LateTimer | None = None
         self._on_message = on_message
         self._on_lost = on_lost
+        self._encryption = None if tls is None else Encryption(tls)
         self._max_unsent_bytes = max_unsent_bytes
-        self._reader = ZmtpReader()
+        self._timeouts = timeouts
+        self._log = log
+        self._timer: LateTimer | None = None
+        self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._num_unsent = 0
@@ -209,9 +216,8 @@ class _Connection(asyncio.Protocol):
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
         if written + self._num_unsent > self._max_unsent_bytes:
             raise PeerUnreachable("the receiver does not read: its queue is full")
-        frame = frame_message(message)
-        self._unsent.append(frame)
-        self._num_unsent += len(frame)
+        self._unsent.append(framed := frame(message))
+        self._num_unsent += len(framed)
         if self._reader.is_ready and not self._is_flush_due:
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -235,7 +241,11 @@ class _Connection(asyncio.Protocol):
             self._unsent.clear()
             self._num_unsent = 0
             if not self._transport.is_closing():
-                self._transport.write(data)
+                self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data if self._encryption is None else self._encryption.encrypt(data))
 
     # The next three methods without an underscore are called by asyncio's transport.
 
@@ -245,45 +255,51 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         elif (uid := stranger(transport.get_extra_info("socket"))) is not None:
             # Any user of the machine may connect to, or listen at, an abstract Unix socket.
-            self._log.warning("a connection is refused: the other end is a process of another user (uid %d)", uid)
-            self._lose("the other end is a process of another user")
+            self._refuse(f"the peer is a process of another user (uid {uid})")
         else:
-            self._transport.write(handshake(self._socket_type))
             if self._timeouts is not None:
                 loop = asyncio.get_running_loop()
                 self._timer = LateTimer(loop)
                 self._timer.set(loop.time() + self._timeouts[0], self._on_silence)
+            if self._encryption is None:
+                self._transport.write(PREAMBLE)
+            else:
+                self._shake_hands(self._encryption, b"")
 
     def data_received(self, data: bytes) -> None:
         try:
+            if (encryption := self._encryption) is not None:
+                data = encryption.decrypt(data) if encryption.is_ready else self._shake_hands(encryption, data)
             for message in self._reader.feed(data):
                 if self._is_closed:
                     return
                 self._deliver(message)
-        except ZmtpError as exc:
-            self._log.warning("a connection is closed after a protocol error: %s", exc)
-            self._lose("the handshake failed")
+        except ProtocolError as exc:
+            self._refuse(str(exc))
         if self._reader.is_ready:
-            self._on_ready_data()
-        if self._unsent and not self._is_flush_due:
-            self._flush()  # Messages were held back until the end of the handshake, which may be in `data`.
+            if self._timer is not None and self._timeouts is not None:
+                self._timer.set(asyncio.get_running_loop().time() + self._timeouts[1], self._on_silence)
+            if self._unsent and not self._is_flush_due:
+                self._flush()  # Messages were held back until the peer's preamble, which may be in `data`.
 
-    def _on_ready_data(self) -> None:
-        if self._timer is not None and self._timeouts is not None:
-            self._timer.set(asyncio.get_running_loop().time() + self._timeouts[1], self._on_silence)
-        pong, self._reader.pong = self._reader.pong, None
-        if pong is None or self._transport is None or self._transport.is_closing():
-            return
-        # A peer that sends PINGs but never reads must not fill the buffer with answers.
-        if self._transport.get_write_buffer_size() < self._max_unsent_bytes:
-            self._transport.write(pong)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose("the connection broke")
+
+    def _shake_hands(self, encryption: Encryption, data: bytes) -> bytes:
+        """Go on with the handshake of the encryption. Return the first plain bytes, which may follow it at once."""
+        assert self._transport is not None
+        try:
+            plain = encryption.decrypt(data)
+        finally:
+            # An alert too: it says why to the peer.
+            self._transport.write(encryption.pending())
+        if encryption.is_ready:
+            self._write(PREAMBLE)
+        return plain
 
     def _on_silence(self) -> None:
         """Give up a silent peer: its host may have failed without closing the connection."""
         self._lose("the peer was silent for too long")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lose("the connection broke")
 
     def _deliver(self, message: bytes) -> None:
         try:
@@ -291,10 +307,25 @@ class _Connection(asyncio.Protocol):
         except Exception:
             logger.exception("handling a received message has failed")
 
+    def _refuse(self, reason: str) -> None:
+        if self._log is not None:
+            self._log.warning("a connection is refused: %s", reason)
+        # It gets no queued messages, and TLS cannot send any more after an error.
+        self._unsent.clear()
+        self._lose(reason)
+
     def _lose(self, reason: str) -> None:
         if not self._is_closed:
             self.close()
             self._on_lost(reason)
+
+
+def _context_for(address: str, key: ClusterKey | None, *, is_server: bool) -> ssl.SSLContext | None:
+    """Return the context for encrypted connections, or None for connections that need no encryption.
+
+    A Unix socket needs none: each end checks the other's user, and the kernel carries the messages.
+    """
+    return None if key is None or address.startswith("ipc:") else tls_context(key, is_server=is_server)
 
 
 def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:

@@ -1,6 +1,6 @@
-"""RPC between routers and instances: a ZeroMQ ROUTER per instance, and a DEALER per pair of router and instance.
+"""The two ends of the RPC: an `InstanceServer` per instance, and an `InstanceLink` per pair of router and instance.
 
-It carries `contracts.messages`, and calls each side back once when it has lost the other. The caller decides what to do
+They carry `contracts.messages`, and call each side back once when it has lost the other. The caller decides what to do
 with requests then.
 """
 
@@ -8,17 +8,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NewType, Protocol
-
-import zmq
+from typing import NewType
 
 from baton_serve.contracts.messages import Heartbeat, LoadReport, ToInstance, ToRouter
 from baton_serve.contracts.wire import MAX_FRAME_BYTES, Decoder, WireError, encode
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.errors import PeerUnreachable
 from baton_serve.services.common.logs import LimitedLog
-from baton_serve.services.common.zmq.curve_sockets import CurveDealer, CurveRouter
-from baton_serve.services.common.zmq.zmtp_sockets import ZmtpDealer, ZmtpRouter
+from baton_serve.services.common.rpc.connections import MessageClient, MessageServer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class InstanceServer:
         self._last_received: dict[RouterId, float] = {}
         self._lost: dict[RouterId, None] = {}
         """The routers that were lost last, the oldest first."""
-        self._router: Router | None = None
+        self._server: MessageServer | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(
@@ -68,18 +65,12 @@ class InstanceServer:
         on_message: Callable[[RouterId, ToInstance], None],
         on_router_lost: Callable[[RouterId], None],
     ) -> None:
-        """Bind the address and serve. `address` is then the one for routers.
-
-        Raises `OSError` or `zmq.ZMQError` if it is in use.
-        """
+        """Bind the address and serve. `address` is then the one for routers. Raises `OSError` if it is in use."""
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._loop = asyncio.get_running_loop()
-        if self._key is None or _is_unix_socket(self.address):
-            self._router = ZmtpRouter(on_message=self._receive, on_lost=self._lose)
-        else:
-            self._router = CurveRouter(self._key, on_message=self._receive)
-        self.address = await self._router.start(self.address)
+        self._server = MessageServer(on_message=self._receive, on_lost=self._lose, key=self._key)
+        self.address = await self._server.start(self.address)
         self._watch = asyncio.create_task(self._watch_routers(), name="rpc-watch")
 
     def routers(self) -> list[RouterId]:
@@ -88,10 +79,10 @@ class InstanceServer:
 
     def send(self, router: RouterId, message: ToRouter) -> None:
         """Send a message without blocking. Do nothing if the router is lost."""
-        if router not in self._last_received or self._router is None:
+        if router not in self._last_received or self._server is None:
             return
         try:
-            self._router.send(router, encode(message))
+            self._server.send(router, encode(message))
         except PeerUnreachable as exc:
             self._lose(router, str(exc))
 
@@ -99,9 +90,9 @@ class InstanceServer:
         """Close all connections. Messages that are queued are still sent for a moment."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._router is not None:
-            router, self._router = self._router, None
-            await router.close(_LINGER_MS)
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.close(_LINGER_MS)
 
     def _receive(self, peer: bytes, frame: bytes) -> None:
         router = RouterId(peer)
@@ -116,7 +107,7 @@ class InstanceServer:
         self._on_message(router, message)
 
     async def _watch_routers(self) -> None:
-        while self._router is not None:
+        while self._server is not None:
             due = self._loop.time() + self._router_timeout_s / 10
             await asyncio.sleep(self._router_timeout_s / 10)
             # Compare with the time at which this check was due and not with the present: if this process was busy in
@@ -136,29 +127,6 @@ class InstanceServer:
             self._loop.call_soon(self._on_router_lost, router)
 
 
-class Router(Protocol):
-    """The end that binds an address: one connection per peer, each with an id. Messages have one frame.
-
-    Implemented by `ZmtpRouter` and `CurveRouter`, which describe the methods.
-    """
-
-    async def start(self, address: str) -> str: ...
-    def send(self, peer: bytes, message: bytes) -> None: ...
-    async def close(self, linger_ms: int = 0) -> None: ...
-
-
-class DealerSocket(Protocol):
-    """The end that connects. Messages have one frame. It calls back once when the connection is lost.
-
-    Implemented by `ZmtpDealer` and `CurveDealer`, which describe the methods.
-    """
-
-    def start(self) -> None: ...
-    def send(self, message: bytes) -> None: ...
-    def drain(self) -> None: ...
-    def close(self, linger_ms: int = 0) -> None: ...
-
-
 class InstanceLink:
     """A router's end of the connection to one generation of an instance, on its event loop.
 
@@ -174,12 +142,8 @@ class InstanceLink:
         heartbeat_s: float = HEARTBEAT_S,
         timeout_s: float = INSTANCE_TIMEOUT_S,
         key: ClusterKey | None = None,
-        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        """`on_lost` is called once with the reason: the connection broke, or no message came for `timeout_s`.
-
-        The caller owns and closes `context`. Links that share a context share its thread.
-        """
+        """`on_lost` is called once with the reason: the connection broke, or no message came for `timeout_s`."""
         self._address = address
         self._on_message = on_message
         self._on_lost = on_lost
@@ -188,9 +152,7 @@ class InstanceLink:
         self._key = key
         self._decoder = Decoder[ToRouter](ToRouter)
         self._log = LimitedLog(logger)
-        self._context = context
-        self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._dealer: DealerSocket | None = None
+        self._client: MessageClient | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_received = 0.0
         self.is_ready = False
@@ -199,15 +161,8 @@ class InstanceLink:
 
     async def start(self) -> None:
         """Connect and send heartbeats. Returns before the connection exists; `on_lost` reports a failure."""
-        if self._key is None or _is_unix_socket(self._address):
-            self._dealer = ZmtpDealer(self._address, on_message=self._receive, on_lost=self._lose)
-        else:
-            if self._context is None:
-                self._context = self._own_context = zmq.Context()
-            self._dealer = CurveDealer(
-                self._address, self._key, on_message=self._receive, on_lost=self._lose, context=self._context
-            )
-        self._dealer.start()
+        self._client = MessageClient(self._address, on_message=self._receive, on_lost=self._lose, key=self._key)
+        self._client.start()
         self._loop = asyncio.get_running_loop()
         self._last_received = self._loop.time()
         self._watch = asyncio.create_task(self._send_heartbeat(), name="rpc-heartbeat")
@@ -231,10 +186,10 @@ class InstanceLink:
         self.prepare(message)()
 
     def _send(self, frame: bytes) -> None:
-        if self._dealer is None or self.is_lost:
+        if self._client is None or self.is_lost:
             return
         try:
-            self._dealer.send(frame)
+            self._client.send(frame)
         except PeerUnreachable as exc:
             self._lose(str(exc))
 
@@ -244,11 +199,9 @@ class InstanceLink:
         self.is_ready = False
         if self._watch is not None:
             self._watch.cancel()
-        if self._dealer is not None:
-            self._dealer.close(_LINGER_MS)
-            self._dealer = None
-        if self._own_context is not None:
-            await asyncio.to_thread(self._own_context.term)
+        if self._client is not None:
+            self._client.close(_LINGER_MS)
+            self._client = None
 
     def _receive(self, frame: bytes) -> None:
         if self.is_lost:
@@ -268,15 +221,13 @@ class InstanceLink:
 
     async def _send_heartbeat(self) -> None:
         loop = self._loop
-        while not self.is_lost and self._dealer is not None:
+        while not self.is_lost and self._client is not None:
             self.send(Heartbeat())
             due = loop.time() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
             # If this process has stalled, messages of the instance are still unread. Do not count the stall as silence,
-            # and read them first, or a busy router would report healthy instances as lost.
+            # or a busy router would report healthy instances as lost.
             self._last_received += max(0.0, loop.time() - due)
-            if self._dealer is not None:
-                self._dealer.drain()
             if loop.time() - self._last_received > self._timeout_s:
                 self._lose(f"no message for {self._timeout_s:g} s")
 
@@ -285,11 +236,3 @@ class InstanceLink:
             self.is_lost = True
             self.is_ready = False
             self._loop.call_soon(self._on_lost, reason)
-
-
-def _is_unix_socket(address: str) -> bool:
-    """Return whether an address is a Unix socket.
-
-    It needs no encryption: each end checks the other's user, and the kernel carries the messages.
-    """
-    return address.startswith("ipc:")

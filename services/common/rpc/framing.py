@@ -1,0 +1,76 @@
+"""The bytes of one connection without I/O: a preamble, then messages, each behind its length in 4 bytes."""
+
+from collections.abc import Iterator
+from struct import Struct
+
+from baton_serve.contracts.wire import MAX_FRAME_BYTES
+
+PREAMBLE = b"BATON/1\n"
+"""The first bytes of both ends. A process of another protocol or version is noticed before its bytes are parsed."""
+LENGTH = Struct(">I")
+"""Length of a message in bytes."""
+_TLS_HANDSHAKE = b"\x16\x03"
+"""First bytes of a peer that uses TLS."""
+
+
+class ProtocolError(Exception):
+    """The peer does not follow this protocol. The text is a sentence for the log."""
+
+
+def frame(message: bytes) -> bytes:
+    """Return a message behind its length."""
+    return LENGTH.pack(len(message)) + message
+
+
+class FrameReader:
+    """Parses the bytes of one connection into messages. `is_ready` is True once the peer's preamble has arrived."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self._parts: list[bytes] = []
+        self._missing = 0
+        """Number of bytes that the message in `_parts` still lacks.
+
+        A long message is joined once when it is complete; joining it with each part would take quadratic time.
+        """
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield each message that `data` completes. Raises `ProtocolError` for bytes of another protocol."""
+        if self._parts:
+            data = self._assemble(data)
+        start, end = 0 if self.is_ready else self._read_preamble(data), len(data)
+        while self.is_ready and end - start >= LENGTH.size:
+            body = start + LENGTH.size
+            length: int = LENGTH.unpack_from(data, start)[0]
+            # Checked before the message is complete, or a peer could make this process store any amount of data.
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"the peer announced a message of {length} bytes, the limit is {MAX_FRAME_BYTES}")
+            stop = body + length
+            if stop > end:
+                self._missing = stop - end
+                break
+            start = stop
+            yield data[body:stop]
+        if start < end:
+            self._parts.append(data[start:])
+
+    def _assemble(self, data: bytes) -> bytes:
+        """Add `data` to the stored parts. Return them joined, or b"" while the message is not complete."""
+        self._parts.append(data)
+        self._missing -= len(data)
+        if self._missing > 0:
+            return b""
+        joined = b"".join(self._parts)
+        self._parts.clear()
+        return joined
+
+    def _read_preamble(self, data: bytes) -> int:
+        """Check the peer's preamble and return its length, or 0 if it is not complete. Raises `ProtocolError`."""
+        if data.startswith(PREAMBLE):
+            self.is_ready = True
+            return len(PREAMBLE)
+        if data.startswith(_TLS_HANDSHAKE):
+            raise ProtocolError("the peer encrypts its messages and this process does not (--cluster-key-file)")
+        if not PREAMBLE.startswith(data):
+            raise ProtocolError("the peer is no Baton process of this version")
+        return 0
