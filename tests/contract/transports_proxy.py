@@ -1,4 +1,5 @@
-"""A TCP proxy in front of a producer, which resets connections, cuts them at a byte, and changes bytes on the way."""
+"""A TCP proxy in front of a producer, which resets connections, cuts, silences or holds them at a byte, and changes
+bytes on the way."""
 
 import asyncio
 import contextlib
@@ -22,8 +23,16 @@ class Proxy:
         self.change: Change = lambda data, before: None
         self.cut_at: int | None = None
         """The connection that carries this byte to the consumer is reset before it; once."""
+        self.silent_at: int | None = None
+        """The connection that carries this byte to the consumer is silenced before it; once."""
+        self.hold_at: int | None = None
+        """This byte of each connection, and those after it, go to the consumer only after `release`."""
         self.received: list[int] = []
         """Bytes that went to the consumer, of each connection."""
+        self.num_held = 0
+        """Connections whose bytes wait for `release`."""
+        self._silent: set[int] = set()
+        self._released = asyncio.Event()
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -41,6 +50,16 @@ class Proxy:
         if connection is None:
             self._writers.clear()
 
+    def silence(self) -> None:
+        """As a peer behind a firewall that forgot the connection: bytes of all present connections vanish, both ways,
+        without an end. New connections work."""
+        self._silent.update(range(len(self.received)))
+
+    def release(self) -> None:
+        """Deliver the bytes that `hold_at` has held."""
+        self.hold_at = None
+        self._released.set()
+
     async def close(self) -> None:
         assert self._server is not None
         self._server.close()
@@ -55,27 +74,41 @@ class Proxy:
         self.received.append(0)
         number = len(self.received) - 1
         for source, target, is_down in ((reader, there, False), (there_reader, writer, True)):
-            pump = asyncio.create_task(self._pump(source, target, number if is_down else None))
+            pump = asyncio.create_task(self._pump(source, target, number, is_down=is_down))
             self._pumps.add(pump)
             pump.add_done_callback(self._pumps.discard)
 
-    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, down: int | None) -> None:
+    async def _pump(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, number: int, *, is_down: bool
+    ) -> None:
         before = 0
         with contextlib.suppress(ConnectionError):
             while data := bytearray(await source.read(16 << 10)):
-                if down is not None:
-                    self.received[down] += len(data)
+                if is_down:
+                    self.received[number] += len(data)
                     self.change(data, before)
-                    if self.cut_at is not None and before + len(data) > self.cut_at:
-                        target.write(data[: self.cut_at - before])
-                        await target.drain()
-                        self.cut_at = None
-                        self.reset()
+                    if await self._is_cut(data, before, target):
                         return
+                    if self.silent_at is not None and before + len(data) > self.silent_at:
+                        self.silent_at = None
+                        self._silent.add(number)
+                    if self.hold_at is not None and before + len(data) > self.hold_at:
+                        self.num_held += 1
+                        await self._released.wait()
                 before += len(data)
-                target.write(data)
-                await target.drain()
+                if number not in self._silent:
+                    target.write(data)
+                    await target.drain()
         target.close()
+
+    async def _is_cut(self, data: bytearray, before: int, target: asyncio.StreamWriter) -> bool:
+        if self.cut_at is None or before + len(data) <= self.cut_at:
+            return False
+        target.write(data[: self.cut_at - before])
+        await target.drain()
+        self.cut_at = None
+        self.reset()
+        return True
 
 
 @contextlib.asynccontextmanager
