@@ -103,6 +103,45 @@ def test_a_connection_cut_at_any_byte_is_made_again(cut_at: int) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("by", ["usm", "zeromq"])
+def test_late_bytes_of_a_cancelled_fetch_change_no_block_that_was_given_away(by: str) -> None:
+    """The caller has its blocks back when the fetch ends, while messages of the producer are still on their way."""
+
+    async def test() -> None:
+        async with behind_proxy(only(by)) as (pair, proxy):
+            ticket, arrived = through(proxy, pair), asyncio.Event()
+            for block in range(44):
+                pair.producer.fill(block, seed=block)
+            pair.producer.node.open(ticket)
+            places = wanted(*((i, i) for i in range(40)))
+            fetch = asyncio.create_task(pair.consumer.node.fetch(ticket, places, on_blocks=lambda names: arrived.set()))
+            pair.producer.node.publish(ticket.ticket, places[:10])
+            await arrived.wait()
+            proxy.hold_at = proxy.received[-1]
+            pair.producer.node.publish(ticket.ticket, places[10:])
+            async with asyncio.timeout(5):
+                while not proxy.num_held:  # noqa: ASYNC110 - a fact of another task
+                    await asyncio.sleep(0.001)
+            fetch.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetch
+            for block in range(40):
+                pair.consumer.fill(block, seed=1000 + block)
+            proxy.release()
+            assert await pair.producer.node.released(ticket.ticket) == "cancelled"
+            # The next fetch uses the same connection: when it ends, the late messages have been handled.
+            following, others = through(proxy, pair), wanted(*((i, i) for i in range(40, 44)))
+            pair.producer.node.open(following)
+            pair.producer.node.publish(following.ticket, others)
+            pair.producer.node.finish(following.ticket, b"")
+            await pair.consumer.node.fetch(following, others)
+            assert await pair.producer.node.released(following.ticket) == "received"
+            assert all(pair.consumer.holds(i, seed=1000 + i) for i in range(40))
+            assert all(pair.consumer.holds(i, seed=i) for i in range(40, 44))
+
+    run(test())
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_changed_byte_is_never_used(seed: int) -> None:
     """Wherever it is: in a block, in a message, in ZeroMQ's own framing."""

@@ -110,7 +110,11 @@ async def evict(driver: Driver, instance: Instance, start: int) -> None:
     for number in range(start, start + 3):
         work = driver.work(prompt_of(LENGTH, start=number), max_tokens=1)
         driver.send(instance, Prefill(work) if instance is driver.prefill else Generate(work))
-        await driver.until(lambda answer=driver.answers[work.request_id]: bool(answer.tokens[0]), "a first token")
+        await has_begun(driver, driver.answers[work.request_id])
+
+
+async def has_begun(driver: Driver, answer: Answer) -> None:
+    await driver.until(lambda: bool(answer.tokens[0]), "a first token")
 
 
 async def ended(driver: Driver, answer: Answer, within_s: float = 20.0) -> list[int]:
@@ -279,7 +283,7 @@ def test_blocks_of_a_cancelled_transfer_are_reused_safely(running: Running, refe
             taking = driver.work(taker, max_tokens=120)
             driver.send(driver.decode, Generate(taking))
             answer = driver.answers[taking.request_id]
-            await driver.until(lambda: bool(answer.tokens[0]), "a first token")
+            await has_begun(driver, answer)
             proxy.release()
             assert await ended(driver, answer) == reference.answer(taking)
             for prompt in (lost, taker):  # the retry, and the other one again

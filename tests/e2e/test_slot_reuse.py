@@ -48,10 +48,10 @@ CANCEL_AFTER_S = float(os.environ.get("TEST_CANCEL_AFTER_S", "2"))
 def small(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("adapters")
     modules = [f"{name}={write_adapter(folder / name, llama, seed=seed)}" for seed, name in enumerate(("one", "two"))]
-    flags = (*ALWAYS, "--max-num-seqs", str(SLOTS), "--max-model-len", "220", "--block-size", "16")
-    flags += ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--host-kv-gb", "0.01", "--max-num-batched-tokens", "48")
-    flags += ("--enable-lora", "--max-loras", "2", "--lora-modules", *modules)
-    with Cluster(llama, args=flags) as running:
+    batch = ("--max-num-seqs", str(SLOTS), "--max-model-len", "220", "--max-num-batched-tokens", "48")
+    cache = ("--block-size", "16", "--num-gpu-blocks-override", str(NUM_BLOCKS), "--host-kv-gb", "0.01")
+    adapters = ("--enable-lora", "--max-loras", "2", "--lora-modules", *modules)
+    with Cluster(llama, args=(*ALWAYS, *batch, *cache, *adapters)) as running:
         yield running
 
 
@@ -71,16 +71,18 @@ def texts_of(chunks: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def test_slots_that_are_used_again_keep_nothing_of_the_request_before(small: Cluster) -> None:
-    """sglang #39830 and vllm #43559: the state of a sequence was kept in a slot that belonged to another one, and
-    cached or preempted prompts got another request's answer. Recurrent states do not exist here; block tables,
-    adapters, grammars, penalties and random numbers of a slot do."""
+    """sglang #39342: a slot with the state of a sequence went to the cache although a step had not written it, and
+    prompts continued from another state. Recurrent states do not exist here; block tables, adapters, grammars,
+    penalties and random numbers of a slot do."""
     cases = [(kind, number) for kind in KINDS for number in range(3)]
     alone = {case: texts_of(list(small.stream("/v1/completions", body_of(*case)))) for case in cases}
     choose = random.Random(7)
-    plan = [(choose.choice(cases), choose.choice((None, None, 1, 6))) for _ in range(NUM_REQUESTS)]
+    plan = [
+        (choose.choice(cases), choose.choice((None, None, 1, 6)), choose.choice("abc")) for _ in range(NUM_REQUESTS)
+    ]
 
-    def ask(case: tuple[str, int], cancel_after: int | None) -> dict[int, str]:
-        stream = small.stream("/v1/completions", {**body_of(*case), "cache_salt": choose.choice(("a", "b", "c"))})
+    def ask(case: tuple[str, int], cancel_after: int | None, salt: str) -> dict[int, str]:
+        stream = small.stream("/v1/completions", {**body_of(*case), "cache_salt": salt})
         if cancel_after is None:
             return texts_of(list(stream))
         chunks = [chunk for chunk, _ in zip(stream, range(cancel_after), strict=False)]
@@ -89,7 +91,7 @@ def test_slots_that_are_used_again_keep_nothing_of_the_request_before(small: Clu
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
         found = list(threads.map(lambda planned: ask(*planned), plan))
-    for (case, cancel_after), texts in zip(plan, found, strict=True):
+    for (case, cancel_after, _), texts in zip(plan, found, strict=True):
         if cancel_after is None:
             assert texts == alone[case], case
         else:
@@ -138,15 +140,15 @@ def descriptors(cluster: Cluster) -> dict[int, int]:
 def test_a_request_is_answered_after_hundreds_were_cancelled_four_times(cancelled: Cluster) -> None:
     """TensorRT-LLM #11715: after 300 requests of 2,000 tokens were cancelled at once, several times, the prefill worker
     answered nothing any more. Nothing of the cancelled requests may be left, and one more must get its answer."""
-    body = {"prompt": prompt_of(PROMPT_TOKENS), "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    undisturbed = cancelled.complete(**body)["choices"][0]["text"]
+    prompt, params = prompt_of(PROMPT_TOKENS), {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    undisturbed = cancelled.complete(prompt, **params)["choices"][0]["text"]
     before: dict[int, int] = {}
     for number in range(ROUNDS):
         answered = asyncio.run(cancel_all(cancelled.url, number))
         assert answered < NUM_CANCELLED / 2 or CANCEL_AFTER_S > 10, "most requests ended before they were cancelled"
         cancelled.wait_idle(30.0)
         before = before or descriptors(cancelled)
-    probe = cancelled.complete(**body, cache_salt="computed again")
+    probe = cancelled.complete(prompt, **params, cache_salt="computed again")
     assert probe["choices"][0]["text"] == undisturbed
     cancelled.wait_idle()
     wait_until(lambda: not left_over(cancelled, before), timeout_s=15, what="nothing left of the cancelled requests")

@@ -1,5 +1,6 @@
 """Tokens with blocks that were evicted to the host tier and came back equal those of transformers.generate."""
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.engine import Engine, KVCache
 from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.kv.host_blocks import SlotChecksums
 from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from tests.engine.conftest import Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -166,6 +168,36 @@ def test_a_block_that_was_damaged_in_the_host_tier_is_computed_again(
         assert ask_in_turn(engine, reference) == reference.answers[:4]
         assert engine.stats().host_damaged_blocks == after.host_damaged_blocks
         assert engine.stats().host_hit_tokens > before.host_hit_tokens, "blocks that were stored again are not used"
+
+
+class LateCopy:
+    """An event of a device, after a copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.ended.is_set()
+
+    def synchronize(self) -> None:
+        assert self.ended.wait(10)
+
+
+def test_checksums_beside_a_device_are_those_of_the_bytes_that_its_copies_brought() -> None:
+    slots = {slot: bytearray(b"old bytes") for slot in range(3)}
+    checksums, copying = SlotChecksums(slots.__getitem__, has_threads=True), LateCopy()
+    checksums.record([0, 1, 2], copying)
+    for slot in slots.values():
+        slot[:] = b"new bytes"
+    copying.ended.set()
+    assert checksums.find_damaged([0, 1, 2]) == set()
+    slots[1][4] ^= 1
+    assert checksums.find_damaged([0, 1, 2]) == {1}
+    checksums.record([1], copying)  # another block, in the same slot
+    assert checksums.find_damaged([2, 1]) == set()
+    checksums.close()
 
 
 def test_a_decode_instance_fetches_blocks_that_were_damaged_in_its_host_tier(references: References) -> None:
