@@ -24,8 +24,11 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=AdapterRequest)
 
 
-def adapter_endpoints(service: ModelService) -> dict[str, Asgi]:
-    """Return the two endpoints by path. `service` is that of the default model; a request may name another one."""
+def adapter_endpoints(service: ModelService) -> tuple[Asgi, Asgi]:
+    """Return the endpoints that load and that unload an adapter.
+
+    `service` is that of the default model; a request may name another one.
+    """
     rollout = AdapterRollout(service.cluster)
 
     async def load(target: ModelService, request: LoadAdapterRequest) -> str:
@@ -46,10 +49,7 @@ def adapter_endpoints(service: ModelService) -> dict[str, Asgi]:
         await rollout.unload(_workers(target), request.lora_name)
         return "removed"
 
-    return {
-        "/v1/load_lora_adapter": _Endpoint(service, LoadAdapterRequest, load),
-        "/v1/unload_lora_adapter": _Endpoint(service, UnloadAdapterRequest, unload),
-    }
+    return _Endpoint(service, LoadAdapterRequest, load), _Endpoint(service, UnloadAdapterRequest, unload)
 
 
 class _Endpoint(Generic[R]):

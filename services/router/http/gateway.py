@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -19,8 +19,8 @@ from baton_serve.services.common.http.exchange import EXTENSION
 from baton_serve.services.common.http.server import AsgiApp
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.common.tracing import trace_headers
-from baton_serve.services.router.api.messages.answer import MESSAGES_PATHS as MESSAGES_PATHS
-from baton_serve.services.router.api.messages.answer import error_answer
+from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.http.endpoints import Endpoint
 from baton_serve.services.router.protocol.asgi import (
     Asgi,
     Receive,
@@ -41,7 +41,6 @@ from baton_serve.services.router.protocol.errors import (
 )
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
-from baton_serve.services.router.requests.metrics import RouterMetrics
 
 
 def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
@@ -95,10 +94,6 @@ logger = logging.getLogger(__name__)
 _random = random.Random()
 """Generates request ids. They must differ but need not be secret, and `secrets` would cost a system call for each."""
 
-# The keys protect the model, not the monitoring: probes and scrapers have no key, and the page asks the user for one.
-_OPEN_PATHS = frozenset(
-    {"/", "/health", "/ping", "/metrics", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
-)
 _MAX_REQUEST_ID_CHARS = 200
 _MIN_SLO_MS, _MAX_SLO_MS = 1e-6, 1e9
 """Bounds of an SLO header in milliseconds. Placement divides by an SLO and multiplies it: results must stay finite."""
@@ -110,29 +105,30 @@ NO_TRACE: Mapping[str, str] = {}
 class Gateway:
     """The ASGI application behind which all endpoints of the router lie.
 
-    POST requests to a path of `direct` go straight to that endpoint, without the routing of FastAPI, which would cost
-    more than the endpoint's own work. All other requests go to `app`.
+    POST requests to a path of `table` go straight to that endpoint, without the routing of FastAPI, which would cost
+    more than the endpoint's own work. All other requests go to `app`. Requests to `open_paths` need no API key, and
+    they are not written to the audit log.
     """
 
     def __init__(
         self,
         app: Asgi,
-        direct: Mapping[str, Asgi],
+        table: Mapping[str, Endpoint],
         *,
+        service: ModelService,
+        open_paths: Container[str],
         keys: ApiKeys,
-        limits: RequestLimits,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
         audit: AuditLog | None = None,
     ) -> None:
-        """Create the gateway; `clock` is the router's monotonic clock, and `audit` is None without `--audit-log`."""
+        """Create the gateway. `service` is that of the default model, and `audit` is None without `--audit-log`."""
         self._audit = audit
         self._app = app
-        self._direct = direct
+        self._table = table
+        self._open_paths = open_paths
         self.keys = keys
-        self._limits = limits
-        self._metrics = metrics
-        self._clock = clock
+        self._limits = RequestLimits(service.settings.max_request_bytes, service.settings.slow_client_s)
+        self._metrics = service.metrics
+        self._clock = service.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -145,7 +141,7 @@ class Gateway:
         path = _path(scope)
         with request_logs(request_id):
             await self._answer(scope, receive, response, headers, path, arrived_at)
-        if self._audit is not None and path not in _OPEN_PATHS:
+        if self._audit is not None and path not in self._open_paths:
             # The context is missing if the key or a header was refused: then the caller is not known.
             caller = RequestContext.of(scope).caller.name if RequestContext.is_attached(scope) else None
             self._audit.request(
@@ -173,8 +169,8 @@ class Gateway:
             )
             context.attach(scope)
             # A wrong method goes to FastAPI, which answers it with status 405.
-            endpoint = self._direct.get(path) if scope["method"] == "POST" else None
-            await (endpoint or self._app)(scope, receive, response.send)
+            endpoint = self._table.get(path) if scope["method"] == "POST" else None
+            await (endpoint.app if endpoint else self._app)(scope, receive, response.send)
         except ClientGoneError:
             # The connection is closed: an answer would reach nobody, and the router made no error to count.
             return
@@ -191,7 +187,7 @@ class Gateway:
 
         Raises `AuthenticationError` if the key is missing or unknown.
         """
-        if path in _OPEN_PATHS:
+        if path in self._open_paths:
             return ANONYMOUS
         caller = self.keys.caller(_authorization(headers))
         if caller is None:
@@ -202,7 +198,8 @@ class Gateway:
         self._metrics.error(error.status)
         # After the head of a response no other status can be sent. A stream reports its error as an event instead.
         if not response.is_started:
-            body = error_answer(error) if path in MESSAGES_PATHS else None
+            endpoint = self._table.get(path)
+            body = endpoint.error_body(error) if endpoint is not None and endpoint.error_body is not None else None
             await send_error(response.send, error, body)
 
 

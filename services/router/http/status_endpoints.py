@@ -180,19 +180,16 @@ def _instance_health(worker: WorkerState) -> InstanceHealth:
     )
 
 
-def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
-    """Return the routes that show the state of the router and its cluster.
+def monitoring_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
+    """Return the routes for probes, scrapers and people who watch the cluster. They need no API key.
 
-    Counters, metrics and recent requests include those of the sibling processes if `sibling_rpc` is given.
+    Counters and metrics include those of the sibling processes if `sibling_rpc` is given.
     """
     router = APIRouter()
 
-    async def siblings() -> list[ProcessStats]:
-        return [] if sibling_rpc is None else await sibling_rpc.siblings()
-
     @router.get("/health", summary="Report pools, instances and links; status 503 if no request can be served")
     async def get_health() -> Response:
-        state = health(service, await siblings())
+        state = health(service, await _siblings(sibling_rpc))
         return _json(state, status=200 if state.reason is None else 503)
 
     # Load balancers call /ping often: it does not query the sibling processes, whose counters do not change the status.
@@ -203,10 +200,6 @@ def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) 
     async def ping() -> Response:
         return Response(status_code=200 if health(service).reason is None else 503)
 
-    @router.get("/version", summary="Return Baton's version")
-    async def get_version() -> Response:
-        return _json({"version": VERSION})
-
     @router.get("/metrics", summary="Return the metrics in Prometheus' format", response_class=PlainTextResponse)
     async def metrics() -> Response:
         text = own_metrics(service) if sibling_rpc is None else join_metrics(await sibling_rpc.metrics())
@@ -216,11 +209,26 @@ def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) 
     async def page() -> Response:
         return Response(_PAGE.read_bytes(), media_type="text/html", headers=_PAGE_HEADERS)
 
+    return router
+
+
+def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
+    """Return the routes that show Baton's version and the recent requests of all processes behind this port."""
+    router = APIRouter()
+
+    @router.get("/version", summary="Return Baton's version")
+    async def get_version() -> Response:
+        return _json({"version": VERSION})
+
     @router.get("/recent", summary="Report how long each phase of the last requests took, newest first")
     async def recent() -> Response:
-        return _json(newest_requests([own_stats(service), *await siblings()]))
+        return _json(newest_requests([own_stats(service), *await _siblings(sibling_rpc)]))
 
     return router
+
+
+async def _siblings(sibling_rpc: SiblingRpc | None) -> list[ProcessStats]:
+    return [] if sibling_rpc is None else await sibling_rpc.siblings()
 
 
 class TokenizeEndpoint:

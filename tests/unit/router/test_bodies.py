@@ -18,9 +18,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
+from baton_serve.services.router.api.pooling.schema import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from baton_serve.services.router.api.responses.request import input_as_chat
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
-from baton_serve.services.router.app import POOLING_DOCUMENTED
 from baton_serve.services.router.protocol import body_scan
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, Counts, count
 from baton_serve.services.router.protocol.bounds import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS, MAX_UNKNOWN
@@ -46,7 +52,11 @@ SCHEMAS: list[type[BaseModel]] = [
     MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
-    *dict.fromkeys(schema for _, schema in POOLING_DOCUMENTED.values()),
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
 ]
 WRONG: list[Any] = [{}, [], 1.5, None, "", 1, [{}], [[]], {"role": 1}, {"type": 1}, {"text": 1}]
 MANY = 300

@@ -3,7 +3,9 @@
 import asyncio
 from pathlib import Path
 
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.tokenizers_for_tests import TEMPLATE, write_folder
@@ -160,11 +162,50 @@ def test_metrics_show_the_load_that_the_router_has_assigned_to_instances(serve: 
     serve(scenario)
 
 
-def test_the_openapi_document_lists_every_endpoint(serve: Serve) -> None:
+PAGES = {"/", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
+"""Pages for people, and the document itself. They are not part of the API."""
+
+
+def routes_of(router: Router) -> list[Route]:
+    app = router.app._app
+    assert isinstance(app, FastAPI)
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    assert len(routes) == len(app.routes), "a route of another kind is not looked at here"
+    return routes
+
+
+def test_the_openapi_document_lists_every_route_that_is_not_marked_as_a_page(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         document = (await router.http.get("/openapi.json")).json()
-        wanted = {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/health"}
-        assert wanted | {"/ping", "/version", "/metrics"} <= document["paths"].keys()
+        routed = {
+            (route.path.replace(":path", ""), method.lower())
+            for route in routes_of(router)
+            for method in (route.methods or set()) - {"HEAD"}
+            if route.include_in_schema
+        }
+        assert routed == {(path, method) for path, operations in document["paths"].items() for method in operations}
+        assert {route.path for route in routes_of(router) if not route.include_in_schema} == PAGES
+        some = {"/v1/chat/completions", "/v1/models", "/v2/rerank", "/invocations", "/v1/unload_lora_adapter", "/ping"}
+        assert some <= document["paths"].keys()
+
+    serve(scenario)
+
+
+def test_each_route_needs_an_api_key_except_those_of_monitoring_and_the_pages(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        open_paths = set()
+        for route in routes_of(router):
+            for method in route.methods or ():
+                if (await router.http.request(method, route.path)).status_code != 401:
+                    open_paths.add(route.path)
+        assert open_paths == {"/health", "/ping", "/metrics", *PAGES}
+
+    serve(scenario, keys=["sk-1"])
+
+
+def test_the_openapi_document_has_schemas_and_pages_that_show_it(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        document = (await router.http.get("/openapi.json")).json()
         assert "ChatMessage" in document["components"]["schemas"]
         for path in ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"):
             assert (await router.http.get(path)).status_code == 200

@@ -111,9 +111,6 @@ class ErrorAnswer(msgspec.Struct, frozen=True, tag="error"):
     error: AnthropicError
 
 
-MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
-"""Paths whose errors the gateway sends in Anthropic's shape."""
-
 # Anthropic's clients decide by the type of an error, not only by its status, whether they retry.
 _ERROR_TYPES = {
     400: "invalid_request_error",
