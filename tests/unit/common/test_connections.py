@@ -322,6 +322,38 @@ def test_changed_bytes_end_an_encrypted_connection() -> None:
         server.decrypt(bytes(record))
 
 
+def test_an_encrypted_connection_that_is_damaged_while_messages_are_queued_is_lost_once() -> None:
+    async def scenario() -> None:
+        peers: asyncio.Queue[bytes] = asyncio.Queue()
+        reasons: list[str] = []
+        server = MessageServer(
+            on_message=lambda peer, message: peers.put_nowait(peer),
+            on_lost=lambda peer, reason: reasons.append(reason),
+            key=KEY,
+        )
+        address = await server.start("tcp://127.0.0.1:0")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        client = Encryption(tls_context(KEY, is_server=False))
+        client.decrypt(b"")
+        while not client.is_ready:
+            writer.write(client.pending())
+            client.decrypt(await reader.read(65_536))
+        writer.write(client.pending() + client.encrypt(PREAMBLE + frame(b"message")))
+        peer = await peers.get()
+        record = bytearray(client.encrypt(b"damaged"))
+        record[-1] ^= 1
+        writer.write(bytes(record))
+        # In each iteration a message is queued before the loop reads.
+        while not reasons:
+            server.send(peer, b"answer")
+            await asyncio.sleep(0)
+        assert reasons == ["TLS failed: DECRYPTION_FAILED_OR_BAD_RECORD_MAC"]
+        writer.close()
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
 @pytest.mark.parametrize("begin", [PREAMBLE + frame(b"message"), bytes(1000), b"GET / HTTP/1.1\r\n\r\n"])
 def test_peers_that_do_not_encrypt_are_refused_and_fill_no_log(begin: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
