@@ -1,8 +1,10 @@
 """Clients that are slow, or send heads without end."""
 
 import asyncio
+import gc
 from typing import Any
 
+from baton_serve.services.common.http.server import HttpServer
 from baton_serve.services.common.http.slots import HttpLimits
 from tests.contract.raw_http import talk
 
@@ -135,3 +137,36 @@ def test_heads_without_end_are_cut_off_whatever_they_ask_for() -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 431")
 
     talk(app, body, HttpLimits(max_head_bytes=1000))
+
+
+def test_an_ended_connection_is_freed_without_the_garbage_collector() -> None:
+    """The collector would stop the event loop for all streams whenever enough connections have ended."""
+
+    async def scenario() -> None:
+        server = HttpServer(app, host="127.0.0.1", port=0)
+        await server.start()
+        await converse(server.port)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            await converse(server.port)
+            gc.collect()
+            in_cycles = {type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("baton_serve.")}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        await server.close()
+        assert in_cycles == set()
+
+    async def converse(port: int) -> None:
+        """Let the server answer one request and close the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST.replace(b"host", b"connection: close\r\nhost"))
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0)  # the server's end of the connection is lost in the next turn of the event loop
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -10,15 +10,14 @@ import asyncio
 import logging
 from collections import deque
 from typing import Any, cast
-from urllib.parse import unquote
 
 import httptools
 import uvicorn
-from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
-from baton_serve.services.common.http.exchange import EXTENSION, App, Exchange, Message, Scope
-from baton_serve.services.common.http.late_timer import LateTimer
+from baton_serve.services.common.http.client_deadlines import ClientDeadlines
+from baton_serve.services.common.http.exchange import App, Exchange, Message, Scope
+from baton_serve.services.common.http.request_parser import HeadTooLargeError, RequestHead, RequestParser, ScopeBuilder
 from baton_serve.services.common.http.slots import HttpLimits, Slot
 from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 
@@ -31,8 +30,9 @@ _NO_HOST = b"A request of HTTP/1.1 must have exactly one Host header."
 
 
 class HttpProtocol(asyncio.Protocol):
-    """One connection, on the event loop. Implements `services.common.http.exchange.HttpConnection`.
+    """One connection, on the event loop.
 
+    Implements `services.common.http.exchange.HttpConnection` and `services.common.http.request_parser.RequestConsumer`.
     Clients may send several requests without waiting (pipelining). They are answered one after the other.
     """
 
@@ -54,18 +54,8 @@ class HttpProtocol(asyncio.Protocol):
         self._limits = limits
         self._writes = writes
         self._slot = slot
-        self._parser = self._new_parser()
-        self._is_in_head = True
-        self._num_parsed = 0
-        """Number of heads, pieces of bodies and ends of requests that the parser has found so far."""
-        self._num_hosts = 0
-        self._head_bytes = 0
-        self._head_since = 0.0
-        self._timer = LateTimer(self._loop)
-        """The deadline for the next action of the client."""
-        self._url = b""
-        self._target: tuple[bytes, dict[str, Any]] = (b"", {})
-        self._headers: list[tuple[bytes, bytes]] = []
+        self._parser = RequestParser(self, max_head_bytes=limits.max_head_bytes, clock=self._loop.time)
+        self._deadlines = ClientDeadlines(limits, slot, self._loop)
         self._default: tuple[object, bytes] = (None, b"")
         self._answering: Exchange | None = None
         self._receiving: Exchange | None = None
@@ -74,9 +64,6 @@ class HttpProtocol(asyncio.Protocol):
         self._is_ending = False
         self._ignores_input = False
         """True if input is not parsed any more, because the connection is about to be closed."""
-        self._lingers_until: float | None = None
-        """Time until which input is discarded after a response that was sent before its request was complete."""
-        self._lingering_bytes = 0
         self._writability: asyncio.Event | None = None
 
     # The following methods are called by asyncio's transport.
@@ -86,50 +73,29 @@ class HttpProtocol(asyncio.Protocol):
         self._pending_writes = self._writes.of(self._transport)
         self.write = self._pending_writes.add
         self._server.connections.add(cast(Any, self))
-        self._scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "server": get_local_addr(self._transport),
-            "client": get_remote_addr(self._transport),
-            "scheme": "https" if is_ssl(self._transport) else "http",
-            "root_path": self._root_path,
-        }
+        self._scopes = ScopeBuilder(self._transport, self._root_path)
         self._slot.on_evicted = self._transport.abort
-        self._timer.set(self._loop.time() + self._limits.head_timeout_s, self._on_slow_head)
+        self._deadlines.await_first_head(self._on_slow_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(cast(Any, self))
-        self._slot.release()
-        self._timer.close()
+        self._deadlines.close()
         self._give_up_exchanges()
         # Tasks that wait in `writable` must wake up, to find that the client is gone.
         self.resume_writing()
-        # The parser refers to this object. Without the cycle its memory is freed at once, not by the collector.
-        del self._parser
+        self._parser.close()
 
     def data_received(self, data: bytes) -> None:
-        if self._lingers_until is not None:
-            self._lingering_bytes += len(data)
-            if self._lingering_bytes > self._limits.lingering_bytes:
-                self._close()
+        if self._deadlines.is_lingering and not self._deadlines.discard(len(data)):
+            self._close()
+            return
+        if not self._ignores_input:
+            try:
+                self._parser.feed(data)
+            except httptools.HttpParserError:
+                self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
                 return
-        if self._ignores_input:
-            self._await_input()
-            return
-        num_parsed = self._num_parsed
-        try:
-            self._feed(data)
-        except httptools.HttpParserError:
-            self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
-            return
-        # If the parser has found nothing, all of `data` belongs to an incomplete head, or in a chunked body to the
-        # extension of a chunk or to trailers. All are limited: the parser keeps an incomplete line in memory and copies
-        # it with each piece of data.
-        if self._num_parsed == num_parsed:
-            if not self._head_bytes:
-                self._head_since = self._loop.time()
-            self._head_bytes += len(data)
-            if self._head_bytes > self._limits.max_head_bytes:
+            except HeadTooLargeError:
                 self._refuse(b"431 Request Header Fields Too Large")
                 return
         self._await_input()
@@ -152,47 +118,16 @@ class HttpProtocol(asyncio.Protocol):
         if self._answering is None:
             self._close()
 
-    # The following methods are called by httptools' parser.
+    # The following methods are called by the parser.
 
-    def on_message_begin(self) -> None:
-        self._url = b""
-        self._headers = []
-        self._num_hosts = 0
-        self._expects_continue = False
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_in_head:
-            return  # Trailers after a chunked body are ignored.
-        name = name.lower()
-        self._headers.append((name, value))
-        if name == b"host":
-            self._num_hosts += 1
-        elif name == b"expect":
-            self._expects_continue = value.lower() == b"100-continue"
-
-    def on_headers_complete(self) -> None:
-        if self._parser.should_upgrade():
-            return  # `_feed` parses this head again, without the upgrade.
-        self._is_in_head = False
-        self._num_parsed += 1
-        self._head_bytes = 0
-        version, method = self._parser.get_http_version(), self._parser.get_method().decode("ascii")
+    def on_head(self, head: RequestHead) -> None:
         exchange = Exchange(
-            self,
-            is_http_10=version == "1.0",
-            is_head=method == "HEAD",
-            keeps_alive=version != "1.0" and self._parser.should_keep_alive(),
+            self, is_http_10=head.version == "1.0", is_head=head.method == "HEAD", keeps_alive=head.keeps_alive
         )
-        exchange.expects_continue = self._expects_continue
-        scope = self._scope | self._target_of(self._url)
-        scope["http_version"], scope["method"], scope["headers"] = version, method, self._headers
-        scope["extensions"] = {EXTENSION: exchange}
+        exchange.expects_continue = head.expects_continue
+        scope = self._scopes.scope(head, exchange)
         self._receiving = exchange
-        # RFC 9112, section 3.2: two Host headers can make a proxy and this server see different hosts.
-        if self._num_hosts != 1 and (self._num_hosts or version != "1.0"):
+        if not head.has_valid_host:
             exchange.keeps_alive = False
             scope[_REFUSAL] = _NO_HOST
         if self._answering is None:
@@ -203,19 +138,15 @@ class HttpProtocol(asyncio.Protocol):
             self.pause_reading()
 
     def on_body(self, body: bytes) -> None:
-        self._num_parsed += 1
-        self._head_bytes = 0
         if self._receiving is not None:
             self._receiving.on_body(body)
 
-    def on_message_complete(self) -> None:
-        self._is_in_head = True
-        self._num_parsed += 1
-        self._head_bytes = 0
+    def on_request_complete(self) -> None:
         if self._receiving is not None:
             self._receiving.on_received()
             self._receiving = None
-            self._lingers_until = None
+            if self._deadlines.is_lingering:
+                self._deadlines.end_lingering()
 
     # The following methods are called by exchanges; `HttpConnection` describes them.
 
@@ -247,7 +178,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._is_read_paused and not self._pipelined:
             self._is_read_paused = False
             self._transport.resume_reading()
-        if self._receiving is not None and not self._timer.is_set:
+        if self._receiving is not None and not self._deadlines.is_set:
             self._await_input()
 
     def break_off(self) -> None:
@@ -268,50 +199,16 @@ class HttpProtocol(asyncio.Protocol):
         if self._pipelined:
             self._start(*self._pipelined.popleft())
         elif self._receiving is not None:
-            self._linger()
+            # The rest of an answered request is discarded as it comes.
+            self._deadlines.begin_lingering()
         self.resume_reading()
         self._await_input()
-
-    def _feed(self, data: bytes) -> None:
-        """Parse `data`. Raises `httptools.HttpParserError`.
-
-        A request to switch to another protocol, such as h2c, is answered in HTTP/1.1, as RFC 9110 allows.
-        """
-        # The parser would take everything after such a head for the other protocol. So a new parser gets the head again
-        # without the Upgrade header, and then the rest of the data.
-        rest = memoryview(data)
-        while rest:
-            try:
-                self._parser.feed_data(rest)
-                return
-            except httptools.HttpParserUpgrade as exc:
-                rest = rest[exc.args[0] :]
-            version, method = self._parser.get_http_version(), self._parser.get_method()
-            if method == b"CONNECT":
-                raise httptools.HttpParserInvalidMethodError("this server is not a proxy")
-            fields = [b"%b: %b" % field for field in self._headers if field[0] != b"upgrade"]
-            start = b"%b %b HTTP/%b" % (method, self._url, version.encode("ascii"))
-            self._parser = self._new_parser()
-            self._parser.feed_data(b"\r\n".join((start, *fields, b"", b"")))
-
-    def _new_parser(self) -> httptools.HttpRequestParser:
-        parser = httptools.HttpRequestParser(self)
-        # A response may be sent before the client has sent everything. After "connection: close" the parser must not
-        # treat that rest as an error.
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        return parser
 
     def _close(self) -> None:
         """Close the connection. Data that is not written yet is still sent, for at most `send_timeout_s`."""
         self._pending_writes.flush()
         self._transport.close()
-        self._slot.idles()
-        self._timer.set(self._loop.time() + self._limits.send_timeout_s, self._transport.abort)
-
-    def _linger(self) -> None:
-        """Discard input from now on: it belongs to a request that was answered before it was complete."""
-        self._lingers_until = self._loop.time() + self._limits.lingering_time_s
-        self._lingering_bytes = 0
+        self._deadlines.await_close(self._transport.abort)
 
     def _linger_and_close(self) -> None:
         """Close the connection of a client that still sends, after discarding its data for a while.
@@ -322,7 +219,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._ignores_input = True
-        self._linger()
+        self._deadlines.begin_lingering()
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._pipelined.clear()
@@ -331,29 +228,23 @@ class HttpProtocol(asyncio.Protocol):
 
     def _await_input(self) -> None:
         """Set the deadline for the client's next data, and report to the slot what the connection is doing."""
+        deadlines = self._deadlines
         if self._receiving is None and self._answering is not None:
-            self._slot.works()
-            self._timer.clear()
-            return
-        if self._transport.is_closing():
-            return
-        now, limits = self._loop.time(), self._limits
-        if self._lingers_until is not None:
-            self._slot.idles()
-            self._timer.set(min(now + limits.lingering_timeout_s, self._lingers_until), self._close)
+            deadlines.await_server()
+        elif self._transport.is_closing():
+            pass  # `_close` has set the deadline.
+        elif deadlines.is_lingering:
+            deadlines.await_discarded(self._close)
         elif self._receiving is not None:
-            self._slot.works()
             # Here the client waits for the server and not the server for the client.
             if self._is_read_paused or self._receiving.expects_continue:
-                self._timer.clear()
+                deadlines.await_server()
             else:
-                self._timer.set(now + limits.body_timeout_s, self._on_slow_body)
-        elif self._head_bytes:
-            self._slot.opens()
-            self._timer.set(self._head_since + limits.head_timeout_s, self._on_slow_head)
+                deadlines.await_body(self._on_slow_body)
+        elif self._parser.head_since is not None:
+            deadlines.await_rest_of_head(self._parser.head_since, self._on_slow_head)
         else:
-            self._slot.idles()
-            self._timer.set(now + limits.keep_alive_s, self._close)
+            deadlines.await_request(self._close)
 
     def _on_slow_head(self) -> None:
         self._refuse(b"408 Request Timeout")
@@ -378,23 +269,6 @@ class HttpProtocol(asyncio.Protocol):
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
 
-    def _target_of(self, url: bytes) -> dict[str, Any]:
-        """Return the parts of the scope that depend on the URL.
-
-        The last result is kept, because a client mostly requests the same path on a connection.
-        """
-        if self._target[0] != url:
-            parsed = httptools.parse_url(url)
-            raw = parsed.path or b""
-            path = raw.decode("ascii")
-            found = {
-                "path": self._root_path + (unquote(path) if "%" in path else path),
-                "raw_path": self._root_path.encode("ascii") + raw,
-                "query_string": parsed.query or b"",
-            }
-            self._target = (url, found)
-        return self._target[1]
-
     def _refuse(self, status: bytes, reason: bytes = b"") -> None:
         """Answer a bad request with an error status and close the connection.
 
@@ -403,7 +277,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._answering is not None and self._answering is not self._receiving:
             self._is_ending = self._ignores_input = True
             self._receiving = None
-            self._timer.clear()
+            self._deadlines.await_server()
         elif self._answering is not None and self._answering.is_started:
             self._transport.abort()  # A response that has begun cannot become an error.
         elif not self._transport.is_closing():

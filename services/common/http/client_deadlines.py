@@ -1,0 +1,85 @@
+"""The deadlines of one connection: how long its client may take for its next action."""
+
+import asyncio
+from collections.abc import Callable
+
+from baton_serve.services.common.http.late_timer import LateTimer
+from baton_serve.services.common.http.slots import HttpLimits, Slot
+
+OnExpiry = Callable[[], object]
+
+
+class ClientDeadlines:
+    """Sets the deadline for the client's next action, and reports to the slot what the connection is doing.
+
+    One deadline is set at a time; each method replaces it. After it the event loop calls `on_expiry`.
+    """
+
+    def __init__(self, limits: HttpLimits, slot: Slot, loop: asyncio.AbstractEventLoop) -> None:
+        self._limits = limits
+        self._slot = slot
+        self._loop = loop
+        self._timer = LateTimer(loop)
+        self.is_lingering = False
+        """True while input is discarded after a response that was sent before its request was complete."""
+        self._lingers_until = 0.0
+        self._discarded_bytes = 0
+
+    @property
+    def is_set(self) -> bool:
+        return self._timer.is_set
+
+    def await_server(self) -> None:
+        """Set no deadline: a request is being answered, or the client waits to send the rest of its body."""
+        self._slot.works()
+        self._timer.clear()
+
+    def await_first_head(self, on_expiry: OnExpiry) -> None:
+        """Limit the time for the first head of a new connection."""
+        self._slot.opens()
+        self._timer.set(self._loop.time() + self._limits.head_timeout_s, on_expiry)
+
+    def await_rest_of_head(self, since: float, on_expiry: OnExpiry) -> None:
+        """Limit the time for a head that began at the time `since`."""
+        self._slot.opens()
+        self._timer.set(since + self._limits.head_timeout_s, on_expiry)
+
+    def await_body(self, on_expiry: OnExpiry) -> None:
+        """Limit the time for the next piece of a body."""
+        self._slot.works()
+        self._timer.set(self._loop.time() + self._limits.body_timeout_s, on_expiry)
+
+    def await_request(self, on_expiry: OnExpiry) -> None:
+        """Limit the time of an idle connection."""
+        self._slot.idles()
+        self._timer.set(self._loop.time() + self._limits.keep_alive_s, on_expiry)
+
+    def await_close(self, on_expiry: OnExpiry) -> None:
+        """Limit the time in which the client must receive the remaining data of a connection that is being closed."""
+        self._slot.idles()
+        self._timer.set(self._loop.time() + self._limits.send_timeout_s, on_expiry)
+
+    def begin_lingering(self) -> None:
+        """Count and limit the input from now on, which is discarded."""
+        self.is_lingering = True
+        self._lingers_until = self._loop.time() + self._limits.lingering_time_s
+        self._discarded_bytes = 0
+
+    def end_lingering(self) -> None:
+        """Discard no more input: the answered request is complete."""
+        self.is_lingering = False
+
+    def discard(self, num_bytes: int) -> bool:
+        """Count discarded input. Return False if it is more than the limit."""
+        self._discarded_bytes += num_bytes
+        return self._discarded_bytes <= self._limits.lingering_bytes
+
+    def await_discarded(self, on_expiry: OnExpiry) -> None:
+        """Limit the time for the next piece of discarded input, and for all of it since `begin_lingering`."""
+        self._slot.idles()
+        self._timer.set(min(self._loop.time() + self._limits.lingering_timeout_s, self._lingers_until), on_expiry)
+
+    def close(self) -> None:
+        """End all deadlines and release the slot."""
+        self._slot.release()
+        self._timer.close()
