@@ -43,7 +43,7 @@ class RequestConsumer(Protocol):
         """Take a piece of the request's body."""
 
     def on_request_complete(self) -> None:
-        """End the request."""
+        """End the request: its body is complete."""
 
 
 class RequestParser:
