@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 
-import torch
-
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.model_path import model_folder
@@ -23,7 +21,6 @@ from baton_serve.engine.core.outputs import (
     BatchSize,
     CompletedBlocks,
     EngineStats,
-    FailedRequest,
     NamedBlock,
     Reservation,
     StepResult,
@@ -31,10 +28,10 @@ from baton_serve.engine.core.outputs import (
 from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.sampling_rules import check_work
-from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
+from baton_serve.engine.core.scheduler import Scheduler
 from baton_serve.engine.core.sequence import Mode, SequenceState
 from baton_serve.engine.errors import UsageError
-from baton_serve.engine.execution.executor import AfterLayer, LocalExecutor
+from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
@@ -49,15 +46,9 @@ from baton_serve.engine.sample.grammar import Grammars
 from baton_serve.engine.sample.token_masks import TokenMasker
 from baton_serve.engine.step.cache_sizing import KVCacheBuilder
 from baton_serve.engine.step.engine_stats import StepMeter, engine_stats
-from baton_serve.engine.step.in_flight import (
-    InFlightStep,
-    RequestFailures,
-    StepPlanner,
-    has_prefill_requests,
-    runs_longer_than_launch,
-)
 from baton_serve.engine.step.layer_groups import LayerGroupReporter, OnLayerGroup, plan_layer_groups
 from baton_serve.engine.step.mirror_refs import MirrorRefs
+from baton_serve.engine.step.step_loop import CacheMemory, StepLoop
 from baton_serve.engine.step.warm_up import compile_kernels, measure_speed, run_warm_up_batch
 
 logger = logging.getLogger(__name__)
@@ -66,8 +57,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A loaded model with its KV cache and the requests that run on it. Owned by one thread, which must call `close`.
 
-    `kv` is the memory of the KV cache; `layout` is the shape of one of its blocks. `last_batch` is the size of the last
-    batch that was launched; any thread may read it.
+    `kv` is the memory of the KV cache; `layout` is the shape of one of its blocks.
     """
 
     def __init__(
@@ -103,7 +93,6 @@ class Engine:
         setup = EngineSetup(config, model, self._device, self._ranks.group)
         self.layout, self.limits = setup.layout, setup.limits
         self._store, self._images, self.image_reader = setup.adapters, setup.images, setup.image_reader
-        self.last_batch = BatchSize()
         self._start(config, setup, report)
 
     def _start(self, config: EngineConfig, setup: EngineSetup, report: LoadProgress) -> None:
@@ -120,7 +109,6 @@ class Engine:
         self.kv = maker.make(num_blocks := usable + 1)  # block 0 is for padding
         self._host = maker.make_host_tier(self.kv)
         self._executor = make_executor(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
-        self._blocks = make_block_copier(self.kv, self._ranks)
         self._runner = ModelRunner(
             self._executor,
             self.limits,
@@ -147,20 +135,20 @@ class Engine:
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)
         self._table = RequestTable(self._pool, self.limits, self.eos_token_ids)
         self._scheduler = Scheduler(self._table, self._meter.step_time_model)
-        self._planner = StepPlanner(self._scheduler, self._table, self._host)
         self.adapters = LoadedAdapters(self._store, self._table.requests)
         self._reservations = Reservations(self._table)
         self._imports = KVImports(self._table)
         self._pins: dict[RequestId, list[BlockHash]] = {}
-        self._mirror_refs = MirrorRefs(self._blocks)
+        copier = make_block_copier(self.kv, self._ranks)
+        self._mirror_refs = MirrorRefs(copier)
+        self._memory = CacheMemory(self.kv, self._host, copier, self._mirror_refs)
         self._layer_group_plan = plan_layer_groups(
             config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored
         )
         self.tail_parts = self._layer_group_plan.parts
-        self._layer_groups: LayerGroupReporter | None = None
-        self._failures = RequestFailures(self._table, self._scheduler, self._mirror_refs)
-        self._ahead: InFlightStep | None = None
-        self._last_finish = 0.0
+        self._steps = StepLoop(
+            self._scheduler, self._table, self._runner, self._memory, self._meter, is_async=self._is_async
+        )
         report("ready", 1.0)
 
     def on_layer_groups(self, on_group: OnLayerGroup) -> None:
@@ -171,7 +159,7 @@ class Engine:
         complete. With `tail_parts` 1 it is never called.
         """
         if self.tail_parts > 1:
-            self._layer_groups = LayerGroupReporter(self.layout, self._layer_group_plan, self._device, on_group)
+            self._steps.layer_groups = LayerGroupReporter(self.layout, self._layer_group_plan, self._device, on_group)
 
     def compile_grammar(self, grammar: str) -> "Future[None]":
         """Start compiling a grammar, and return a future that ends when requests with it can be added.
@@ -201,7 +189,7 @@ class Engine:
         `cancel` frees the blocks; after `admit` they belong to the running request. Raises `RequestError`.
         """
         self._check(work)
-        if self._scheduler.is_short_of_blocks:
+        if self._scheduler.admission.is_short_of_blocks:
             return None
         reservation = self._reservations.reserve(work, time.monotonic())
         self._host.move()
@@ -221,7 +209,7 @@ class Engine:
         Call it when all blocks have been received. Raises `UsageError` otherwise.
         """
         self._reservations.admit(request_id, first_tokens)
-        self._copy_blocks()
+        self._memory.copy_forked_blocks(self._table)
 
     def admit_locally(self, request_id: RequestId) -> None:
         """Compute the prompt of a reserved request here, after a failed handoff. Blocks that have arrived are used."""
@@ -276,7 +264,7 @@ class Engine:
         Return as many as there is room for. They are kept until `end_import`. If the list is empty there is nothing to
         end.
         """
-        if self._scheduler.is_short_of_blocks:
+        if self._scheduler.admission.is_short_of_blocks:
             return []
         missing = self._imports.begin(import_id, names)
         self._host.move()
@@ -291,9 +279,14 @@ class Engine:
         self._mirror_refs.copy_to_device(self._imports.receive(import_id, received))
         self._mirror_refs.free_mirror(self._imports.end(import_id))
 
+    @property
+    def last_batch(self) -> BatchSize:
+        """Return the size of the last batch that was launched. Any thread may call it."""
+        return self._steps.last_batch
+
     def has_work(self) -> bool:
         """Return whether `step` has work or events to report."""
-        return self._ahead is not None or self._pool.has_events or self._scheduler.has_work()
+        return self._steps.has_work()
 
     def step(self) -> StepResult:
         """Run one step for all requests and return its results.
@@ -301,108 +294,7 @@ class Engine:
         With `async_scheduling`, the next step is launched before this one's tokens are known. Requests that fail are
         listed in the result; other exceptions mean that the engine is broken.
         """
-        result = StepResult()
-        current, self._ahead = self._ahead or self._begin(result), None
-        if current is not None:
-            # Launch the next step first: the device must have work while the host processes the tokens of this one.
-            following = self._begin_ahead(current.plan)
-            self._finish(current, result)
-            if following is not None:
-                # Its tokens are chosen only now, since penalties and grammars depend on the tokens that `_finish` has
-                # added.
-                self._ahead = self._choose(following, result)
-        self._failures.fail_requests_missing_images(result)
-        result.events = self._pool.take_events()
-        return result
-
-    def _begin(self, result: StepResult) -> InFlightStep | None:
-        """Schedule a step and launch all of it.
-
-        Return None if the device ran out of memory: `result` has the failed requests.
-        """
-        now = time.monotonic()
-        plan = self._planner.plan(now)
-        self.last_batch = plan.size()
-        try:
-            launched = InFlightStep(plan, self._runner.start(plan, after_layer=self._layer_group_callback(plan)), now)
-        except torch.OutOfMemoryError:
-            self._give_up(plan, result)
-            return None
-        launched.advanced = self._scheduler.advance(plan)
-        return self._choose(launched, result)
-
-    def _begin_ahead(self, plan: ScheduledBatch) -> InFlightStep | None:
-        """Launch the step after `plan` up to its logits, before the tokens of `plan` are known.
-
-        Return None if it must wait.
-        """
-        if not self._is_async:
-            return None
-        # With several ranks the device copies finished blocks to the mirror between the steps; a step launched ahead
-        # would delay these copies.
-        if has_prefill_requests(plan) and (self.kv.is_mirrored or not runs_longer_than_launch(plan, self.limits)):
-            return None
-        following = self._planner.plan_ahead(time.monotonic())
-        if following is None:
-            return None
-        self.last_batch = following.size()
-        try:
-            started = self._runner.start(following, ahead=True, after_layer=self._layer_group_callback(following))
-            launched = InFlightStep(following, started, None)
-        except torch.OutOfMemoryError:
-            return None  # it is scheduled again when no other step uses memory
-        launched.advanced = self._scheduler.advance(following)
-        return launched
-
-    def _layer_group_callback(self, plan: ScheduledBatch) -> AfterLayer | None:
-        """Return the function that reports layer groups during this step, or None if there is nothing to report."""
-        return (
-            self._layer_groups.follow(self._scheduler.last_chunk_blocks(plan))
-            if self._layer_groups is not None
-            else None
-        )
-
-    def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
-        """Sample the tokens of a launched step on the device.
-
-        Return None if this failed: `result` has the failed requests.
-        """
-        try:
-            launched.chosen = self._runner.choose(launched.started)
-            launched.ended_event = self._host.record_step_end()
-            launched.computed = self.kv.reached() if has_prefill_requests(launched.plan) else None
-        except torch.OutOfMemoryError:
-            self._give_up(launched.plan, result)
-            self._scheduler.abandon(launched.plan)
-            return None
-        return launched
-
-    def _finish(self, launched: InFlightStep, result: StepResult) -> None:
-        """Wait for the tokens of a step, add them to the sequences, and add what the step completed to `result`."""
-        assert launched.chosen is not None
-        sampled = self._runner.wait(launched.chosen)
-        self._host.on_step_end(launched.ended_event)
-        now = time.monotonic()
-        started = self._last_finish if launched.started_at is None else launched.started_at
-        self._last_finish = now
-        rows = launched.plan.rows  # sequences may have ended since the step was launched
-        failed = [
-            (rows[row], why)
-            for row, why in sampled.failed.items()
-            if rows[row].sequence.state is not SequenceState.FINISHED
-        ]
-        # Find the failed rows before `apply`, which removes finished sequences from the table.
-        applied = self._scheduler.apply(launched.plan, sampled, now, advanced=launched.advanced)
-        result.tokens, result.first = applied.tokens, applied.first
-        result.completed, result.held = applied.completed, applied.held
-        for row, why in failed:
-            self._failures.fail(row.sequence.request, why, result)
-        self._copy_blocks()
-        # Transports wait for the event of this step, not for that of the step that was launched after it.
-        done = (block for completed in result.completed for _, block in completed.blocks)
-        self.kv.mark(done, after=launched.computed)
-        self._mirror_refs.publish(result.completed)
-        self._meter.record(launched.plan, now - started, len(result.tokens))
+        return self._steps.step()
 
     def cached_block_hashes(self) -> list[BlockHash]:
         """Return the hashes of all blocks in the prefix cache."""
@@ -427,8 +319,7 @@ class Engine:
 
     def close(self) -> None:
         """End threads and other ranks, and free the memory."""
-        if self._layer_groups is not None:
-            self._layer_groups.close()
+        self._steps.close()
         self._masking.close()
         self._executor.close()
         self._ranks.close()
@@ -447,36 +338,12 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _give_up(self, plan: ScheduledBatch, result: StepResult) -> None:
-        """Fail the requests of a step that ran out of device memory; all others go on.
-
-        Blocks of `prefill` requests that were reported already stay until `cancel`.
-        """
-        # Part of the step may still be running, in blocks that are free from now on. Later steps come after it in the
-        # device's order. Transports wait for the marks of `reserve` and `begin_import`, and the host tier for its own
-        # event.
-        logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
-        self._host.on_step_end(self._host.record_step_end())
-        for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
-            self._failures.end(request)
-            message = "the device ran out of memory in a step; lower gpu_memory_utilization or max_num_batched_tokens"
-            result.failed.append(FailedRequest(request.work.request_id, message))
-
     def _check(self, work: Work) -> None:
         """Raise `RequestError` if a request can never be served, and start compiling its grammar."""
         check_work(work, self.limits, self.vocab_size, max_logprobs=self._max_logprobs)
         self.adapters.check(work)
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)
-
-    def _copy_blocks(self) -> None:
-        """Execute the block copies of forked sequences."""
-        # Not later: a block that is freed before it was copied could be filled by another request.
-        copies = self._table.take_copies()
-        self._host.move()
-        if copies:
-            self._host.before(block for copy in copies for block in copy)
-            self._blocks.copy_blocks([c.source for c in copies], [c.target for c in copies])
 
 
 def _ignore_lost_rank(why: str) -> None:

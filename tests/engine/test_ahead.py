@@ -127,7 +127,7 @@ def test_the_blocks_of_an_ended_sequence_stay_until_the_step_that_writes_to_them
     engine.add(make_work(engine, "a", PROMPT, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    assert engine._ahead is not None
+    assert engine._steps.ahead is not None
     engine.cancel(RequestId("a"))
     engine.check_invariants()
     assert engine.stats().free_blocks < engine.stats().total_blocks
@@ -164,7 +164,7 @@ def test_a_prompt_cancelled_while_its_next_step_was_launched_is_not_reported(ref
     with ahead_engine(reference.folder, max_num_batched_tokens=16, block_size=8) as source:
         source.add(make_work(source, "a", PROMPT), mode="prefill")
         assert [len(done.blocks) for done in source.step().completed] == [2]
-        assert source._ahead is not None
+        assert source._steps.ahead is not None
         source.cancel(RequestId("a"))
         source.check_invariants()
         result = source.step()

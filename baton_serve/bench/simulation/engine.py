@@ -105,7 +105,7 @@ class SimulatedEngine:
 
     def begin_import(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[BlockHash]:
         """Allocate blocks for those of `names` that are not cached here, as many as fit, and return their hashes."""
-        if self.scheduler.is_short_of_blocks:
+        if self.scheduler.admission.is_short_of_blocks:
             return []
         return [name for name, _ in self.imports.begin(import_id, names)]
 
@@ -142,7 +142,11 @@ class SimulatedEngine:
 
     def _grant(self) -> None:
         """Reserve blocks for handoffs strictly in order, as the queue of a decode instance (`decode.block_queue`)."""
-        while self.handoffs and self.table.pool.num_free > self._refused_at and not self.scheduler.is_short_of_blocks:
+        while (
+            self.handoffs
+            and self.table.pool.num_free > self._refused_at
+            and not self.scheduler.admission.is_short_of_blocks
+        ):
             reservation = self.reservations.reserve(self.handoffs[0], self._loop.time())
             if reservation is None:
                 self._refused_at = self.table.pool.num_free

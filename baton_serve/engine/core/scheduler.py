@@ -2,13 +2,12 @@
 
 Decoding sequences come first, with one token each. The rest of the token budget goes to prompts, in chunks that let the
 decoding sequences keep their inter-token SLOs (`engine.core.step_time_model`). If a decoding sequence needs a block and
-none is free, the least important sequence is preempted and recomputed later. A prompt is admitted only when all its
-blocks can be allocated, so it never stops halfway.
+none is free, the least important sequence is preempted and recomputed later. Waiting sequences enter the batch through
+`engine.core.prompt_admission`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -22,6 +21,7 @@ from baton_serve.engine.core.outputs import (
     SequenceOutput,
     StepResult,
 )
+from baton_serve.engine.core.prompt_admission import PromptAdmission
 from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.sequence import Request, Sequence, SequenceState
 from baton_serve.engine.core.step_time_model import StepTimeModel
@@ -86,15 +86,6 @@ class ModelRunnerOutput:
     """By row number: the reason why no token was sampled. Ignore `token_ids` of these rows."""
 
 
-class _Blocked(NamedTuple):
-    """Records that the first waiting sequence did not get its blocks, how many were free, and whether sequences were
-    running, for which a reserve is kept."""
-
-    head: Sequence
-    num_free: int
-    was_running: bool
-
-
 class Scheduler:
     """Schedules the requests of one engine. Engine thread only."""
 
@@ -103,21 +94,9 @@ class Scheduler:
         step."""
         self._table = table
         self._step_time_model = step_time_model or StepTimeModel()
-        self._blocked: _Blocked | None = None
+        self.admission = PromptAdmission(table)
         self._step_loras: set[str] = set()
         """LoRA adapters of the step that is being scheduled."""
-        self.num_prefix_query_tokens = 0
-        self.num_prefix_hit_tokens = 0
-        """Prompt tokens found in the device tier since start."""
-        self.num_host_hit_tokens = 0
-        self.requests_missing_images: list[Request] = []
-        """Requests that were removed from the queue because blocks of their images are not cached and the images are on
-        another instance. The engine fails them."""
-
-    @property
-    def is_short_of_blocks(self) -> bool:
-        """Return whether the next waiting sequence lacks blocks. Then no reservation may take blocks before it."""
-        return self._blocked is not None and self._blocked.head is self._table.peek_waiting()
 
     def has_work(self) -> bool:
         """Return whether `schedule` may find something to compute, or loading sequences are to be polled."""
@@ -125,7 +104,7 @@ class Scheduler:
         if table.running or table.loading or (table.ready and table.has_free_slot):
             return True
         head = table.peek_waiting()
-        return head is not None and table.has_free_slot and not self._is_still_blocked(head)
+        return head is not None and table.has_free_slot and not self.admission.is_still_blocked(head)
 
     def schedule(self, now: float) -> ScheduledBatch:
         """Choose the work of the next step, and allocate its blocks."""
@@ -157,7 +136,7 @@ class Scheduler:
             budget > 0
             and (head := table.peek_waiting()) is not None
             and self._fits_max_loras(head)
-            and self._admit(head, now)
+            and self.admission.admit(head, now)
         ):
             if head.state is SequenceState.RUNNING:
                 budget -= self._append_chunk(chunks, head, budget)
@@ -293,67 +272,6 @@ class Scheduler:
                 return False
         sequence.blocks += block
         return True
-
-    def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Allocate the blocks of the first waiting sequence and give it a slot. Return False if that is not possible
-        now.
-
-        If part of its prefix is in the host tier, it gets the slot only after these blocks have been copied to the
-        device.
-        """
-        table = self._table
-        pool, block_tokens = table.pool, table.limits.block_tokens
-        if not table.has_free_slot or self._is_still_blocked(sequence):
-            return False
-        request = sequence.request
-        # A preempted request starts its prompt again, and with it the prompt logprobs.
-        request.prompt_logprobs = []
-        num_tokens = len(sequence.token_ids)
-        sequence.extend_block_hashes(num_tokens // block_tokens, block_tokens)
-        # Leave at least the last token to compute: its logits give the next token.
-        reusable = [] if request.wants_prompt_logprobs else sequence.block_hashes[: (num_tokens - 1) // block_tokens]
-        prefix = pool.find(reusable)
-        # A decode instance has no vision tower: it needs the blocks of the images from the cache.
-        if len(prefix) * block_tokens < request.num_image_prefix_tokens:
-            table.pop_waiting()
-            self.requests_missing_images.append(request)
-            return False
-        needed = table.num_blocks_for(num_tokens) - len(prefix)
-        # Keep 1 % free for the growth of running sequences, or the new one would soon cause a preemption.
-        reserve = pool.num_total // 100 if table.running else 0
-        if pool.num_free - pool.num_taken(prefix) - needed < reserve:
-            self._blocked = _Blocked(sequence, pool.num_free, bool(table.running))
-            return False
-        # Damaged blocks are dropped and not found again: the request computes their tokens.
-        if not pool.verify(prefix):
-            return self._admit(sequence, now)
-        cached = pool.take(prefix)
-        fresh = pool.allocate(needed)
-        assert fresh is not None
-        sequence.blocks = cached + fresh
-        sequence.num_registered_blocks = len(cached)
-        sequence.num_computed_tokens = len(cached) * block_tokens
-        if request.started_at is None:
-            request.started_at = now
-            request.cached_tokens = sequence.num_computed_tokens
-            request.host_tokens = prefix.num_host * block_tokens
-            self.num_prefix_query_tokens += num_tokens
-            self.num_prefix_hit_tokens += request.cached_tokens - request.host_tokens
-            self.num_host_hit_tokens += request.host_tokens
-        self._blocked = None
-        table.pop_waiting()
-        if prefix.num_host:
-            table.start_loading(sequence)
-        else:
-            table.add_to_batch(sequence)
-        return True
-
-    def _is_still_blocked(self, head: Sequence) -> bool:
-        """Return whether nothing has changed since `head` did not get its blocks, so that a retry is useless."""
-        blocked = self._blocked
-        if blocked is None or blocked.head is not head or self._table.pool.num_free > blocked.num_free:
-            return False
-        return blocked.was_running == bool(self._table.running)
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
         """Register the hashes of blocks that are now full, so that other prompts can share them."""

@@ -42,8 +42,8 @@ class RequestFailures:
 
         Tokens that the step returned for them stay: they were computed correctly.
         """
-        while self._scheduler.requests_missing_images:
-            request = self._scheduler.requests_missing_images.pop()
+        while self._scheduler.admission.requests_missing_images:
+            request = self._scheduler.admission.requests_missing_images.pop()
             result.failed.append(FailedRequest(request.work.request_id, IMAGES_MISSING.message, IMAGES_MISSING.code))
             self.end(request)
 

@@ -73,7 +73,7 @@ def test_a_cached_prefix_is_not_computed_again(table: RequestTable, scheduler: S
     run_to_end(table, scheduler)
     add(table, make_work("b", [1] * 8 + [2]))
     assert lengths(scheduler.schedule(0.0)) == {"b": 1}
-    assert scheduler.num_prefix_hit_tokens == 8
+    assert scheduler.admission.num_prefix_hit_tokens == 8
 
 
 def test_the_last_token_is_computed_even_when_all_blocks_are_cached(table: RequestTable, scheduler: Scheduler) -> None:

@@ -1,0 +1,100 @@
+"""Gives waiting sequences their KV blocks: the cached prefix and free blocks for the rest. Pure.
+
+A prompt is admitted only when all its blocks can be allocated, so it never stops halfway. Sequences are admitted
+strictly in order: one that does not fit makes all later ones wait.
+"""
+
+from typing import NamedTuple
+
+from baton_serve.engine.core.request_table import RequestTable
+from baton_serve.engine.core.sequence import Request, Sequence
+
+
+class _Blocked(NamedTuple):
+    """Records that the first waiting sequence did not get its blocks, how many were free, and whether sequences were
+    running, for which a reserve is kept."""
+
+    head: Sequence
+    num_free: int
+    was_running: bool
+
+
+class PromptAdmission:
+    """Admits the waiting sequences of one engine and counts their prefix cache hits. Engine thread only."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._blocked: _Blocked | None = None
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        """Prompt tokens found in the device tier since start."""
+        self.num_host_hit_tokens = 0
+        self.requests_missing_images: list[Request] = []
+        """Requests that were removed from the queue because blocks of their images are not cached and the images are on
+        another instance. The engine fails them."""
+
+    @property
+    def is_short_of_blocks(self) -> bool:
+        """Return whether the next waiting sequence lacks blocks. Then no reservation may take blocks before it."""
+        return self._blocked is not None and self._blocked.head is self._table.peek_waiting()
+
+    def is_still_blocked(self, head: Sequence) -> bool:
+        """Return whether nothing has changed since `head` did not get its blocks, so that a retry is useless."""
+        blocked = self._blocked
+        if blocked is None or blocked.head is not head or self._table.pool.num_free > blocked.num_free:
+            return False
+        return blocked.was_running == bool(self._table.running)
+
+    def admit(self, sequence: Sequence, now: float) -> bool:
+        """Allocate the blocks of the first waiting sequence and give it a slot. Return False if that is not possible
+        now.
+
+        If part of its prefix is in the host tier, it gets the slot only after these blocks have been copied to the
+        device.
+        """
+        table = self._table
+        pool, block_tokens = table.pool, table.limits.block_tokens
+        if not table.has_free_slot or self.is_still_blocked(sequence):
+            return False
+        request = sequence.request
+        # A preempted request starts its prompt again, and with it the prompt logprobs.
+        request.prompt_logprobs = []
+        num_tokens = len(sequence.token_ids)
+        sequence.extend_block_hashes(num_tokens // block_tokens, block_tokens)
+        # Leave at least the last token to compute: its logits give the next token.
+        reusable = [] if request.wants_prompt_logprobs else sequence.block_hashes[: (num_tokens - 1) // block_tokens]
+        prefix = pool.find(reusable)
+        # A decode instance has no vision tower: it needs the blocks of the images from the cache.
+        if len(prefix) * block_tokens < request.num_image_prefix_tokens:
+            table.pop_waiting()
+            self.requests_missing_images.append(request)
+            return False
+        needed = table.num_blocks_for(num_tokens) - len(prefix)
+        # Keep 1 % free for the growth of running sequences, or the new one would soon cause a preemption.
+        reserve = pool.num_total // 100 if table.running else 0
+        if pool.num_free - pool.num_taken(prefix) - needed < reserve:
+            self._blocked = _Blocked(sequence, pool.num_free, bool(table.running))
+            return False
+        # Damaged blocks are dropped and not found again: the request computes their tokens.
+        if not pool.verify(prefix):
+            return self.admit(sequence, now)
+        cached = pool.take(prefix)
+        fresh = pool.allocate(needed)
+        assert fresh is not None
+        sequence.blocks = cached + fresh
+        sequence.num_registered_blocks = len(cached)
+        sequence.num_computed_tokens = len(cached) * block_tokens
+        if request.started_at is None:
+            request.started_at = now
+            request.cached_tokens = sequence.num_computed_tokens
+            request.host_tokens = prefix.num_host * block_tokens
+            self.num_prefix_query_tokens += num_tokens
+            self.num_prefix_hit_tokens += request.cached_tokens - request.host_tokens
+            self.num_host_hit_tokens += request.host_tokens
+        self._blocked = None
+        table.pop_waiting()
+        if prefix.num_host:
+            table.start_loading(sequence)
+        else:
+            table.add_to_batch(sequence)
+        return True

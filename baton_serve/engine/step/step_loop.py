@@ -1,0 +1,211 @@
+"""The loop of an engine: it schedules steps, launches them on the device, and applies their results to the requests.
+
+On accelerators the next step is launched before the tokens of the current one are known.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from baton_serve.engine.core.outputs import BatchSize, FailedRequest, StepResult
+from baton_serve.engine.core.request_table import RequestTable
+from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
+from baton_serve.engine.core.sequence import SequenceState
+from baton_serve.engine.execution.executor import AfterLayer
+from baton_serve.engine.execution.runner import ModelRunner
+from baton_serve.engine.kv.host_blocks import HostTierMemory
+from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.parallel.tp_leader import BlockCopier
+from baton_serve.engine.step.engine_stats import StepMeter
+from baton_serve.engine.step.in_flight import (
+    InFlightStep,
+    RequestFailures,
+    StepPlanner,
+    has_prefill_requests,
+    runs_longer_than_launch,
+)
+from baton_serve.engine.step.layer_groups import LayerGroupReporter
+from baton_serve.engine.step.mirror_refs import MirrorRefs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """The memory of all KV blocks: the cache on the device, the host tier, and the mirror of several ranks."""
+
+    kv: KVCache
+    host: HostTierMemory
+    copier: BlockCopier
+    mirror_refs: MirrorRefs
+
+    def copy_forked_blocks(self, table: RequestTable) -> None:
+        """Execute the block copies of forked sequences."""
+        # Not later: a block that is freed before it was copied could be filled by another request.
+        copies = table.take_copies()
+        self.host.move()
+        if copies:
+            self.host.before(block for copy in copies for block in copy)
+            self.copier.copy_blocks([c.source for c in copies], [c.target for c in copies])
+
+
+class StepLoop:
+    """Runs the steps of one engine. Owned by the engine, whose thread calls it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        table: RequestTable,
+        runner: ModelRunner,
+        memory: CacheMemory,
+        meter: StepMeter,
+        *,
+        is_async: bool,
+    ) -> None:
+        """With `is_async`, steps are launched ahead."""
+        self._scheduler = scheduler
+        self._table = table
+        self._runner = runner
+        self._memory = memory
+        self._meter = meter
+        self._is_async = is_async
+        self._planner = StepPlanner(scheduler, table, memory.host)
+        self._failures = RequestFailures(table, scheduler, memory.mirror_refs)
+        self.last_batch = BatchSize()
+        """Size of the last batch that was launched."""
+        self.ahead: InFlightStep | None = None
+        """The step that was launched before the tokens of the previous one were known."""
+        self.layer_groups: LayerGroupReporter | None = None
+        """Reports the last blocks of `prefill` requests by layer groups, if somebody wants them. Closed by `close`."""
+        self._last_finish = 0.0
+
+    def close(self) -> None:
+        """End the threads that report layer groups."""
+        if self.layer_groups is not None:
+            self.layer_groups.close()
+
+    def has_work(self) -> bool:
+        """Return whether `step` has work or events to report."""
+        return self.ahead is not None or self._table.pool.has_events or self._scheduler.has_work()
+
+    def step(self) -> StepResult:
+        """Run one step for all requests and return its results; see `Engine.step`."""
+        result = StepResult()
+        current, self.ahead = self.ahead or self._begin(result), None
+        if current is not None:
+            # Launch the next step first: the device must have work while the host processes the tokens of this one.
+            following = self._begin_ahead(current.plan)
+            self._finish(current, result)
+            if following is not None:
+                # Its tokens are chosen only now, since penalties and grammars depend on the tokens that `_finish` has
+                # added.
+                self.ahead = self._choose(following, result)
+        self._failures.fail_requests_missing_images(result)
+        result.events = self._table.pool.take_events()
+        return result
+
+    def _begin(self, result: StepResult) -> InFlightStep | None:
+        """Schedule a step and launch all of it.
+
+        Return None if the device ran out of memory: `result` has the failed requests.
+        """
+        now = time.monotonic()
+        plan = self._planner.plan(now)
+        self.last_batch = plan.size()
+        try:
+            launched = InFlightStep(plan, self._runner.start(plan, after_layer=self._layer_group_callback(plan)), now)
+        except torch.OutOfMemoryError:
+            self._give_up(plan, result)
+            return None
+        launched.advanced = self._scheduler.advance(plan)
+        return self._choose(launched, result)
+
+    def _begin_ahead(self, plan: ScheduledBatch) -> InFlightStep | None:
+        """Launch the step after `plan` up to its logits, before the tokens of `plan` are known.
+
+        Return None if it must wait.
+        """
+        if not self._is_async:
+            return None
+        # With several ranks the device copies finished blocks to the mirror between the steps; a step launched ahead
+        # would delay these copies.
+        if has_prefill_requests(plan) and (
+            self._memory.kv.is_mirrored or not runs_longer_than_launch(plan, self._table.limits)
+        ):
+            return None
+        following = self._planner.plan_ahead(time.monotonic())
+        if following is None:
+            return None
+        self.last_batch = following.size()
+        try:
+            started = self._runner.start(following, ahead=True, after_layer=self._layer_group_callback(following))
+            launched = InFlightStep(following, started, None)
+        except torch.OutOfMemoryError:
+            return None  # it is scheduled again when no other step uses memory
+        launched.advanced = self._scheduler.advance(following)
+        return launched
+
+    def _layer_group_callback(self, plan: ScheduledBatch) -> AfterLayer | None:
+        """Return the function that reports layer groups during this step, or None if there is nothing to report."""
+        return (
+            self.layer_groups.follow(self._scheduler.last_chunk_blocks(plan)) if self.layer_groups is not None else None
+        )
+
+    def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
+        """Sample the tokens of a launched step on the device.
+
+        Return None if this failed: `result` has the failed requests.
+        """
+        try:
+            launched.chosen = self._runner.choose(launched.started)
+            launched.ended_event = self._memory.host.record_step_end()
+            launched.computed = self._memory.kv.reached() if has_prefill_requests(launched.plan) else None
+        except torch.OutOfMemoryError:
+            self._give_up(launched.plan, result)
+            self._scheduler.abandon(launched.plan)
+            return None
+        return launched
+
+    def _finish(self, launched: InFlightStep, result: StepResult) -> None:
+        """Wait for the tokens of a step, add them to the sequences, and add what the step completed to `result`."""
+        assert launched.chosen is not None
+        sampled = self._runner.wait(launched.chosen)
+        self._memory.host.on_step_end(launched.ended_event)
+        now = time.monotonic()
+        started = self._last_finish if launched.started_at is None else launched.started_at
+        self._last_finish = now
+        rows = launched.plan.rows  # sequences may have ended since the step was launched
+        failed = [
+            (rows[row], why)
+            for row, why in sampled.failed.items()
+            if rows[row].sequence.state is not SequenceState.FINISHED
+        ]
+        # Find the failed rows before `apply`, which removes finished sequences from the table.
+        applied = self._scheduler.apply(launched.plan, sampled, now, advanced=launched.advanced)
+        result.tokens, result.first = applied.tokens, applied.first
+        result.completed, result.held = applied.completed, applied.held
+        for row, why in failed:
+            self._failures.fail(row.sequence.request, why, result)
+        self._memory.copy_forked_blocks(self._table)
+        # Transports wait for the event of this step, not for that of the step that was launched after it.
+        done = (block for completed in result.completed for _, block in completed.blocks)
+        self._memory.kv.mark(done, after=launched.computed)
+        self._memory.mirror_refs.publish(result.completed)
+        self._meter.record(launched.plan, now - started, len(result.tokens))
+
+    def _give_up(self, plan: ScheduledBatch, result: StepResult) -> None:
+        """Fail the requests of a step that ran out of device memory; all others go on.
+
+        Blocks of `prefill` requests that were reported already stay until `cancel`.
+        """
+        # Part of the step may still be running, in blocks that are free from now on. Later steps come after it in the
+        # device's order. Transports wait for the marks of `reserve` and `begin_import`, and the host tier for its own
+        # event.
+        logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
+        self._memory.host.on_step_end(self._memory.host.record_step_end())
+        for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
+            self._failures.end(request)
+            message = "the device ran out of memory in a step; lower gpu_memory_utilization or max_num_batched_tokens"
+            result.failed.append(FailedRequest(request.work.request_id, message))
