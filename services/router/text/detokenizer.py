@@ -10,6 +10,7 @@ without a table took 2.9 us and take 2.2 us (WordPiece, 30,522 tokens).
 import json
 import re
 from collections.abc import Sequence
+from copy import copy
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -34,10 +35,16 @@ class TokenStream:
     """
 
     # There is one object for each running sequence, and `push` runs for each token.
-    __slots__ = ("_held", "_joined", "_skipped", "_stream", "_tokenizer", "_was_joined")
+    __slots__ = ("_has_known_bytes", "_held", "_joined", "_skipped", "_stream", "_tokenizer", "_was_joined")
 
-    def __init__(self, tokenizer: Tokenizer, *, skipped: frozenset[int], joined: frozenset[int]) -> None:
-        """Skip the tokens of `skipped`, and write adjacent tokens of `joined` without a space between them."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, skipped: frozenset[int], joined: frozenset[int], has_known_bytes: bool
+    ) -> None:
+        """Skip the tokens of `skipped`, and write adjacent tokens of `joined` without a space between them.
+
+        With `has_known_bytes` each token stands for bytes that do not depend on the tokens around it.
+        """
+        self._has_known_bytes = has_known_bytes
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._joined = joined
@@ -48,9 +55,8 @@ class TokenStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Convert the next tokens and return the text that is final now; it may be empty."""
-        # One by one, so that the text does not depend on how the tokens are divided into calls.
         if len(token_ids) != 1:
-            return "".join([self.push([token_id]) for token_id in token_ids])
+            return self._push_several(token_ids)
         [token_id] = token_ids
         if token_id in self._skipped:
             return ""
@@ -67,6 +73,21 @@ class TokenStream:
             was_joined, self._was_joined = self._was_joined, token_id in self._joined
             return text.removeprefix(" ") if was_joined and self._was_joined else text
         return text
+
+    def _push_several(self, token_ids: Sequence[int]) -> str:
+        """Convert tokens as if they had come one by one, so that the text does not depend on their division."""
+        # All tokens of a short answer may come at once. One step for 16 tokens takes half the time of 16 steps, and
+        # gives the same text if all bytes are known and form whole characters.
+        if self._has_known_bytes and not (self._held or self._joined) and len(token_ids) < MAX_HELD_TOKENS:
+            stream = copy(self._stream)
+            try:
+                text = stream.step(self._tokenizer, [i for i in token_ids if i not in self._skipped])
+            except Exception:  # noqa: BLE001 - as in `push`, which handles it token by token
+                text = None
+            if text is not None and _REPLACEMENT not in text:
+                self._stream = stream
+                return text
+        return "".join([self.push([token_id]) for token_id in token_ids])
 
     def finish(self) -> str:
         """Return the rest of the text: incomplete characters that were held back for further tokens."""
@@ -104,6 +125,7 @@ class Detokenizer:
             self._tokenizer.backend,
             skipped=special_ids if skip_special_tokens else none,
             joined=none if spaces_between_special_tokens else special_ids,
+            has_known_bytes=self._pieces is not None,
         )
 
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
