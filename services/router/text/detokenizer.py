@@ -1,10 +1,10 @@
 """Converts token ids to text while they arrive. The streamed text equals the text of decoding all tokens at once.
 
 The tokenizers library's `DecodeStream` decodes each token together with the tokens before it, and holds text back while
-it ends within a character. An own table with the bytes of all tokens was faster by 0.4 to 0.6 us per token (0.85
-instead of 0.26 to 0.47 us, byte-level). That is 2 % of the router's CPU time for a streamed chat of 16 tokens (460 us),
-and 6 to 9 % of its time for a token of an open stream (6.4 to 8 us): too little for the additional code. Vocabularies
-without a table took 2.9 us and take 2.2 us (WordPiece, 30,522 tokens).
+it ends within a character. An own table with the bytes of all tokens took 0.25 to 0.47 us per token instead of 0.81
+(byte-level). The difference is 2 % of the router's CPU time for a streamed chat of 16 tokens (370 to 460 us), and 5 to
+10 % of its time for a token of an open stream (5.7 to 7.9 us): too little for 105 more lines. Vocabularies without a
+table took 2.8 us per token and take 2.1 (WordPiece, 30,522 tokens).
 """
 
 import json
@@ -60,15 +60,17 @@ class TokenStream:
         [token_id] = token_ids
         if token_id in self._skipped:
             return ""
-        self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception:  # noqa: BLE001 - the library raises nothing narrower
             # With byte fallback, an invalid byte changes the text of the bytes before it, which was returned already.
+            self._held.append(token_id)
             return self._restart()
         if text is None:
+            self._held.append(token_id)
             return self._restart() if len(self._held) == MAX_HELD_TOKENS else ""
-        self._held.clear()
+        if self._held:
+            self._held.clear()
         if self._joined:
             was_joined, self._was_joined = self._was_joined, token_id in self._joined
             return text.removeprefix(" ") if was_joined and self._was_joined else text
