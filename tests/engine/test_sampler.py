@@ -3,13 +3,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.scheduler import SampleRow
 from baton_serve.engine.core.sequence import Request, Sequence
-from baton_serve.engine.sample.constraints import ConstraintBuilder
+from baton_serve.engine.sample.constraints import BadWords, ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
 from baton_serve.engine.sample.sampler import Sampler, apply_top_k_top_p, invert_cumulative
 from baton_serve.engine.sample.token_masks import TokenMasker
@@ -180,6 +182,28 @@ def test_a_bad_word_is_never_completed(logits: torch.Tensor) -> None:
     words: dict[str, Any] = {"temperature": 0.0, "bad_words": [[5, best], [second]]}
     assert sample(logits, make_row([5], **words)) == [best], "the prompt does not count"
     assert sample(logits, make_row([1], [7, 5], **words)) not in ([best], [second])
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=8), st.lists(st.integers(0, 2), max_size=6)
+)
+def test_bad_words_are_found_by_their_beginnings(words: list[list[int]], generated: list[int]) -> None:
+    expected = [word[-1] for word in words if [*generated, word[-1]][-len(word) :] == word]
+    assert sorted(BadWords(words).banned(generated)) == sorted(expected)
+
+
+def test_many_long_bad_words_are_compared_once_per_length() -> None:
+    class Counted(list[int]):
+        num_reads = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            self.num_reads += 1
+            return super().__getitem__(key)
+
+    generated = Counted([5] * 300)
+    words = BadWords([[5] * 254 + [last] for last in range(1000)] + [[first] + [5] * 254 for first in range(1000)])
+    assert len(words.banned(generated)) == 1001
+    assert generated.num_reads == 1
 
 
 def test_logprobs_are_of_the_raw_logits_with_ranks(logits: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.scheduler import SampleRow
+from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.core.sequence import Sequence as TokenSequence
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.sample.grammar import Bits, Grammars, GrammarState
@@ -40,6 +41,8 @@ class _SequenceRules:
 
     grammar: GrammarState | None
     allowed: Bits | None
+    bad_words: "BadWords"
+    """Shared by all sequences of a request."""
 
 
 class ConstraintBuilder:
@@ -51,6 +54,7 @@ class ConstraintBuilder:
         self._vocab_size = vocab_size
         # Weak: sequences end in many places, and none of them has to notify this class.
         self._known: WeakKeyDictionary[TokenSequence, _SequenceRules] = WeakKeyDictionary()
+        self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
 
     def prepare(self, grammar: str) -> "Future[Compiled]":
         """Start compiling a grammar before its first use, and return the future of the compiled grammar.
@@ -103,7 +107,9 @@ class ConstraintBuilder:
         if known is None:
             sampling = sequence.request.work.sampling
             grammar = None if sampling.grammar is None else self._grammars.start(sampling.grammar)
-            known = self._known[sequence] = _SequenceRules(grammar, self._allowed(sampling))
+            known = self._known[sequence] = _SequenceRules(
+                grammar, self._allowed(sampling), self._words_of(sequence.request)
+            )
         if known.grammar is not None:
             known.grammar.take(_generated(sequence))
         return known
@@ -132,7 +138,7 @@ class ConstraintBuilder:
             mask &= known.allowed
         request = sequence.request
         generated = _generated(sequence)
-        _clear(mask, self._in_vocabulary(banned_tokens(request.work.sampling.bad_words, generated)))
+        _clear(mask, self._in_vocabulary(known.bad_words.banned(generated)))
         if not mask.any():
             raise RequestError("invalid", f"no token may follow: {_rules(request.work.sampling)} exclude all")
         # Before min_tokens the end of sequence is forbidden, unless the grammar allows nothing else.
@@ -150,6 +156,13 @@ class ConstraintBuilder:
         bits[sampling.allowed_token_ids] = 1
         return np.packbits(bits, bitorder="little")
 
+    def _words_of(self, request: Request) -> "BadWords":
+        """Return the bad words of a request, which may have 262,144 tokens."""
+        words = self._bad_words.get(request)
+        if words is None:
+            words = self._bad_words[request] = BadWords(request.work.sampling.bad_words)
+        return words
+
     def _in_vocabulary(self, tokens: Sequence[int] | frozenset[int]) -> list[int]:
         return [token for token in tokens if 0 <= token < self._vocab_size]
 
@@ -165,13 +178,25 @@ def is_constrained(row: SampleRow) -> bool:
     )
 
 
-def banned_tokens(bad_words: Sequence[Sequence[int]], generated: Sequence[int]) -> list[int]:
-    """Return the tokens that would complete a bad word."""
-    return [
-        word[-1]
-        for word in bad_words
-        if len(word) == 1 or (len(word) - 1 <= len(generated) and list(generated[1 - len(word) :]) == list(word[:-1]))
-    ]
+class BadWords:
+    """Finds the tokens that would complete a bad word, in a time that depends on the words' lengths but not on their
+    number."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._last_tokens: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        """The last tokens of the words, by the tokens before them, and these by their number."""
+        for word in words:
+            if word:
+                before = self._last_tokens.setdefault(len(word) - 1, {})
+                before.setdefault(tuple(word[:-1]), []).append(word[-1])
+
+    def banned(self, generated: Sequence[int]) -> list[int]:
+        """Return the tokens that would complete a bad word after the generated tokens."""
+        found: list[int] = []
+        for length, last_tokens in self._last_tokens.items():
+            if length <= len(generated):
+                found += last_tokens.get(tuple(generated[len(generated) - length :]), ())
+        return found
 
 
 def _generated(sequence: TokenSequence) -> list[int]:

@@ -20,10 +20,12 @@ from baton_serve.services.router.protocol.asgi import (
     Send,
     send_json,
 )
-from baton_serve.services.router.protocol.errors import ApiError, ClientGoneError
+from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS
+from baton_serve.services.router.protocol.errors import ApiError, BadRequestError, ClientGoneError
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
 from baton_serve.services.router.protocol.openai_responses import Explanation, Usage
 from baton_serve.services.router.text.text_output import TextAccumulator, TextDelta
+from baton_serve.services.router.text.thread_pools import ANSWERS
 
 
 class SseDeltaWriter:
@@ -65,6 +67,8 @@ class SseDeltaWriter:
 
 _encoder = msgspec.json.Encoder()
 _NUL = _encoder.encode("\0")
+_LOGPROBS_INLINE = 500
+"""Largest number of logprobs of an answer that is formatted on the event loop."""
 
 
 class AnswerFormat(Protocol):
@@ -154,11 +158,32 @@ async def answer(
 
 async def _send_whole(generation: TextGeneration, form: AnswerFormat, send: Send, *, explain: bool) -> None:
     accumulators = [TextAccumulator() for _ in range(generation.num_choices)]
+    num_logprobs = 0
     while not generation.is_done:
         for choice, text_delta in await generation.take():
             accumulators[choice].add(text_delta)
+            num_logprobs += _count_logprobs(text_delta)
+        if num_logprobs > MAX_LOGPROBS:
+            raise BadRequestError(
+                f"the answer has more than {MAX_LOGPROBS} logprobs: stream it, or ask for fewer tokens or alternatives",
+                param="logprobs",
+                code="too_many_values",
+            )
     baton = generation.explain() if explain else msgspec.UNSET
-    await send_json(send, form.whole([choice.whole() for choice in accumulators], generation.usage(), baton))
+    text_deltas, usage = [choice.whole() for choice in accumulators], generation.usage()
+    num_prompt = sum([len(one.prompt_logprobs or ()) for one in generation.lifecycles]) * generation.num_choices
+    if num_logprobs + num_prompt <= _LOGPROBS_INLINE:
+        await send_json(send, form.whole(text_deltas, usage, baton))
+        return
+    # Formatting takes 2 us for each logprob, which would delay all streams.
+    encoded = await ANSWERS.run(lambda: _encoder.encode(form.whole(text_deltas, usage, baton)))
+    await send_json(send, msgspec.Raw(encoded))
+
+
+def _count_logprobs(text_delta: TextDelta) -> int:
+    """Return the number of logprobs of a delta. All its tokens have the same number of alternatives."""
+    steps = text_delta.logprobs
+    return len(steps) * (len(steps[0].top) + 1) if steps else 0
 
 
 async def _stream(

@@ -22,6 +22,7 @@ from baton_serve.services.router.text.sampling_params import (
     SequenceCounts,
     TextRules,
     check_beams,
+    check_num_prompt_logprobs,
     sampling_params,
     sequence_counts,
     token_rules,
@@ -128,6 +129,9 @@ class GenerationStarter:
             )
             for i, prompt in enumerate(prompts)
         ]
+        check_num_prompt_logprobs(
+            sum([len(prompt.token_ids) for prompt in prompts]), requests[0].sampling.prompt_logprobs, size.count
+        )
         if self._settings.enable_log_requests:
             self._log(requests)
         return requests

@@ -80,6 +80,10 @@ MAX_TOKEN_RULES = 262_144
 
 The lists are sent to the instances once for each prompt."""
 
+MAX_LOGPROBS = 524_288
+"""Logprobs of the prompts of one request in all its answers together, or of the tokens of an answer that is not
+streamed. Each takes 500 bytes until the answer is sent."""
+
 MAX_TOKENISED = 65_536
 """Tokens in an answer of /tokenize or /detokenize, unless the model's context is longer."""
 

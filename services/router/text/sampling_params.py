@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from baton_serve.contracts.sampling import SamplingSpec
-from baton_serve.services.router.protocol.bounds import MAX_TOKEN_RULES, MAX_TOKENS
+from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS, MAX_TOKEN_RULES, MAX_TOKENS
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -363,6 +363,22 @@ def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | 
     if request.prompt_logprobs is not None and request.stream:
         raise BadRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     return request.prompt_logprobs
+
+
+def check_num_prompt_logprobs(num_tokens: int, per_token: int | None, num_answers: int) -> None:
+    """Raise `BadRequestError` if the prompts have too many logprobs.
+
+    `num_tokens` are those of all prompts, `per_token` is the number of alternatives, and each prompt has `num_answers`.
+    """
+    if per_token is None:
+        return
+    if (wanted := num_tokens * (per_token + 1) * num_answers) > MAX_LOGPROBS:
+        raise BadRequestError(
+            f"prompt_logprobs: {num_tokens} tokens have {wanted} logprobs in {num_answers} answers for each prompt, the"
+            f" limit is {MAX_LOGPROBS}: ask for fewer alternatives or answers, or split the request",
+            param="prompt_logprobs",
+            code="too_many_values",
+        )
 
 
 def _check_logprobs(wanted: int | None, param: str, limits: ModelLimits) -> None:

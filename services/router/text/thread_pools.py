@@ -35,5 +35,7 @@ TEMPLATES = ThreadPool("templates", 2)
 """Renders the chat templates of long chats."""
 GRAMMARS = ThreadPool("grammars", 2)
 """Writes the text of grammars; another process compiles them."""
+ANSWERS = ThreadPool("answers", 2)
+"""Writes whole answers with many logprobs."""
 IMAGES = ThreadPool("images", 4)
 """Decodes, reads and checks image files."""

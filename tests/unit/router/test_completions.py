@@ -236,6 +236,43 @@ def test_truncation_keeps_the_last_tokens(serve: Serve) -> None:
     serve(scenario)
 
 
+@pytest.mark.parametrize(
+    ("more", "num_answers"), [({"prompt_logprobs": 20}, 1), ({"echo": True, "logprobs": 20, "n": 2}, 2)]
+)
+def test_the_logprobs_of_prompts_are_counted_before_they_are_computed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], num_answers: int
+) -> None:
+    limit = 60 * 21 * 4 * num_answers
+    monkeypatch.setattr("baton_serve.services.router.text.sampling_params.MAX_LOGPROBS", limit)
+
+    async def scenario(router: Router) -> None:
+        for num_prompts, status in ((4, 200), (5, 400)):
+            body = {"prompt": [[97] * 60] * num_prompts, "max_tokens": 1, **more}
+            answer = await router.http.post("/v1/completions", json=body)
+            assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == "prompt_logprobs"
+
+    serve(scenario)
+
+
+def test_many_logprobs_of_an_answer_are_formatted_beside_the_event_loop_and_bounded(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "logprobs": 20, "n": 3}
+        whole = await router.complete(**body)
+        assert [len(choice["logprobs"]["tokens"]) for choice in whole["choices"]] == [40] * 3
+        monkeypatch.setattr("baton_serve.services.router.api.answer._LOGPROBS_INLINE", 10**6)
+        inline = await router.complete(**body)
+        assert inline["choices"] == whole["choices"]
+        monkeypatch.setattr("baton_serve.services.router.api.answer.MAX_LOGPROBS", 2000)
+        refused = await router.http.post("/v1/completions", json=body)
+        assert refused.status_code == 400 and "stream it" in refused.json()["error"]["message"]
+        assert len(await router.stream("/v1/completions", **body)) > 40
+
+    serve(scenario)
+
+
 def test_prompt_logprobs_come_with_the_answer(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         answer = await router.complete(prompt=[104, 105], max_tokens=2, prompt_logprobs=1)

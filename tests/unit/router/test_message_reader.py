@@ -12,6 +12,7 @@ from baton_serve.services.router.main import start
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from baton_serve.services.router.text.reasoning import REASONING_FORMATS
+from baton_serve.services.router.text.scanning.parts import Content, Parts
 from baton_serve.services.router.text.served_model import ServedModel
 from baton_serve.services.router.text.tool_calls import TOOL_CALL_FORMATS
 from tests.unit.router.conftest import Router, Serve
@@ -84,6 +85,16 @@ def test_calls_and_reasoning_come_streamed_as_they_come_whole(serve: Serve) -> N
         assert plain(await streamed(router, tools=TOOLS)) == plain(choice)
 
     serve(scenario, **HERMES)
+
+
+def test_white_space_without_end_is_held_back_in_linear_time() -> None:
+    parts = Parts()
+    for _ in range(1000):
+        parts.content(" " * 10)
+    # Appending to one string would copy it for each character.
+    assert parts._held == [" "] * 10_000 and parts.take() == []
+    parts.content("a")
+    assert parts.take() == [Content(" " * 10_000 + "a")]
 
 
 def test_content_is_null_when_there_is_only_a_call(serve: Serve) -> None:

@@ -60,31 +60,32 @@ class Parts:
     def __init__(self) -> None:
         self.num_calls = 0
         self._open: list[_Open] = []
-        self._held = ""
-        self._held_reasoning = ""
+        self._held: list[str] = []
+        self._held_reasoning: list[str] = []
         self._has_reasoning = False
 
     def content(self, text: str) -> None:
         """Append text of the answer."""
         for char in text:
             if char.isspace():
-                self._held += char
+                self._held.append(char)
             else:
-                self._append(Content, self._held + char)
-                self._held = ""
+                self._append(Content, "".join(self._held) + char)
+                self._held.clear()
 
     def markup(self, text: str) -> None:
         """Append markup that belongs to a call. It becomes content unless a call comes next."""
-        self._held += text
+        self._held.append(text)
 
     def reasoning(self, text: str) -> None:
         """Append reasoning, without white space at its beginning and its end."""
         for char in text:
             if char.isspace():
-                self._held_reasoning += char if self._has_reasoning else ""
+                if self._has_reasoning:
+                    self._held_reasoning.append(char)
             else:
-                self._append(Reasoning, self._held_reasoning + char)
-                self._held_reasoning = ""
+                self._append(Reasoning, "".join(self._held_reasoning) + char)
+                self._held_reasoning.clear()
                 self._has_reasoning = True
 
     def within_reasoning(self) -> None:
@@ -93,7 +94,7 @@ class Parts:
 
     def begin(self, name: str) -> None:
         """Begin the next tool call."""
-        self._held = ""
+        self._held.clear()
         self._open.append(_Open(Call, self.num_calls, name))
         self.num_calls += 1
 
@@ -105,8 +106,8 @@ class Parts:
     def finish(self) -> None:
         """Emit text that is still held back. Call it at the end of the text."""
         if self._held and not self.num_calls:
-            self._append(Content, self._held)
-        self._held = ""
+            self._append(Content, "".join(self._held))
+        self._held.clear()
 
     def take(self) -> list[Part]:
         """Return the parts since the last call, and remove them."""
