@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -135,6 +136,14 @@ def _add_request_id(record: logging.LogRecord) -> bool:
     return True
 
 
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, other line breaks, and halves of surrogate pairs, which a stream cannot write."""
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
 class TextFormatter(logging.Formatter):
     """Formats a line such as `12:30:01.250 INFO    engine.kv.capacity 4096 blocks fit request_id=r-1`.
 
@@ -163,8 +172,10 @@ class TextFormatter(logging.Formatter):
         ]
         if record.exc_info:
             words.append(f"exception={json.dumps(self.formatException(record.exc_info))}")
-        # One event stays one line, and a client's text with a line break cannot imitate another event.
-        return " ".join(words).replace("\n", "\\n")
+        # One event stays one line, and a client's text can neither imitate another event with a line break nor control
+        # the terminal that shows it.
+        line = " ".join(words)
+        return line if line.isprintable() else _UNPRINTABLE.sub(_escaped, line)
 
 
 class JsonFormatter(logging.Formatter):

@@ -118,3 +118,13 @@ def test_lines_of_a_task_about_a_request_carry_its_id() -> None:
     logger.info("outside")
     found = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [event.get("request_id") for event in found] == ["r-1", "r-2", None]
+
+
+def test_a_text_line_contains_no_character_that_controls_a_terminal_or_cannot_be_written() -> None:
+    stream = configured("text")
+    request_id = "a\rb\x1b[2Jc\x9bd\u2028e\ud800f\x00g\u00e9"
+    logger.info("request \x1b]0;title\x07ended", extra={"request_id": request_id})
+    line = stream.getvalue()
+    assert line.endswith(
+        "request \\x1b]0;title\\x07ended request_id=a\\rb\\x1b[2Jc\\x9bd\\u2028e\\ud800f\\x00g\u00e9\n"
+    )
