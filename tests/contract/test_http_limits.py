@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from baton_serve.services.common.http.exchange import EXTENSION
 from baton_serve.services.common.http.listener import Listener
 from baton_serve.services.common.http.server import HttpServer
 from baton_serve.services.common.http.slots import HttpLimits, Slots, affordable_connections
@@ -150,6 +151,29 @@ def test_a_body_that_stops_is_not_waited_for(run: Run) -> None:
                 writer.write(begin)
                 assert (await rest(reader)).startswith(b"HTTP/1.1 408")
         assert app.endings == ["disconnect"] * 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("size", [10, 60_000, 70_000, 300_000, 1_000_000])
+def test_a_client_that_leaves_after_its_body_was_read_is_noticed(run: Run, size: int) -> None:
+    async def scenario() -> None:
+        has_read, is_gone = asyncio.Event(), asyncio.Event()
+
+        async def compute(scope: Any, receive: Any, send: Any) -> None:
+            more = True
+            while more:
+                more = (await receive())["more_body"]
+            scope["extensions"][EXTENSION].watch(is_gone.set)
+            has_read.set()
+            await is_gone.wait()
+
+        async with serving(compute) as connect:
+            _, writer = await connect()
+            writer.write(POST % size + bytes(size))
+            await has_read.wait()
+            writer.close()
+            await is_gone.wait()
 
     run(scenario())
 

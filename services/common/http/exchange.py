@@ -153,8 +153,12 @@ class Exchange:
             return {"type": "http.disconnect"}
         body = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
         self._unread.clear()
-        self._num_unread = 0
         self._is_read = self._is_received
+        # `on_body` has paused reading. After the last piece too: otherwise a disconnect would remain unnoticed, and the
+        # answer would be computed for nobody.
+        if self._num_unread > _MAX_UNREAD_BYTES:
+            self._connection.resume_reading()
+        self._num_unread = 0
         return {"type": "http.request", "body": body, "more_body": not self._is_received}
 
     async def send(self, message: Message) -> None:
