@@ -53,7 +53,7 @@ class DeviceMemory(BlockMemory, Protocol):
 
 @runtime_checkable
 class Versioned(Protocol):
-    """A `BlockMemory` that counts how often each place was given to new content, as the engine's KV cache does."""
+    """A `BlockMemory` that counts how often each block was reused for new content, as the engine's KV cache does."""
 
     def version(self, block: int) -> int | None:
         """Return a number that changes when the bytes of a published block may have changed, or None if nothing is

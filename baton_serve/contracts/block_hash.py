@@ -57,7 +57,7 @@ def hash_blocks(
     With `parent`, `token_ids` continue after the block with that hash instead of after the root: they begin at token
     `start` of the prompt. `media` has positions within the whole prompt.
     """
-    # An array converts all ids at once: hashing a long prompt is on the way to its first token.
+    # An array converts all ids by one call: hashing a long prompt is on the way to its first token.
     words = array("I", token_ids)
     if words.itemsize != 4:
         raise RuntimeError("this platform's unsigned int is not 4 bytes")

@@ -65,7 +65,10 @@ def digest_of(image: bytes) -> bytes:
 
 
 def end_of(spans: Sequence[MediaSpan]) -> int:
-    """Return how many leading tokens of a prompt cannot be computed without its images."""
+    """Return the position after the last image token of a prompt, or 0 if it has no images.
+
+    An instance that does not have the images needs the KV of all tokens before this position.
+    """
     return spans[-1].end if spans else 0
 
 

@@ -70,8 +70,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):
-    """Before computing, fetch the first `num_blocks` full blocks of the prompt that are missing here from
-    `ticket.source`.
+    """Before computing, fetch those of the first `num_blocks` full blocks of the prompt from `ticket.source` that this
+    instance does not have.
 
     The source may have evicted some or all of them; blocks that do not arrive are computed.
     """
@@ -109,7 +109,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
-    """Compute a vector for each input. For instances whose record has a `pooling` profile."""
+    """Compute a vector for each input. Sent only to instances whose `InstanceRecord` has a `pooling` profile."""
 
     request_id: RequestId
     inputs: list[PoolingInput]
@@ -137,10 +137,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
-    """Drain migration: fetch the most used blocks of `ticket.source`, which is draining, as far as they are missing
-    here.
+    """Fetch the most used blocks of `ticket.source`, an instance that is draining (drain migration).
 
-    Send the fetch even if none is missing: the source waits for it.
+    `names` are the hashes of these blocks. The instance that gets this message fetches the blocks that it does not
+    have. It sends the `Fetch` even if it has all of them, because the source waits for it.
     """
 
     ticket: Ticket

@@ -181,7 +181,7 @@ class HostCopyBuffers:
         self._buffers = [torch.empty(0, dtype=torch.int64)] * 2
 
     def start(self, values: Tensor) -> "HostCopy":
-        """Start copying `values`, int64 [count], behind the work that the device has been given so far."""
+        """Start copying `values`, int64 [count], behind the work that is queued on the device so far."""
         if self._device.type == "cpu":
             return HostCopy(values.clone(), None)  # the caller may overwrite `values` before it reads the copy
         # A step may start its copy before the previous one is read, so two buffers are used alternately.
@@ -196,7 +196,7 @@ class HostCopyBuffers:
 
 
 def record(device: torch.device) -> DeviceEvent:
-    """Return an event after the work that this thread has given the device so far. Not for the CPU."""
+    """Record an event behind the work that this thread has queued so far, and return it. Not for the CPU."""
     event: DeviceEvent = _module(device).Event()
     event.record()
     return event
@@ -215,7 +215,7 @@ class SideStream:
         self._stream.wait_event(event)
 
     def record(self) -> DeviceEvent:
-        """Return an event after the work that this stream has been given so far."""
+        """Record an event behind the work that is queued on this stream so far, and return it."""
         event: DeviceEvent = _module(self._device).Event()
         self._stream.record_event(event)
         return event
@@ -236,7 +236,7 @@ def order_after(device: torch.device, event: DeviceEvent) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A copy to the host that is running. `done` is None if it was finished at once."""
+    """A running copy to the host. `done` is None if the copy was complete when it was started."""
 
     values: Tensor
     done: DeviceEvent | None

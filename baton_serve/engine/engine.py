@@ -258,11 +258,11 @@ class Engine:
         self._mirror_refs.end(pin_id)
 
     def begin_import(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
-        """Allocate blocks for those of `names` that are not cached here, in order, to be received from another
-        instance.
+        """Allocate blocks for KV that is to be received from another instance: for the hashes of `names` that follow
+        the prefix cached here.
 
-        Return as many as there is room for. They are kept until `end_import`. If the list is empty there is nothing to
-        end.
+        Return these hashes with their blocks, in order, as many as there is room for. The blocks stay allocated until
+        `end_import`. If the list is empty, nothing was allocated and `end_import` is not needed.
         """
         if self._scheduler.admission.is_short_of_blocks:
             return []

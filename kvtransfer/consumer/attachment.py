@@ -116,7 +116,7 @@ class TransportAttachment:
                 answer.exception()  # marks it as read: asyncio logs exceptions that nobody has read
 
     async def close(self) -> None:
-        """Cancel an attempt that runs. The connection must be closed already."""
+        """Cancel a running attempt to attach a transport. The connection must be closed already."""
         if self._attaching is not None:
             self._attaching.cancel()
             with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):

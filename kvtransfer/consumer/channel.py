@@ -59,7 +59,7 @@ class ProducerChannel:
             self._context.loop.call_soon(self._on_lost, "connection lost")
 
     def credit(self, num_bytes: int) -> None:
-        """Return credit to the producer, once for all bytes that this turn of the loop takes out of the connection."""
+        """Return credit for `num_bytes` to the producer. One message carries all credit of a turn of the event loop."""
         if num_bytes and not self._credit:
             self._context.loop.call_soon(self._give_credit)
         self._credit += num_bytes

@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerSide:
-    """Runs all fetches of one node. It carries messages and results of copies to the sessions and performs their steps;
-    the sessions decide. Event loop only.
+    """Runs all fetches of one node. Event loop only.
+
+    It passes messages and the results of copies to the sessions. These decide what happens next, and it performs the
+    steps that they return.
     """
 
     def __init__(self, context: NodeContext) -> None:

@@ -49,7 +49,7 @@ the connection.
 
 @runtime_checkable
 class ReceivesAll(Protocol):
-    """A receiver that places all blocks of a message at once, which costs less than one after another."""
+    """A receiver that places all blocks of a message by one call, which costs less than one call for each."""
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
         """Place each block as `Receiver.receive` does. Return for each whether it matches its checksum."""
@@ -221,7 +221,10 @@ class StreamedParcel:
 
     @property
     def placements(self) -> Sequence[BlockPlacement]:
-        """Return the placements that have no result yet; none if the attempt was stopped."""
+        """Return the placements that are neither copied nor abandoned yet.
+
+        If the copies of the attempt were stopped, abandon all placements and return an empty list.
+        """
         self._check_stop()
         return list(self._assembly.open.values())
 

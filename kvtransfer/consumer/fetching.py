@@ -146,7 +146,9 @@ class Fetching:
             self.future.set_exception(self._error)
 
     def fail(self, fault: Fault, reason: str) -> None:
-        """Resolve the future with the exception that matches the fault, or with the error of a callback."""
+        """Resolve the future with the exception that matches the fault. If a callback of the caller has raised an
+        error, that error is used instead.
+        """
         self.future.set_exception(self._error or ERROR_OF[fault](reason))
 
     @property

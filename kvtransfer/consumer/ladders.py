@@ -26,7 +26,7 @@ class Ladders:
 
     def of(self, address: str, welcome: Welcome) -> Ladder:
         """Return the ladder of the process that answers at this address. The transports that it offers do not change
-        while it lives.
+        while it runs.
         """
         # The generation is part of the key: a restarted process begins with a new ladder, since its faults may be gone.
         key = (address, welcome.instance, welcome.generation)

@@ -173,7 +173,7 @@ class ConsumerLink:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of a whole block as it travels by the transport in use."""
+        """Return the size of one whole block in bytes, in the layout in which the transport in use sends it."""
         return 0 if self._attachment is None else self._attachment.block_bytes
 
     @property
@@ -227,7 +227,7 @@ class ConsumerLink:
         self._channel.send(message)
 
     def credit(self, num_bytes: int) -> None:
-        """Return credit to the producer, once for all bytes that this turn of the loop takes out of the connection."""
+        """Return credit for `num_bytes` to the producer. One message carries all credit of a turn of the event loop."""
         self._channel.credit(num_bytes)
 
     def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
@@ -249,7 +249,7 @@ class ConsumerLink:
         self._on_lost(self, reason, dead)
 
     async def close(self) -> None:
-        """Close the connection and cancel an attachment that runs."""
+        """Close the connection, and cancel a running attempt to attach a transport."""
         self.lose("closed", linger_ms=LINGER_MS)
         if self._attachment is not None:
             await self._attachment.close()

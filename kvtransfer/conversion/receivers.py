@@ -129,7 +129,7 @@ class ConvertingFrameReceiver:
 
 
 class GatheredIntake:
-    """Collects one block in a buffer of its own; conversion needs all its bytes at once."""
+    """Collects one block in a buffer of its own; conversion needs all its bytes together."""
 
     def __init__(self, converter: LayoutConverter, placement: BlockPlacement) -> None:
         size = converter.wire.block_bytes

@@ -38,7 +38,9 @@ class StagedFetch:
         self._missing = [sum(index in of for of in parts.values()) for index in range(len(names))]
 
     def arrived(self, names: Sequence[BlockHash]) -> list[BlockHash]:
-        """Count blocks of the producer as arrived. Return the hashes of this node's blocks that are complete now."""
+        """Record that these blocks of the producer have arrived. Return the hashes of this node's blocks that they have
+        completed.
+        """
         whole: list[BlockHash] = []
         for name in names:
             for index in self._parts[name]:
@@ -77,7 +79,7 @@ class StagingBuffers:
                 f"{len(wanted)} blocks from {first} on and {len(translation.names)} of the producer's"
                 f" are not those of {translation.num_tokens} tokens"
             )
-        # Places are new numbers for each fetch: two fetches may want the same block of the producer at once.
+        # Places are new numbers for each fetch: two fetches may want the same block at the same time.
         places: dict[int, int] = {}
         parts: dict[BlockHash, list[int]] = {}
         for piece in pieces:

@@ -28,7 +28,7 @@ call.
 MIN_STREAMING_STORE_BYTES = 128 * 1024
 """Size in bytes from which copies bypass the cache, so that they do not evict what the engine works with."""
 CHUNK_BYTES = 256 * 1024
-"""Bytes that are copied and then hashed at once: they fit a core's L2 cache together with their source."""
+"""Size of the chunks that are copied and then hashed, in bytes: one fits a core's L2 cache together with its source."""
 
 
 class CopyHash(Protocol):
@@ -37,7 +37,7 @@ class CopyHash(Protocol):
     """
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
-        """Return the xxh3_64 of each block."""
+        """Return the xxh3_64 of each block. `blocks` are the addresses of their first bytes."""
         ...
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Compile one C++ source into a library for this machine's CPU at first use, and load it.
 
 Libraries are kept in ~/.cache/baton/native, named by a hash of everything that they depend on. Several processes may
-compile at once. The engine's kernels are built in the same way by `engine.kernels.cpu.build`, which this package must
-not import.
+compile at the same time. The engine's kernels are built in the same way by `engine.kernels.cpu.build`, which this
+package must not import.
 """
 
 import ctypes

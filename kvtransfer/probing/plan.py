@@ -82,7 +82,10 @@ def block_name(index: int) -> BlockHash:
 
 
 def place_of(name: BlockHash) -> int:
-    """Return the number of the block with this hash in the memory of either end."""
+    """Return the block number that a hash of `block_name` has in the memory of both probe processes.
+
+    A fetch has more hashes than the memory has blocks, so several hashes have the same number.
+    """
     return int.from_bytes(name, "big") % NUM_BLOCKS
 
 

@@ -45,7 +45,7 @@ class ProbeHost:
         await self._runner.close()
 
     def _begin(self, link: ProducerLink, message: Probe) -> None:
-        # One probe at a time: two at once would measure each other's load.
+        # One probe at a time: two at the same time would measure each other's load.
         if self._task is not None or self._runner.is_blocked:
             link.send(Probing(number=message.number, outcome="skipped", reason="busy with another probe"))
             return

@@ -187,7 +187,11 @@ class ProbeRunner:
         return complete(plan.rungs, verdicts, outcome, reason or f"the process ended with {process.fate()}")
 
     async def end(self, process: ProbeProcess) -> None:
-        """End a process. If the caller is cancelled, this continues in the background."""
+        """Kill a probe process and its children, and wait until it has ended, for at most `REAP_S`.
+
+        If the caller is cancelled, the wait continues in the background. A process that has not ended then blocks
+        further probes (`is_blocked`).
+        """
         ending = asyncio.ensure_future(self._end(process))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)

@@ -1,4 +1,4 @@
-"""The producer's view of one consumer's connection: queued blocks, blocks in flight, and whether the consumer lives."""
+"""The producer's view of one consumer's connection: queued blocks, blocks in flight, and the life of the consumer."""
 
 import asyncio
 import hmac

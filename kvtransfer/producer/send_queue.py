@@ -131,7 +131,8 @@ class SendQueue:
 def is_checked(mode: ChecksumMode, index: int, parts: int) -> bool:
     """Return whether a piece carries a checksum. `index` is its number in the fetch; it is one of `parts` of its block.
 
-    In a sample, the checked part moves on from block to block, so that every part of a block is checked at times.
+    In the mode `sampled` one piece in `SAMPLE` carries one. Which part of a block that is differs from block to block,
+    so that every part is checked sometimes.
     """
     block, part = divmod(index, parts)
     return mode == "full" or (mode == "sampled" and (block + part) % SAMPLE == 0)

@@ -112,7 +112,7 @@ class ConsumerSession:
         return self._request(now)
 
     def link_failed(self, fault: Fault, reason: str) -> list[ConsumerStep]:
-        """End the fetch because no connection or no transport to the producer can be had."""
+        """End the fetch because no connection to the producer can be opened, or no transport attached."""
         return self._fail(fault, reason) if self.state is State.LINKING else []
 
     def link_lost(self, reason: str, *, dead: bool, now: float) -> list[ConsumerStep]:
@@ -155,7 +155,7 @@ class ConsumerSession:
         return self._retry("the producer forgot the ticket", now)
 
     def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
-        """Count placements whose copies are complete and verified."""
+        """Record that the copies of these placements are complete and verified."""
         _, parts = self._take(indexes)
         # After the lease the producer may have freed the blocks, so the copy may have read other content. A checksum
         # does not help: it may be off, or be skipped by sampling.

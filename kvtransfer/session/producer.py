@@ -80,7 +80,7 @@ class ProducerSession:
         return self._pulls
 
     def open(self, ticket: Ticket, now: float) -> list[ProducerStep]:
-        """Open a parked ticket and serve its fetch."""
+        """Open a ticket whose fetch came first (state PARKED), and serve this fetch. Do nothing in any other state."""
         if self.state is not State.PARKED:
             return []
         self._deadline = max(self._deadline, now + ticket.timeout_s)
@@ -89,9 +89,9 @@ class ProducerSession:
         return self._serve_all()
 
     def fetch(self, fetch: Fetch, *, link: int, pulls: bool, now: float, parts: int = 1) -> list[ProducerStep]:
-        """Start an attempt of the consumer. `link` identifies the connection, on which blocks have `parts`. With
-        `pulls`, the consumer reads this node's memory directly. An attempt that is not newer than the last one is
-        ignored.
+        """Start an attempt of the consumer. `link` identifies the connection, on which each block travels in `parts`
+        parts. With `pulls`, the consumer reads this node's memory directly. An attempt that is not newer than the last
+        one is ignored.
         """
         # A message of an earlier attempt came late, over a connection that was replaced.
         if fetch.attempt <= self.attempt:

@@ -11,7 +11,7 @@ from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 class ChecksumCache:
     """The checksums of one node, for all its connections. Several threads use it without a lock: two threads that
-    compute a checksum at once get the same value.
+    compute a checksum at the same time get the same value.
     """
 
     def __init__(self) -> None:

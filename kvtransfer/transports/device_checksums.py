@@ -48,7 +48,7 @@ def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) ->
         else:
             some = some.index_select(0, index_of(chosen, blocks.device))
         return (some * weights(some.shape[1], blocks.device)).sum(1)
-    # Blocks are summed in groups of neighbours: the products of all blocks at once would need as much memory as the
+    # Blocks are summed in groups of neighbours: the products of all blocks together would need as much memory as the
     # blocks.
     factors = weights(words.shape[1], blocks.device)
     most = max(PRODUCT_BYTES // blocks.block_bytes, 1)

@@ -1,4 +1,4 @@
-"""Copy blocks between a device and host memory, on streams of their own, so that both directions run at once.
+"""Copy blocks between a device and host memory, on streams of their own, so that both directions overlap.
 
 A stream belongs to a thread, and every method waits for its own work only. Host memory that both processes map is
 pinned if the device's runtime can pin existing memory (CUDA). Otherwise copies go through pinned memory of torch.
@@ -53,7 +53,7 @@ class DeviceBlocks:
         return self._parts[count]
 
     def total_bytes(self) -> int:
-        """Return the size of the device's memory in bytes; without a bound on the CPU."""
+        """Return the size of the device's memory in bytes, or the largest integer on the CPU."""
         if self._module is None:
             return sys.maxsize
         return int(self._module.get_device_properties(self.device).total_memory)
@@ -89,7 +89,7 @@ class DeviceBlocks:
                 yield
 
     def mark(self, stream: Any = None) -> Any:
-        """Return an event after all work that the stream has been given; None on the CPU."""
+        """Record an event behind the work that is queued on the stream so far, and return it; None on the CPU."""
         return None if self._module is None else (stream or self.stream()).record_event()
 
     def after_computing(self, blocks: Sequence[int], stream: Any = None) -> None:
@@ -115,7 +115,7 @@ class DeviceBlocks:
             self.stream().synchronize()
 
     def read(self, blocks: Sequence[int], host: "HostArea", places: Sequence[int]) -> None:
-        """Copy blocks, once they are computed, to places of the host area, and wait for the copies."""
+        """Copy blocks, once they are computed, to the rows `places` of the host area, and wait for the copies."""
         self.check(blocks)
         with self.on_stream():
             self.after_computing(blocks)
@@ -124,8 +124,8 @@ class DeviceBlocks:
         self.wait()
 
     def write(self, host: "HostArea", places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy places of the host area to blocks, once the engine does not use them any more, and wait
-        for the copies.
+        """Copy the rows `places` of the host area to blocks, once the engine does not use these blocks any more, and
+        wait for the copies.
         """
         self.check(blocks)
         with self.on_stream():

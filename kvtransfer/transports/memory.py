@@ -1,4 +1,4 @@
-"""The transport `memory`: both nodes live in one process and share an `InProcess`. It is the reference for other
+"""The transport `memory`: both nodes are in one process and share an `InProcess`. It is the reference for other
 transports, and the test double.
 """
 

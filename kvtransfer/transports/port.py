@@ -81,7 +81,7 @@ class ReceiveTarget:
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes of a whole block as it arrives."""
+        """Return the size of one whole block in bytes, in the layout in which it arrives, before any conversion."""
         return self.memory.block_bytes if self.converter is None else self.converter.wire.block_bytes
 
 
@@ -158,7 +158,7 @@ class Receiver(Protocol):
         """Place one block, whose own frames of the message are `frames`. Return False if the bytes do not match the
         checksum.
 
-        It may run in any thread, and in several at once. Raises `TransportUnavailable` if the transport broke.
+        It may run in any thread, and in several at the same time. Raises `TransportUnavailable` if the transport broke.
         """
         ...
 
@@ -167,13 +167,16 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the resources of this end. Copies that run already may still end."""
+        """Free the resources of this end. Copies that are running already may still complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParcelContent:
-    """The blocks of a parcel that is to be prepared, or one of `parts` of each, and whether each needs a checksum."""
+    """The content of a parcel that is to be prepared: numbers of blocks, or of parts if each block has several `parts`.
+
+    `checked` states for each of them whether it needs a checksum.
+    """
 
     blocks: Sequence[int]
     checked: Sequence[bool]
@@ -186,8 +189,10 @@ class ParcelContent:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A parcel that can be sent: for each piece its place for the consumer and its checksum, and the bytes if they are
-    staged.
+    """A parcel that can be sent.
+
+    For each piece, `sources` has the number under which the consumer finds it and `checksums` its checksum. `views` are
+    the bytes if they are staged.
     """
 
     sources: Sequence[int]
@@ -286,8 +291,8 @@ class Transport(Protocol):
         ...
 
     async def start(self) -> None:
-        """Prepare this end, for example by opening a listener. A transport that cannot be used serves nobody; it does
-        not raise.
+        """Prepare this end, for example by opening a listener. A transport that cannot be used serves no consumer; it
+        does not raise.
         """
         ...
 

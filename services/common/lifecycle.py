@@ -60,16 +60,16 @@ MIN_DELAY_S = 0.5
 MAX_DELAY_S = 15.0
 """Longest delay before a restart."""
 MAX_FAILED_STARTS = 5
-"""Number of consecutive short lives after which a process that has never become ready is not restarted any more."""
+"""Number of consecutive short runs after which a process that has never become ready is not restarted any more."""
 STABLE_LIFE_S = 20.0
 """A process that lived for at least this time was stable: its next restart comes after the shortest delay."""
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Decides when a process that has died is started again. There is one per process, for all its lives.
+    """Decides when a process that has died is started again. There is one per process, for all its runs.
 
-    `has_served` is True once the process has become ready in any of its lives.
+    `has_served` is True once the process has become ready in any of its runs.
     """
 
     short_lives: int = 0

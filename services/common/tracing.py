@@ -41,7 +41,7 @@ class Span:
         return dict(self._headers)
 
     def child(self, name: str, *, at: float | None = None) -> "Span":
-        """Start a span below this one, in the same process."""
+        """Start a span below this one, in the same process. `at` is its start; None means now."""
         return self
 
     def set(self, attributes: Attributes) -> None:

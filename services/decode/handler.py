@@ -63,7 +63,7 @@ class DecodeHandler:
         return isinstance(message, Decode | Generate)
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Do nothing: no peer waits for a decode instance."""
+        """Do nothing when a request is refused: no other instance waits for a decode instance."""
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         if isinstance(message, Decode):

@@ -53,7 +53,10 @@ class ProbeFacts(msgspec.Struct, frozen=True):
 
 
 def probe() -> ProbeFacts:
-    """Try all accelerators of the kind that instances would use, and all ordered pairs of them."""
+    """Return the facts about all accelerators of the kind that instances would use.
+
+    It measures copies between each of them and the host, and copies from each of them to each other one.
+    """
     # Imported here, because `devices` imports this module for its Structs and must not load torch.
     import torch
 

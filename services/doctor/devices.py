@@ -17,7 +17,10 @@ from baton_serve.services.doctor.findings import Finding, note, ok, problem, war
 
 
 async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncIterator[Finding]:
-    """Try every transport between the first two devices, from one device to itself, or between host memories."""
+    """Probe every transport and yield a finding for each.
+
+    Blocks are sent between the first two devices, from the only device to itself, or without a device in host memory.
+    """
     # kvtransfer needs packages of instances, which a machine that only runs a router may lack.
     try:
         kvtransfer = importlib.import_module("baton_serve.kvtransfer")

@@ -11,7 +11,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     """One result of one check.
 
     A `problem` prevents instances from serving, or makes them slow or wrong. A `warning` may do so under load or with
-    larger models. A `note` needs no repair on a machine that does not use the thing.
+    larger models. A `note` needs no repair on a machine that does not use what it is about.
     """
 
     check: str

@@ -26,8 +26,7 @@ learned of the change still find them."""
 
 
 class AdapterLoader:
-    """Applies `LoadAdapter` and `UnloadAdapter` messages. Lives on the event loop from start to shutdown of the
-    process.
+    """Applies `LoadAdapter` and `UnloadAdapter` messages, from start to shutdown of the process. Event loop only.
 
     `announce` publishes the current list of adapters to routers and registry.
     """
@@ -105,7 +104,7 @@ class AdapterLoader:
 
 
 def _refusal(message: LoadAdapter | UnloadAdapter) -> AdapterRefusal:
-    """Return why a change was refused, as far as it matters for the router's HTTP status."""
+    """Return why a change was refused: `invalid` or `not_found`."""
     is_missing = isinstance(message, UnloadAdapter) or not Path(message.path).is_dir()
     # The HTTP status depends on it: a missing folder or name is a 404, a broken adapter a 400.
     return "not_found" if is_missing else "invalid"

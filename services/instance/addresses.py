@@ -13,8 +13,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def tcp(settings: InstanceSettings, port: int, *, any_port: str = "0") -> str:
-    """Return the ZeroMQ address to bind for `port`; `any_port` is the spelling of "a free port" for the caller's
-    library."""
+    """Return the ZeroMQ address to bind for `port`. If `port` is 0, `any_port` makes the caller's library choose a free
+    port."""
     return f"tcp://{_bracketed(settings.host)}:{port or any_port}"
 
 

@@ -36,7 +36,8 @@ Address = tuple[str, int]
 def owners(client: Address, server: Address, tables: Iterable[Path] = TABLES) -> set[int]:
     """Return the user ids that own `client`'s end of a connection to the port of `server`, usually one.
 
-    The set is empty if the client is on another machine, has closed the connection, or if the tables are missing.
+    `tables` are the kernel's lists of TCP connections. The set is empty if the client is on another machine, if it has
+    closed the connection, or if no table can be read.
     """
     # Only the port of the server is compared: it may listen on several addresses.
     wanted = (_plain(client[0]), client[1], server[1])

@@ -98,10 +98,10 @@ class InstanceAdmin:
         self._headers = {"authorization": f"Bearer {key.admin_token}"} if key is not None else {}
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None:
-        """Start draining an instance. When this returns, the instance refuses new requests, but old ones may run on.
+        """Start draining an instance. When this returns, it refuses new requests; accepted ones may still be running.
 
-        With `exit_afterwards` its process exits once nothing runs any more. Raises `AdminRequestError` if the instance
-        does not answer or refuses.
+        With `exit_afterwards` its process exits once no request runs any more. Raises `AdminRequestError` if the
+        instance does not answer or refuses.
         """
         url = f"http://{address}/admin/drain?exit={int(exit_afterwards)}"
         answer = await _request(self._client, "POST", url, headers=self._headers)

@@ -37,7 +37,7 @@ class Collectives(Protocol):
         """Return RMSNorm of the sum of the ranks' `values` and `residual`, both [rows, hidden], and store the sum in
         `residual`.
 
-        Return None, with nothing done, if no kernel does all of it at once.
+        Return None, and do nothing, if no single kernel does all of it.
         """
         ...
 
@@ -66,7 +66,7 @@ class Collectives(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make waiting ranks return, as far as the backend can. Callable from any thread."""
+        """Make waiting ranks return, if the backend supports that. Callable from any thread."""
         ...
 
     def close(self) -> None: ...

@@ -17,13 +17,13 @@ from baton_serve.engine.collectives.shard import Shard
 BUFFER_BYTES = 4 << 20
 """Size of the shared buffer in bytes. Larger sums are limited by the link, which a collective library uses better."""
 ALIGNMENT_BYTES = 16
-"""The kernel reads 16 bytes at once."""
+"""The kernel reads 16 bytes by one instruction."""
 ALL_REDUCE_DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that torch's one-shot kernel supports."""
 
 
 class OneShotAllReduce:
-    """Small sums by one kernel of torch that reads the other ranks' buffers."""
+    """Computes all-reduce of small tensors by one kernel of torch, which reads the buffers of the other ranks."""
 
     def __init__(self, group_name: str, device: torch.device) -> None:
         """Allocate and map the buffers. Raises `RuntimeError` if the devices cannot map each other's memory."""
@@ -71,7 +71,8 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 128
 """Largest number of rows in one sum.
 
-Each row is a program that waits for other ranks, so all must run at once. Larger batches are limited by the link.
+Each row is a program that waits for other ranks, so all must run at the same time. Larger batches are limited by the
+link.
 """
 MAX_ARGMAX_ROWS = 1024
 """Largest number of rows in one argmax. Each row is a program of one warp."""

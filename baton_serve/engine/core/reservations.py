@@ -22,8 +22,9 @@ class Reservations:
         self._table = table
 
     def reserve(self, work: Work, now: float) -> Reservation | None:
-        """Take the cached prefix of a prompt and allocate the other blocks. Return None if too few are free now.
+        """Reserve all blocks of a prompt: share those of its cached prefix, and allocate the others.
 
+        The result lists the allocated blocks, whose KV must be received. It is None if too few blocks are free now.
         Raises `RequestError` if the request id is in use.
         """
         table = self._table

@@ -29,7 +29,10 @@ def uniform(seed: int, sequence: int, position: int) -> float:
 
 
 def is_plain_greedy(sampling: SamplingSpec) -> bool:
-    """Return whether argmax over the allowed tokens gives the token: greedy, no penalties, `logit_bias` or logprobs."""
+    """Return whether the sampler computes only argmax over the allowed tokens for this request.
+
+    That is greedy sampling without penalties, without `logit_bias` and without logprobs.
+    """
     return (
         sampling.temperature < GREEDY_BELOW
         and not has_penalties(sampling)

@@ -128,7 +128,7 @@ class StepTimeModel:
         )
 
     def tokens_per_s(self, num_prompt_tokens: int, num_decoding: int) -> float:
-        """Return the prefill rate, in tokens per second, of steps with so many prompt tokens and decoding sequences."""
+        """Return the prefill rate, in tokens per second, of steps with these numbers of prompt tokens and sequences."""
         extra_s = self._expected_extra_s(num_decoding)[size_class(num_prompt_tokens + num_decoding)]
         return num_prompt_tokens / max(1e-9, self.decode_step_s + extra_s)
 

@@ -109,13 +109,13 @@ class AttentionBackend(Protocol):
         """Norm and rotate heads, write K and V to `meta.slots`, and attend, for sequences with one new token each.
         Return [num_tokens, num_heads, head_dim]; `new` is not changed.
 
-        Return None, and do nothing, if no kernel does all of it at once faster than separate steps.
+        Return None, and do nothing, if no single kernel does all of it faster than separate steps.
         """
         ...
 
 
 class PackedWeight(Protocol):
-    """A quantized weight in the order that the kernels of one device read. Only they look inside."""
+    """A quantized weight in the order that the kernels of one device read. Only these kernels read its parts."""
 
     @property
     def outputs(self) -> int: ...
@@ -129,8 +129,8 @@ Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
 
 
 class PreparedActivations(Protocol):
-    """Activations in the form in which one device's kernels multiply them by one kind of weight. Only
-    they look inside.
+    """Activations in the form in which one device's kernels multiply them by one kind of weight. Only these kernels
+    read its parts.
     """
 
     @property

@@ -167,7 +167,7 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [outputs, inputs] of four or six bits into int32 words."""
+    """Pack uint8 codes [outputs, inputs] of four or six bits into int32 [outputs, words], as the module describes."""
     outputs, inputs = codes.shape
     stretches = -(-inputs // STRETCH)
     padded = torch.nn.functional.pad(codes, (0, stretches * STRETCH - inputs))

@@ -115,14 +115,14 @@ class KVCache:
         blocks[target] = blocks[source]
 
     def reached(self) -> devices.DeviceEvent | None:
-        """Return an event after the work that this thread has given the device so far; None if transports need not
-        wait.
+        """Record an event behind the work that this thread has queued so far, and return it; None if transports need
+        not wait.
         """
         return None if devices.is_host(self.device) or self.is_mirrored else devices.record(self.device)
 
     def mark(self, blocks: Iterable[int], *, after: devices.DeviceEvent | None = None) -> None:
-        """Make transports wait before they touch these blocks, for `after` or for all work that the device has been
-        given so far.
+        """Make transports wait before they touch these blocks: for `after`, or for all work that is queued on the
+        device so far.
 
         That work computes the blocks, or still uses them for the request that had them before.
         """

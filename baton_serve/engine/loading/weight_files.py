@@ -61,7 +61,8 @@ class TensorCopy:
 def map_tensors(folder: Path) -> dict[str, Tensor]:
     """Return views of all tensors in a folder, by name; of a model with a vision tower, only its decoder's.
 
-    The files stay mapped as long as one of the views exists. Raises errors of safetensors, the system and json.
+    The files stay mapped as long as one of the views exists. Raises `OSError`, `ValueError`, `KeyError` or
+    `SafetensorError` if a file or the index cannot be read.
     """
     paths = sorted(folder.glob("*.safetensors"))
     # The index names the files that belong to the model; the folder may have others, such as an adapter.
@@ -97,9 +98,10 @@ def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCo
 
 
 def fill(pieces: list[TensorCopy], device: torch.device, progress: Callable[[float], None]) -> None:
-    """Execute all copies; dtypes may differ. Return when the device has finished.
+    """Execute all copies, and wait until the device has finished them. Target and source may differ in dtype.
 
-    `progress` is called with the finished fraction. Raises errors of the system.
+    `progress` is called with the finished fraction, from 0 to 1. If a copy fails, for example because torch gets no
+    memory, its error is raised after the running copies have ended.
     """
     small = [cut for piece in pieces for cut in _cut(piece)]
     total = sum(piece.source.nbytes for piece in small)
@@ -128,7 +130,7 @@ class _Buffers:
 
     @torch.inference_mode()
     def copy(self, piece: TensorCopy) -> None:
-        """Copy one piece. Raises errors of the system."""
+        """Copy one piece. It raises the errors of torch, for example if no memory can be allocated."""
         target, source = piece.target, piece.source
         if devices.is_host(self._device):
             # numpy copies without Python's lock; torch converts dtypes.

@@ -197,7 +197,7 @@ class FusedForward:
         """
         heads = heads.view(len(heads), -1, self._head_dim)
         new = NewHeads(heads, rotation, layer.query_norm, layer.key_norm)
-        # The fused kernel rotates, stores and attends at once; it returns None for steps that it does not support.
+        # One fused kernel rotates, stores and attends; it returns None for steps that it does not support.
         attended = self._backend.attend_new(new, cache, inputs.meta, self._specs[number])
         if attended is not None:
             return attended.flatten(1)

@@ -32,7 +32,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Take over `engine`, which is closed at the end, and start its thread."""
+        """Become the owner of `engine`, which `shutdown` closes, and start its thread."""
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Notify] = {}

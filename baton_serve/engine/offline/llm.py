@@ -113,7 +113,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, formatted with the model's chat template.
 
-        Raises the same errors as `generate`, and `ConfigError` without a chat template or a message has images.
+        Raises the same errors as `generate`, and `ConfigError` if the model has no chat template or if a message has
+        images.
         """
         # One conversation is a list of dicts, several are a list of lists.
         chats: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)

@@ -174,7 +174,7 @@ class RequestRunner:
         generated: list[int],
         params_on_engine: sampling.SamplingSpec,
     ) -> None:
-        """Send the engine one request: the prompt, followed by the tokens `written` of a beam."""
+        """Send the engine one request: the prompt, followed by the tokens `generated` for a beam."""
         layout, prompted = self._engine.layout, request.prompted
         token_ids = prompted.token_ids + generated
         work = Work(

@@ -48,7 +48,7 @@ class Channel(Generic[T]):
         return LENGTH.pack(len(body)) + body
 
     def receive(self, timeout_s: float | None) -> T:
-        """Return the next message. `timeout_s` None waits as long as the other process lives. Raises `ChannelError`."""
+        """Return the next message. `timeout_s` None waits until the other process ends. Raises `ChannelError`."""
         try:
             self._socket.settimeout(timeout_s)
             (length,) = LENGTH.unpack(self._read(LENGTH.size))

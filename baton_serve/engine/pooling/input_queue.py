@@ -42,7 +42,7 @@ class _OrderKey(NamedTuple):
 
 
 class PoolingInputQueue:
-    """The queued inputs of a pooling engine, sorted by length and by order."""
+    """The queued inputs of a pooling engine. It keeps them sorted twice: by length, and by priority and arrival."""
 
     def __init__(self) -> None:
         self._by_length: list[QueuedInput] = []

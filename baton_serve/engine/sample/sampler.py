@@ -203,7 +203,8 @@ def _largest(scores: Tensor) -> Tensor:
 def invert_cumulative(scores: Tensor, points: Tensor) -> Tensor:
     """Return for each row the first token, in vocabulary order, at which the cumulative probability exceeds its point.
 
-    A row with NaN has none: it gets vocab_size.
+    `scores` are logits [rows, vocab_size]; `points` [rows] are random numbers in [0, 1). A row with NaN has no such
+    token: its result is vocab_size.
     """
     # float64: in float32 the sum over a large vocabulary loses the small probabilities at its end.
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)

@@ -19,7 +19,7 @@ from baton_serve.engine.sample.token_masks import TokenMasker
 from baton_serve.engine.step.warm_up import run_warm_up_batch
 
 SAMPLER_COPIES = 6
-"""Number of float32 copies of a batch's logits that exist at once while all sampling options are used."""
+"""Number of float32 copies of a batch's logits that exist at the same time while all sampling options are used."""
 
 
 class KVCacheBuilder:

@@ -100,7 +100,7 @@ class StepPlanner:
 class InFlightStep:
     """A launched step.
 
-    `started_at` is its start in seconds of the monotonic clock; None: it followed another at once.
+    `started_at` is its start in seconds of the monotonic clock; None if it followed another step immediately.
     """
 
     plan: ScheduledBatch

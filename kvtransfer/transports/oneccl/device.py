@@ -1,7 +1,7 @@
 """The two ends of a pair whose blocks lie in memory of a device. No byte passes through the host.
 
 A parcel is one message. Each end sends or receives it where its blocks lie if they are neighbours, otherwise through
-memory of the pair. Several messages are in flight at once, each on a lane: a stream, with memory if needed. A message
+memory of the pair. Several messages are in flight together, each on a lane: a stream, with memory if needed. A message
 is received directly into blocks only if the library can be interrupted (NCCL). Other libraries (`+staging`) may write
 at any later time, so they get memory of the pair, from which the blocks are copied when the message is complete.
 """
@@ -99,7 +99,7 @@ class DeviceSender:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMessage:
-    """The shape of a message: the number of blocks or parts, and whether their sums follow."""
+    """The shape of a message: the number of blocks or parts, and whether their checksums follow them."""
 
     count: int
     is_summed: bool
@@ -110,7 +110,7 @@ class DeviceMessage:
 
 
 class PairStream:
-    """Base of receivers: the parcels that are expected, in order, and their end if the pair breaks.
+    """Base of receivers. It keeps the expected parcels in order, and abandons them if the pair breaks.
 
     The event loop announces parcels and closes; the pair's thread receives. `lock` guards what both change.
     """
@@ -166,7 +166,7 @@ class PairStream:
 
 
 class DirectReceiver(PairStream):
-    """Receives directly into blocks if they are neighbours. Once a parcel has begun, only the pair's thread ends it:
+    """Receives directly into blocks if they are consecutive. Once a parcel has begun, only the pair's thread ends it:
     `close` must not abandon it while the library may still write to its blocks.
     """
 
@@ -223,7 +223,7 @@ class DeviceArrival:
         raise NotImplementedError
 
     def place(self) -> None:
-        """Queue on the lane: copy staged blocks to their places, and sum up what has arrived."""
+        """Queue work on the lane: copy staged blocks to their destinations, and compute the checksums of all blocks."""
         places = [placement.destination for placement in self.placements]
         if self.staged is not None and places:
             self.blocks.scatter(self.staged, [placement.position for placement in self.placements], places)
@@ -246,7 +246,7 @@ class DeviceArrival:
 
 
 class DirectArrival(DeviceArrival):
-    """A message into blocks. On a device, all its work is queued on the lane at once."""
+    """A message that is received directly into blocks. On a device, all its work is queued on the lane together."""
 
     def __call__(self) -> None:
         try:
@@ -261,7 +261,9 @@ class DirectArrival(DeviceArrival):
 
 
 class StagedReceiver(PairStream):
-    """Receives into memory of the pair, and copies the blocks from there when a message is complete."""
+    """Receives messages into buffers that belong to the pair, and copies the blocks from there when a message is
+    complete.
+    """
 
     def take(self, pair: Pair, message: DeviceMessage, parcel: IncomingParcel) -> "DeviceArrival | None":
         assert isinstance(pair, DevicePair)
@@ -274,8 +276,8 @@ class StagedReceiver(PairStream):
 
 
 class StagedArrival(DeviceArrival):
-    """A message into memory of the pair. Its blocks are written when it is complete, and not at all if the receiver was
-    closed before.
+    """A message that is received into a buffer of the pair. Its blocks are written when it is complete, or not at all
+    if the receiver was closed before.
     """
 
     def __init__(

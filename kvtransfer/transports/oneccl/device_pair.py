@@ -160,8 +160,8 @@ class DevicePair:
 
 
 class Wait:
-    """Waits for an event of a device, or for work on the CPU. If `is_ordered`, later work of the stream runs behind the
-    message.
+    """Waits for an event of a device, or for work on the CPU. If `is_ordered` is true, later work of the stream runs
+    after the message.
     """
 
     def __init__(

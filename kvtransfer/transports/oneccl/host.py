@@ -129,7 +129,10 @@ class PairReceiver:
         raise TransportUnavailable("blocks of a pair come as a stream")
 
     def close(self) -> None:
-        """Abandon all waiting parcels. It waits for a copy into blocks that runs, but not for the library."""
+        """Abandon all parcels that have not arrived.
+
+        It waits for a running copy into blocks, but not for a running call of the collective library.
+        """
         with self._lock:
             if self._is_closed:
                 return

@@ -48,7 +48,7 @@ class Lane:
         return self._sums[:count]
 
     def mark(self) -> Any:
-        """Return an event after all work that the lane has been given; None on the CPU."""
+        """Record an event behind the work that is queued on the lane so far, and return it; None on the CPU."""
         return self._blocks.mark(self.stream)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from baton_serve.kvtransfer.errors import TransportUnavailable
 
 LANES = 3
-"""Number of messages in flight at once, if the library allows it."""
+"""Number of messages that are in flight at the same time, if the library allows it."""
 
 
 class PairBrokenError(TransportUnavailable):

@@ -78,7 +78,7 @@ class PairThread:
             self._watch()
 
     def close(self) -> None:
-        """Never blocks. Jobs that have not begun are dropped."""
+        """Give the pair up without waiting: drop the jobs that have not begun, and abandon the running ones."""
         with self._lock:
             if self._is_closed:
                 return

@@ -102,7 +102,7 @@ class MessageClient:
 
 
 class MessageServer:
-    """An instance's end for all routers: one connection for each, which an id names.
+    """An instance's end of the connections to all routers. Each connection has an id.
 
     It closes connections that are silent, because every router sends heartbeats. `on_lost` is called once for each
     connection that ends, with the reason, unless it is closed here.

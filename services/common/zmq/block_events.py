@@ -101,7 +101,10 @@ class EventSubscriber:
         self._socket.start()
 
     def rebase(self, sequence: int) -> None:
-        """Note that a snapshot was applied that contains all batches up to `sequence`: they are not passed on again."""
+        """Note that the caller has applied a snapshot, which contains all batches up to and including `sequence`.
+
+        `on_batch` is not called for these batches any more.
+        """
         self._sequence = max(self._sequence, sequence)
 
     async def close(self) -> None:

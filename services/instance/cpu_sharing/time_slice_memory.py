@@ -25,7 +25,9 @@ class TimeSliceMemoryError(Exception):
 
 
 class TimeSliceMemory:
-    """Maps the file and owns one row of it until the process ends."""
+    """Maps the shared file. It owns one of the rows until the process ends, and publishes there when this process
+    computes.
+    """
 
     def __init__(self, path: str) -> None:
         """Open the file at `path` and create it if it is missing.
@@ -57,7 +59,7 @@ class TimeSliceMemory:
         self._words[self._row * WORDS_PER_ROW + word] = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     def is_any(self, word: int) -> bool:
-        """Return whether `word` of any other process lies in the future."""
+        """Return whether any other process has set `word` to a time that has not passed yet."""
         others = (self._words[row * WORDS_PER_ROW + word] for row in range(MAX_PROCESSES) if row != self._row)
         return max(others) > time.monotonic_ns()
 

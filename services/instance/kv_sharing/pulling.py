@@ -64,9 +64,9 @@ class Puller:
     async def fetch_blocks(
         self, ticket: Ticket, names: Sequence[BlockHash], *, span: Span = NO_SPAN, is_awaited: bool = False
     ) -> int:
-        """Fetch the blocks `names` as far as they are missing here, and return how many have arrived.
+        """Fetch those of the blocks `names` that this instance does not have, and return how many have arrived.
 
-        With `is_awaited` the source waits for a fetch, so one is sent even if nothing is missing. Raises only
+        With `is_awaited` the source waits for a fetch, so one is sent even if no block is missing. Raises only
         `CancelledError`.
         """
         import_id = RequestId(f"import:{ticket.ticket}")

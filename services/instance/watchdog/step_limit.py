@@ -79,7 +79,7 @@ class StepLimit:
 
 
 def step_kind(batch: BatchSize) -> StepKind:
-    """Return the kind of a step of this size."""
+    """Return the size class of a step, and whether it has prompt tokens. All steps of one kind have the same limit."""
     return size_class(batch.num_tokens), batch.num_tokens > batch.num_sequences
 
 

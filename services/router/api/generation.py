@@ -185,7 +185,7 @@ class SampledGeneration:
         return explained(self.lifecycles, self._clock())
 
     def _observe(self, choice: int, num_tokens: int, at: float) -> None:
-        # Tokens may arrive several at once (a replay, a late message): the gap is then shared among them.
+        # Several tokens may arrive together (a replay, a late message): the gap is then shared among them.
         last = self._last_at[choice]
         self._last_at[choice] = at
         self._metrics.generated(num_tokens, None if last is None else (at - last) / num_tokens)

@@ -330,7 +330,7 @@ class Cluster:
                     logger.exception("failed to handle an answer of instance %s", worker.record.instance)
 
     def _on_load(self, worker: WorkerState, report: LoadReport) -> None:
-        """Take over a load report. With the first one after connecting the instance is ready."""
+        """Apply a load report. With the first one after connecting, the instance becomes ready."""
         record = worker.record
         # After a restart the address may belong to another process, whose load must not count as this instance's.
         if (report.instance, report.generation) != (record.instance, record.generation):

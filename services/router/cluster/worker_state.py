@@ -103,7 +103,10 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """One generation of an instance, in this router process. `Cluster` owns it; it is used on the event loop only."""
+    """The state of one instance, as this router process knows it. A restarted instance gets a new one.
+
+    `Cluster` owns it; it is used on the event loop only.
+    """
 
     record: InstanceRecord
     """The last record from the registry, with load and adapters of the last load report."""
@@ -190,7 +193,7 @@ class WorkerState:
                 self.unreported_blocks -= estimate.blocks
 
     def report(self, report: LoadReport, now: float) -> None:
-        """Take over a load report that arrived at `now`."""
+        """Apply a load report that arrived at `now`."""
         load = report.load
         if self.rate_changed_at == inf or load.prefill_tokens_per_s != self.record.load.prefill_tokens_per_s:
             self.rate_changed_at = now
@@ -210,7 +213,7 @@ class WorkerState:
             estimate.is_reported = True
 
     def renew(self, record: InstanceRecord) -> None:
-        """Take over a new registry record of this generation.
+        """Apply a new registry record of this generation.
 
         Only `draining` is used: load and adapters come earlier, in the load reports of the instance.
         """

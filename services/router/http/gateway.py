@@ -172,7 +172,7 @@ class Gateway:
             endpoint = self._table.get(path) if scope["method"] == "POST" else None
             await (endpoint.app if endpoint else self._app)(scope, receive, response.send)
         except ClientGoneError:
-            # The connection is closed: an answer would reach nobody, and the router made no error to count.
+            # The connection is closed: an answer would reach no client, and the router made no error to count.
             return
         except ApiError as exc:
             await self._send_error(exc, path, response)

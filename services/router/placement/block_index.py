@@ -1,8 +1,8 @@
-"""The router's index of cached blocks: which instance caches which block, as far as this router knows. Pure.
+"""The router's index of cached blocks: which instance caches which block. Pure.
 
 It is filled from snapshots and numbered event batches of the instances. Blocks of requests that were just placed count
 as cached for a while, until their events arrive. An instance is one bit of an integer, so that one walk over the block
-hashes of a prompt finds the prefixes of all instances at once.
+hashes of a prompt finds the prefixes of all instances together.
 """
 
 from collections import deque
@@ -71,7 +71,7 @@ class BlockIndex:
         self._expectations: deque[_Expectation] = deque()
 
     def add(self, instance: InstanceId, generation: Generation) -> None:
-        """Add an instance without any blocks. Its batches are kept until its first snapshot arrives."""
+        """Add an instance without any blocks. Its event batches are kept, and applied after its first snapshot."""
         self.remove(instance)
         # Reuse the bits of removed instances: they keep the integers short.
         used = {source.bit for source in self._sources.values()}

@@ -83,7 +83,7 @@ class RequestContext(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(scope: Scope) -> "RequestContext":
-        """Return the context that `attach` stored in the scope."""
+        """Return the `RequestContext` that `attach` has stored in the request's ASGI scope."""
         context = scope[_CONTEXT]
         assert isinstance(context, RequestContext)
         return context

@@ -115,7 +115,7 @@ class ApiKeys:
         try:
             self._known = self._salted(self._fixed + self._read())
         except ConfigurationError as exc:
-            # The file may be half written. The keys of before are better than none, which would accept every client.
+            # The file may be half written. The previous keys are better than none, which would accept every client.
             logger.error("cannot reload the API keys, keeping the previous ones: %s", exc)  # noqa: TRY400 - no traceback
         else:
             logger.info("reloaded the API keys because their file changed", extra={"keys": len(self._known)})

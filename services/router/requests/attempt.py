@@ -75,7 +75,7 @@ class Attempt(msgspec.Struct, eq=False):
         pull_from: WorkerState | None = None,
         images: Sequence[bytes] = (),
     ) -> None:
-        """Count the load of the attempt and send its messages to all workers at once.
+        """Count the load of the attempt and send its messages to all workers at the same time.
 
         Each worker gets the root hash of its own KV layout. `pull_from` is the instance from which the worker that
         computes the prompt fetches a cached prefix; that worker also gets the `images`. Raises

@@ -35,7 +35,7 @@ class Deadlines:
     """Expires requests whose deadline has passed, with one timer for all of them instead of one for each."""
 
     def __init__(self, lifecycles: Collection[RequestLifecycle], *, clock: Callable[[], float]) -> None:
-        """Watch a live collection of the running requests; its owner adds and removes them."""
+        """Watch `lifecycles`, a collection to which its owner adds requests, and from which it removes them."""
         self._lifecycles = lifecycles
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
@@ -194,7 +194,7 @@ class Dispatcher:
         return verdict == "go"
 
     def on_prefill_done(self, lifecycle: RequestLifecycle) -> None:
-        """Send waiting requests on, since a worker has fewer prompt tokens left to compute."""
+        """Start waiting requests that may go now, since a worker has fewer prompt tokens left to compute."""
         if self._waiting:
             self._dispatch_waiting()
 
@@ -211,7 +211,7 @@ class Dispatcher:
         return self._admission.retries.take_retry(self._clock())
 
     def on_end(self, lifecycle: RequestLifecycle) -> None:
-        """Forget a request that has ended, count its tokens, and send waiting requests on."""
+        """Forget a request that has ended, count its tokens, and start waiting requests that may go now."""
         self._record_end(self._clock())
         # It may have ended while it was waiting: cancelled by its client, or at its deadline.
         if self._waiting.remove(lifecycle):
@@ -289,7 +289,7 @@ class Dispatcher:
         return True
 
     def _dispatch_waiting(self) -> None:
-        """Send waiting requests on in the queue's order, up to the first one that still must wait."""
+        """Start waiting requests in the queue's order, up to the first one that still must wait."""
         # `resume` may end requests, and `on_end` calls this method again: `_resuming` stops the recursion.
         while (lifecycle := self._waiting.first()) is not None and self._resuming is None:
             before = len(self._waiting)

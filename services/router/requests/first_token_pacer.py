@@ -31,7 +31,9 @@ class _Held:
 
 
 class FirstTokenPacer:
-    """Passes on the tokens of all sequences of one request. A `RequestLifecycle` owns it.
+    """Passes the tokens of all sequences of one request to its `TokenQueue`. A `RequestLifecycle` owns it.
+
+    With an ITL SLO it holds back a first token for a moment, so that the gap before the second one is not too long.
 
     `first_choice` is the index, in the API call's answer, of the request's first sequence. Moments are those of the
     router's monotonic clock.

@@ -114,7 +114,7 @@ class _WindowCount:
         self._seconds.append([second, 1])
 
     def value(self, now: float) -> int:
-        """Return the number of events in the window."""
+        """Return the number of events in the last `WINDOW_S` seconds before `now`."""
         self._expire(now)
         return sum(count for _, count in self._seconds)
 

@@ -170,7 +170,9 @@ class RequestLifecycle:
             self._owner.on_handoff_due()
 
     def on_tokens(self, attempt: Attempt, worker: WorkerState, message: Tokens, now: float) -> None:
-        """Pass new tokens of one sequence to the client, and end what they end. `now` is when the message came."""
+        """Pass new tokens of one sequence to the client. End the sequence, its attempt or the request with their last
+        token. `now` is the time when the message arrived.
+        """
         sequence = attempt.sequences.get(message.sequence)
         if sequence is None:
             return

@@ -63,7 +63,11 @@ class PlacementRetry:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, group: list[TokenSequence], num_replays: int, no_capacity: NoCapacity) -> None:
-        """Let a group wait; `no_capacity` is the reason why it cannot be placed now."""
+        """Keep a group until it is placed or the waiting time ends.
+
+        `num_replays` is the number of replays that the group has had. `no_capacity` is the reason why it cannot be
+        placed now.
+        """
         self._groups.append((group, num_replays))
         if self._remove_listener is None:
             self._remove_listener = self._cluster.add_listener(self._retry)

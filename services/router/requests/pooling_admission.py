@@ -43,7 +43,7 @@ class DispatchedTokens:
     """Counts the tokens of a request that was admitted until they are counted as load of an instance.
 
     The holder calls `end` when that is so, or uses it as a context manager. Without it several requests that are
-    admitted at once would all see an idle instance.
+    admitted at the same time would all see an idle instance.
     """
 
     __slots__ = ("_admission", "_num_tokens")

@@ -134,7 +134,7 @@ class PoolingPrompts(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
-    """SLO of the request; its TTFT counts for the whole answer, which comes at once."""
+    """SLO of the request; its TTFT counts for the whole answer, which is sent in one piece."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     model: frozenset[str] | None = None
     """Names of the model; None if the router serves only one."""

@@ -22,10 +22,10 @@ from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
 class RequestAttempts:
-    """The running attempts of one request, and what earlier ones have shown. A `RequestLifecycle` owns it.
+    """The running attempts of one request, and the instances to avoid or prefer after earlier ones failed.
 
-    It keeps no reference to its owner. Because of such a cycle every ended request would stay in memory until Python's
-    garbage collector frees it, which takes CPU time.
+    A `RequestLifecycle` owns it. It keeps no reference to its owner. Because of such a cycle every ended request would
+    stay in memory until Python's garbage collector frees it, which takes CPU time.
     """
 
     def __init__(

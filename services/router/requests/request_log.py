@@ -176,7 +176,7 @@ class RequestLog:
             self._next = loop.call_later(_MAX_DELAY_S, self._flush_some) if num_unlogged else None
 
     def _flush_some(self) -> None:
-        """Record one batch, and schedule the rest: hundreds of requests may end at once."""
+        """Record one batch, and schedule the rest: hundreds of requests may end at the same time."""
         lifecycles, self._unlogged = self._unlogged[:_MAX_BATCH_REQUESTS], self._unlogged[_MAX_BATCH_REQUESTS:]
         self._schedule()
         self._log(lifecycles)

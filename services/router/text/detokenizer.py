@@ -1,4 +1,4 @@
-"""Converts token ids to text while they arrive. The streamed text equals the text of decoding all tokens at once.
+"""Converts token ids to text while they arrive. The streamed text equals the text of decoding all tokens together.
 
 The tokenizers library's `DecodeStream` decodes each token together with the tokens before it, and holds text back while
 it ends within a character. An own table with the bytes of all tokens took 0.25 to 0.47 us per token instead of 0.81

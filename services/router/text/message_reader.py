@@ -146,7 +146,7 @@ class MessageReader:
         self._format = format
 
     def whole(self, text: str) -> ParsedMessage:
-        """Parse a whole answer."""
+        """Parse the complete text of an answer, and return its content, reasoning and tool calls."""
         parts = merged([*self._push(text), *self._finish()])
         content = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))

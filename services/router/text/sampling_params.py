@@ -60,7 +60,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits that the model, its instances and the router's settings set for requests.
 
-    `max_model_len` is the longest sequence, in tokens, that every live instance can serve.
+    `max_model_len` is the longest sequence, in tokens, that every instance in the registry can serve.
     """
 
     vocab_size: int

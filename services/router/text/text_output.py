@@ -123,7 +123,11 @@ class StopStrings:
 
 
 class TextDelta(msgspec.Struct):
-    """A piece of an answer. `text` is empty if its tokens end within a character or within a possible stop string."""
+    """A piece of an answer: its new tokens and its new text.
+
+    Text whose last character is incomplete, or that may be the beginning of a stop string, is held back and comes with
+    a later piece. So `text` may be shorter or longer than the text of `token_ids`.
+    """
 
     text: str
     token_ids: list[int]

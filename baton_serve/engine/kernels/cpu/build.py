@@ -1,9 +1,9 @@
 """Compile the C++ kernels into one shared library for this machine's CPU at first use, and load it.
 
-The library is cached by a hash of its sources, the compiler and the CPU's flags. Several processes may compile at once:
-each writes its own file, and all load the one that was finished first. They must not differ, because a build measures
-(src/pairs.cpp) how this CPU multiplies bf16 fastest, and all processes of a machine must compute alike. This module
-knows nothing else about the kernels.
+The library is cached by a hash of its sources, the compiler and the CPU's flags. Several processes may compile at the
+same time: each writes its own file, and all load the one that was finished first. They must not differ, because a build
+measures (src/pairs.cpp) how this CPU multiplies bf16 fastest, and all processes of a machine must compute alike. This
+module contains nothing else about the kernels.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class KernelsUnavailableError(Exception):
 def load_kernels(cache: Path | None = None, compiler: str | None = None, *, widens: bool | None = None) -> ctypes.CDLL:
     """Return the library of the CPU kernels. A process has only one, because it has a state (src/turns.cpp).
 
-    `cache` defaults to ~/.cache/baton/kernels; if it cannot be used, a directory is made that lives for this call.
+    `cache` defaults to ~/.cache/baton/kernels; if it cannot be used, a temporary directory is used.
     `widens` states whether bf16 is multiplied as float32; None uses what the build measures to be faster. Only tests
     set it.
 

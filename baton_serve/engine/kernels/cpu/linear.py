@@ -116,7 +116,7 @@ def embed(matrix: Matrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_argument(matrix: Matrix) -> PackedMatrix:
-    """Return the C structure of a matrix. Its pointers are valid as long as `matrix` lives."""
+    """Return the C structure of a matrix. Its pointers are valid as long as `matrix` exists."""
 
     def at(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()

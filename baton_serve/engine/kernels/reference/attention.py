@@ -13,7 +13,7 @@ from baton_serve.engine.kernels import kv_codes
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
 
 _MAX_SCORES = 1 << 24
-"""Largest number of scores that are kept at once; 64 MiB in float32."""
+"""Largest number of scores that are in memory at the same time; 64 MiB in float32."""
 
 
 class ReferenceAttention:

@@ -25,7 +25,7 @@ WORDS_PER_ARGMAX = 2
 WORD_BYTES = 8
 """Bytes of a word with the number of its exchange."""
 MAX_POLLS = (1 << 31) - 1
-"""How often a kernel reads an inbox in vain before it gives up."""
+"""How often a kernel reads an inbox that has no new value before it gives up."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -62,7 +62,7 @@ def sum_norm(
     """Return the RMSNorm of the ranks' `x` + `residual` [rows, hidden], and store that sum in `residual`.
 
     The sum is taken in float32 in the order of the ranks, so that all ranks get the same. All ranks must call it in the
-    same order. After `polls` reads in vain the result is undefined. Twin: `rms_norm` of the sum.
+    same order. After `polls` reads without a new value the result is undefined. Twin: `rms_norm` of the sum.
     """
     rows, hidden = x.shape
     output = torch.empty_like(x)

@@ -19,9 +19,9 @@ from baton_serve.engine.model_folder import max_model_len_of
 
 
 def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgress) -> LoadedModel | None:
-    """Load a dense decoder, or return None if transformers must load it or report what is wrong.
+    """Load a dense decoder without transformers. Return None if this loader cannot load the folder.
 
-    Raises `ConfigError`.
+    The caller then uses transformers, which loads the model or reports what is wrong with it. Raises `ConfigError`.
     """
     folder = model_folder(config.model)
     dense = read_folder(folder) if fits(config) else None

@@ -95,5 +95,8 @@ class AdapterStore:
         return list(self._by_name.values())
 
     def rows(self, step: Iterable[tuple[str, Tensor | None]]) -> Sequence[AdapterRows]:
-        """Return the adapters and rows of a step's inputs."""
+        """Return each adapter of a step with the rows that it applies to.
+
+        `step` names the adapters by fingerprint.
+        """
         return [AdapterRows(self._by_fingerprint[fingerprint], rows) for fingerprint, rows in step]

@@ -82,7 +82,10 @@ def quantize_experts(module: nn.Module, name: str, read: Callable[[str], Tensor]
 
 
 def place_experts(module: nn.Module, layer: str, weight: StackedWeight) -> None:
-    """Put one stored weight, given by its parameter's name, into a module of quantized experts."""
+    """Put a stored weight into a module of experts. `layer` is the full name of the parameter that it replaces.
+
+    If the module is still that of transformers, it is replaced by `QuantizedExperts` first.
+    """
     name, _, leaf = layer.rpartition(".")
     old = module.get_submodule(name)
     made = old if isinstance(old, QuantizedExperts) else QuantizedExperts(old)

@@ -19,7 +19,7 @@ MX_EXPONENT_OF_LARGEST = 2  # of E2M1: 6 = 1.5 * 2 ** 2
 MAX_CODE_VALUE = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "fp6": 7.5}
 """Largest value of a code, by format; scales map the largest weight of a group to it."""
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-ROWS_AT_ONCE = 1 << 24  # weights that are rounded at once, in float32: 64 MiB per copy
+ROWS_AT_ONCE = 1 << 24  # weights that are rounded together, in float32: 64 MiB per copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class MessagesDialect:
         return [SseEvent("error", error_answer(error))]
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
-        """Return the answer that is not streamed."""
+        """Return the complete answer, for a request without streaming."""
         return MessagesAnswer(
             id=self._id,
             model=self._model,

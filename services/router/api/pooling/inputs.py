@@ -56,9 +56,10 @@ class InputRules:
 async def of_texts(
     tokenizer: TextTokenizer, texts: Sequence[_Text], rules: InputRules, *, param: str
 ) -> list[PoolingInput]:
-    """Tokenize texts or pairs of texts. Raises `BadRequestError` for inputs that are too long, alone or together.
+    """Tokenize texts or pairs of texts, and return the inputs in the same order.
 
-    `param` names the request's field for errors.
+    Raises `BadRequestError` if one input is too long for the model, or if all together have too many tokens for one
+    request. `param` is the field of the request that the error names.
     """
     limit = rules.limit()
     inputs: list[PoolingInput] = []
@@ -95,7 +96,8 @@ def _size(text: _Text) -> int:
 def of_token_ids(prompts: Sequence[list[int]], rules: InputRules, *, param: str) -> list[PoolingInput]:
     """Return inputs for prompts that are given as token ids, truncated if the rules say so.
 
-    Raises `BadRequestError` for ids outside of the vocabulary and for inputs that are too long, alone or together.
+    Raises `BadRequestError` for ids outside of the vocabulary, if one input is too long for the model, or if all
+    together have too many tokens for one request. `param` is the field of the request that the error names.
     """
     limit = rules.limit()
     num_tokens = 0

@@ -26,7 +26,7 @@ DENSE_TOKENS = 193
 tiles of 64.
 """
 DENSE_BYTES = 256 << 20
-"""Largest part of a weight, in bytes, that is decoded at once."""
+"""Largest part of a weight, in bytes, that is decoded in one piece."""
 
 
 def is_row(x: Tensor, weight: QuantizedWeight) -> bool:

@@ -3,7 +3,7 @@ a layer.
 
 A launch costs more than such a barrier, which takes a microsecond. All programs must run at the same time, or they
 would wait for ever: how many can is computed from what the compiler and the device report, and if one of them does not
-report it, this module is not used. A program that waits in vain for some seconds continues, and all results are NaN
+report it, this module is not used. A program that has waited for some seconds continues, and all results are NaN
 from then on. Twin: the separate steps (engine.model.fused).
 """
 
@@ -23,7 +23,7 @@ from baton_serve.engine.kernels.triton.row.kernel import layers_kernel
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
 MAX_SPINS = 1 << 23
-"""How often a program polls in vain within one step; each poll takes about half a microsecond."""
+"""How often a program polls within one step before it gives up; each poll takes about half a microsecond."""
 SCALE_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtypes of scales that the kernel reads."""
 

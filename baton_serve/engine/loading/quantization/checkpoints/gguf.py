@@ -23,7 +23,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 ROUNDED = "/int8"
 """Suffix of a part that is to be rounded to eight bits, whatever its type."""
 MAX_CHUNK_ELEMENTS = 1 << 24
-"""Number of weights that are converted to float32 at once."""
+"""Number of weights that are converted to float32 together."""
 SMALLEST_NORMAL, LARGEST_ZERO = 2.0**-14, 32768.0
 """Smallest scale that float16 stores with full precision, and largest zero that is used.
 

@@ -74,7 +74,7 @@ class CompileLimits:
 
 @dataclass(slots=True)
 class _Running:
-    """A compiler that runs: the socket of its grammar, and the time of the monotonic clock at which it is killed."""
+    """A running compiler: the socket of its grammar, and the time of the monotonic clock at which it is killed."""
 
     answers: socket.socket
     deadline: float
