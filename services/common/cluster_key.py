@@ -9,17 +9,19 @@ public key, which is never sent.
 import hmac
 import os
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
-from baton_serve.services.common.certificate import self_signed_certificate
 from baton_serve.services.common.errors import ConfigurationError
 
 MIN_KEY_CHARS = 32
 """Minimum length of the secret."""
+_VALID_FROM, _VALID_UNTIL = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""The certificate is valid at any time: peers compare it with their own and accept no other one."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -54,6 +56,31 @@ def cluster_key(text: str) -> ClusterKey:
         certificate=self_signed_certificate(seed),
         admin_token=sha256(b"baton-admin-1" + text.encode()).hexdigest(),
     )
+
+
+def self_signed_certificate(seed: bytes) -> bytes:
+    """Return a self-signed X.509 certificate of an Ed25519 key in DER. It depends on the 32 bytes of `seed` alone."""
+    # `cryptography` is imported here, because processes without a cluster key do not need it.
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding
+    from cryptography.x509.oid import NameOID
+
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "baton")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, _VALID_FROM, _VALID_UNTIL)
+    return builder.sign(key, algorithm=None).public_bytes(Encoding.DER)
+
+
+def identity_pem(seed: bytes, certificate: bytes) -> bytes:
+    """Return the private key of a seed and its certificate as the text that `ssl` reads."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return private + x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM)
 
 
 def read_cluster_key(path: str | None) -> ClusterKey | None:

@@ -7,8 +7,7 @@ it, and accepts no other one. TLS with a pre-shared key would need no certificat
 import os
 import ssl
 
-from baton_serve.services.common.certificate import identity_pem
-from baton_serve.services.common.cluster_key import ClusterKey
+from baton_serve.services.common.cluster_key import ClusterKey, identity_pem
 from baton_serve.services.common.rpc.framing import ProtocolError
 
 _MAX_RECORD_BYTES = 16_384
@@ -73,7 +72,7 @@ def tls_context(key: ClusterKey, *, is_server: bool) -> ssl.SSLContext:
         context.num_tickets = 0
     context.load_verify_locations(cadata=key.certificate)
     # `ssl` reads a private key only from a file. This one is in memory.
-    with os.fdopen(os.memfd_create("baton-tls"), "w") as file:
+    with os.fdopen(os.memfd_create("baton-tls"), "wb") as file:
         file.write(identity_pem(key.tls_seed, key.certificate))
         file.flush()
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
