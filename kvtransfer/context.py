@@ -1,4 +1,4 @@
-"""Values and ports that the consumer side and the producer side of one `TransferNode` share."""
+"""Values and interfaces that the consumer side and the producer side of one `TransferNode` share."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -74,7 +74,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     layout: KVLayout
     max_model_len: Annotated[int, msgspec.Meta(ge=1)]
     rpc_address: str
-    """Address of the ZeroMQ ROUTER socket for `contracts.messages`."""
+    """Address for the routers' connections, which carry `contracts.messages`: `tcp://HOST:PORT` or `ipc://@NAME`."""
     transfer_address: str
     """Address of the ZeroMQ ROUTER socket for KV transfers; empty for pooling models."""
     events_address: str

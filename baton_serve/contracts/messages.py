@@ -1,8 +1,8 @@
-"""Messages between a router (ZeroMQ DEALER) and an instance (ZeroMQ ROUTER); each is one MessagePack frame.
+"""Messages between a router and an instance, in both directions; each is one MessagePack frame.
 
-A router sends messages of `ToInstance`; an instance answers each request with any number of `ToRouter`. Times are
-durations in seconds (`_s`), since the clocks of two hosts differ. An instance drops the requests of a router that has
-disconnected.
+The connections are those of `services.common.rpc`. A router sends messages of `ToInstance`; an instance answers each
+request with any number of `ToRouter`. Times are durations in seconds (`_s`), since the clocks of two hosts differ. An
+instance drops the requests of a router that has disconnected.
 """
 
 from typing import Literal

@@ -115,7 +115,7 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
 def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
     """Return the longest prompt plus answer in tokens: `config.max_model_len`, or what the model's config allows.
 
-    Raises `ConfigError` if neither says it, or if the setting exceeds the model's own limit.
+    Raises `ConfigError` if neither states it, or if the setting exceeds the model's own limit.
     """
     # Older architectures use the other two names.
     known = (getattr(text_config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))

@@ -30,8 +30,8 @@ class Handoff:
 
 
 class HandoffTable:
-    """The handoffs of one node by ticket and consumer, and what is remembered of ended tickets, so that late calls and
-    messages end at once. It remembers at most `max_tombstones` tickets of each kind.
+    """The handoffs of one node by ticket and consumer, and the tombstones of ended and of cancelled tickets, so that
+    late calls and messages have no effect. Each list of tombstones has at most `max_tombstones` tickets.
     """
 
     def __init__(self, max_tombstones: int) -> None:

@@ -1,6 +1,6 @@
 """The producer side of a node: it serves tickets, each driven by a `ProducerSession`, to the consumers that connect.
 
-This module decides nothing about a transfer. It carries messages to the sessions and performs the steps that they
+This module decides nothing about a transfer. It passes messages to the sessions and performs the steps that they
 return.
 """
 

@@ -1,4 +1,4 @@
-"""The transports: the ways in which the bytes of blocks travel, all behind the port `port.Transport`.
+"""The transports: the ways in which the bytes of blocks travel, all behind the interface `port.Transport`.
 
 `build` is the registry. Adding a transport takes these steps:
 

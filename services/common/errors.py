@@ -27,7 +27,7 @@ class RemoteError(ServiceError):
 
 
 class RegistryUnavailable(RemoteError):  # noqa: N818 - it names a state of the cluster
-    """The registry did not answer in time. The instance goes on serving; its next renewal registers it again."""
+    """The registry did not answer in time. The instance continues to serve; its next renewal registers it again."""
 
 
 class Superseded(RemoteError):  # noqa: N818

@@ -56,7 +56,7 @@ async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 
 
 MIN_DELAY_S = 0.5
-"""Delay before the first restart; it doubles with each further short life."""
+"""Delay before the first restart; it doubles with each further short run."""
 MAX_DELAY_S = 15.0
 """Longest delay before a restart."""
 MAX_FAILED_STARTS = 5
@@ -79,7 +79,7 @@ class RestartPolicy:
     def next_delay_s(self, *, lived_s: float, has_served: bool) -> float | None:
         """Return the delay before the next start in seconds, or None if the process should not be restarted.
 
-        `lived_s` and `has_served` (it became ready) describe the life that has ended.
+        `lived_s` is how long the run that has ended took, and `has_served` whether it became ready.
         """
         self.has_served = self.has_served or has_served
         self.short_lives = 1 if lived_s >= STABLE_LIFE_S else self.short_lives + 1

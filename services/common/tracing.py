@@ -48,7 +48,7 @@ class Span:
         """Set attributes. An attribute with the same name is replaced."""
 
     def over(self, at: float) -> None:
-        """Note that the work of this span ended at `at`. The task that ends the span may run later."""
+        """Record that the work of this span ended at `at`. The task that ends the span may run later."""
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
         """End the span, with the text of an error if it failed. Nothing is recorded afterwards."""

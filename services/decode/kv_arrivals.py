@@ -1,4 +1,4 @@
-"""Reports blocks that a fetch brings to the engine, and starts decoding when all of them have arrived."""
+"""Reports the blocks that a fetch has received to the engine, and starts decoding when all have arrived."""
 
 import asyncio
 import time

@@ -13,8 +13,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def tcp(settings: InstanceSettings, port: int, *, any_port: str = "0") -> str:
-    """Return the ZeroMQ address to bind for `port`. If `port` is 0, `any_port` makes the caller's library choose a free
-    port."""
+    """Return the address `tcp://HOST:PORT` to bind. If `port` is 0, `any_port` is its text, with which the caller's
+    library chooses a free port."""
     return f"tcp://{_bracketed(settings.host)}:{port or any_port}"
 
 

@@ -52,7 +52,7 @@ class Registration:
         await self._renew()
 
     async def leave(self) -> None:
-        """Stops renewing and removes the record, if the registry answers."""
+        """Stop renewing the record, and remove it if the registry answers."""
         if self._renewing is not None:
             await cancel_all([self._renewing])
         # The generation in the request keeps a restarted instance's new record from being removed.

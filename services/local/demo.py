@@ -136,7 +136,7 @@ class ServeProcess:
         self._log_reader: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Start it, wait until all instances are ready and return the router's URL. Raises `NotStartedError`."""
+        """Start the process, wait until all instances are ready, return the router's URL. Raises `NotStartedError`."""
         options = ["--port", "0", "--log-level", "warning"]
         self._process = await asyncio.create_subprocess_exec(
             *module_command(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 AfterLayer = Callable[[int], None]
-"""Called with a layer's number once the device has been given all work that writes the layer's KV."""
+"""Called with a layer's number once all work that writes the layer's KV is queued on the device."""
 
 
 class Executor(Protocol):

@@ -1,4 +1,4 @@
-"""The inputs and the ports of all kernels: the shape of a batch, the rules of a layer, and the protocols that each
+"""The inputs and the interfaces of all kernels: the shape of a batch, the rules of a layer, and the protocols that each
 backend implements.
 
 Nothing here knows of requests, schedulers or models. The engine builds one `AttentionMetadata` for each step, for all
@@ -91,8 +91,8 @@ class NewHeads:
 
 
 class AttentionBackend(Protocol):
-    """Port of attention. `cache` is one layer's strided view [num_blocks, 2, num_kv_heads, block_tokens, head_dim] of
-    the block-major tensor. An implementation must not keep a tensor after it returns.
+    """The interface of attention. `cache` is one layer's strided view [num_blocks, 2, num_kv_heads, block_tokens,
+    head_dim] of the block-major tensor. An implementation must not keep a tensor after it returns.
     """
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
@@ -153,8 +153,8 @@ class Linear:
 
 
 class LayerKernels(Protocol):
-    """Port of a layer's matrix products, and of the steps between them in one pass over memory. Modules and objects can
-    implement it.
+    """The interface of a layer's matrix products, and of the steps between them in one pass over memory. Modules and
+    objects can implement it.
     """
 
     def pack(self, weight: QuantizedWeight) -> Weight:

@@ -37,7 +37,7 @@ class StepInputs:
     """By fingerprint: the rows that an adapter changes, int64 [count]; None: all rows."""
     images: Sequence[ImageRows] = ()
     after_layer: Callable[[int], None] | None = None
-    """Called with a layer's number once the device has been given all work that writes the layer's KV.
+    """Called with a layer's number once all work that writes the layer's KV is queued on the device.
 
     Not all models call it.
     """

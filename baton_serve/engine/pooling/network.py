@@ -71,7 +71,7 @@ class PaddedBatch:
 
 
 class Network(Protocol):
-    """Computes what is pooled, or the logits of classes, for a batch."""
+    """Computes the hidden states to be pooled, or the logits of classes, for a batch."""
 
     def __call__(self, batch: PaddedBatch) -> Tensor: ...
 

@@ -42,7 +42,7 @@ class Lane:
         return self._memory[: count * size].view(count, size)
 
     def sums(self, count: int) -> Tensor:
-        """Return memory for sums, int64 `[count]`. It is in use as long as `staging`."""
+        """Return memory for checksums, int64 `[count]`. It is in use until the lane's next message."""
         if self._sums is None or len(self._sums) < count:
             self._sums = torch.empty(max(count, MIN_SUMS), dtype=torch.int64, device=self._blocks.device)
         return self._sums[:count]

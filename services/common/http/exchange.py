@@ -55,7 +55,7 @@ class HttpConnection(Protocol):
         """
 
     def completed(self, exchange: "Exchange") -> None:
-        """Go on with the next request: the response of `exchange` has been written."""
+        """Begin with the next request: the response of `exchange` has been written."""
 
 
 class Exchange:
@@ -124,7 +124,7 @@ class Exchange:
                 self._break_off()
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_gone` when the connection is lost before the response is complete; at once if it is lost already.
+        """Call `on_gone` if the connection is lost before the response is complete; now, if it is lost already.
 
         There is one callback; None removes it.
         """
@@ -179,11 +179,15 @@ class Exchange:
             raise RuntimeError(f"the message type {kind!r} is not part of an HTTP response")
 
     def on_write_paused(self, is_paused: bool) -> None:
-        """Called by the connection when the client takes data too slowly, and when it has caught up."""
+        """Update `is_writable`. The connection calls this when the client takes data too slowly, and when it takes data
+        fast enough again.
+        """
         self.is_writable = self._is_streaming and not is_paused
 
     def on_body(self, body: bytes) -> None:
-        """Called by the connection with a piece of the request's body. After the response it is discarded."""
+        """Store a piece of the request's body for `receive`, or discard it after the response. The connection calls
+        this.
+        """
         if not self.is_complete:
             self._unread.append(body)
             self._num_unread += len(body)
@@ -192,13 +196,13 @@ class Exchange:
             self._notify()
 
     def on_received(self) -> None:
-        """Called by the connection when the request is complete."""
+        """Record that the request is complete. The connection calls this."""
         self._is_received = True
         self.expects_continue = False
         self._notify()
 
     def on_lost(self) -> None:
-        """Called by the connection when it has ended."""
+        """Record that the connection is lost, and notify what waits for the client. The connection calls this."""
         if self.is_complete or self.is_gone:
             return
         self.is_gone = True

@@ -97,7 +97,7 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until accepted connections have their protocol or are closed."""
+        """Wait until each accepted connection was passed to its protocol or closed. Call it after `close`."""
         if self._connecting:
             await asyncio.wait(self._connecting)
 

@@ -286,7 +286,7 @@ class _Connection(asyncio.Protocol):
         self._lose("the connection broke")
 
     def _shake_hands(self, encryption: Encryption, data: bytes) -> bytes:
-        """Go on with the handshake of the encryption. Return the first plain bytes, which may follow it at once."""
+        """Continue the handshake of the encryption. Return the first plain bytes, which may directly follow it."""
         assert self._transport is not None
         try:
             plain = encryption.decrypt(data)

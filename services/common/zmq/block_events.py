@@ -101,7 +101,7 @@ class EventSubscriber:
         self._socket.start()
 
     def rebase(self, sequence: int) -> None:
-        """Note that the caller has applied a snapshot, which contains all batches up to and including `sequence`.
+        """Record that the caller has applied a snapshot, which contains all batches up to and including `sequence`.
 
         `on_batch` is not called for these batches any more.
         """

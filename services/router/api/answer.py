@@ -34,7 +34,7 @@ class SseDeltaWriter:
     __slots__ = ("_encode", "_events", "_exchange")
 
     def __init__(self, events: EventStream, encode: Callable[[int, TextDelta], bytes]) -> None:
-        """Create it. `encode` returns the events for the next delta of a choice: one or more, or empty bytes."""
+        """Create the writer. `encode` returns the events for the next delta of a choice, or empty bytes."""
         self._events = events
         self._exchange = events.exchange
         self._encode = encode
@@ -95,7 +95,7 @@ class AnswerFormat(Protocol):
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
-        """Return the answer that is not streamed. `text_deltas` holds one complete delta for each choice."""
+        """Return the complete answer, for a request without streaming. `text_deltas` has one delta for each choice."""
         ...
 
 

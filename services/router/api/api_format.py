@@ -71,7 +71,7 @@ class Dialect(Protocol):
         ...
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
-        """Return the answer that is not streamed."""
+        """Return the complete answer, for a request without streaming."""
         ...
 
 

@@ -16,7 +16,7 @@ class BestOfGeneration:
     """A `TextGeneration` that returns the best `count` sequences of each prompt of another one."""
 
     def __init__(self, inner: SampledGeneration, *, count: int, keeps_logprobs: bool) -> None:
-        """Create it. All sequences of `inner` must carry logprobs, which rank them.
+        """Create the generation. All sequences of `inner` must carry logprobs, which rank them.
 
         `keeps_logprobs` says whether the client wants them too.
         """

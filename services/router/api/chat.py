@@ -53,7 +53,7 @@ class ChatShape:
     """Holds what a request asks of the form of its answer: role, echo, logprobs, token ids and message format."""
 
     def __init__(self, request: ChatCompletionRequest, message_format: MessageFormat, *, role: str) -> None:
-        """Read it from the request. `role` is that of `--response-role`."""
+        """Read the fields from the request. `role` is that of `--response-role`."""
         last = request.messages[-1]
         # If the model continues the last message instead of starting a new one, the answer has that message's role.
         continues = bool(request.continue_final_message) or request.add_generation_prompt is False
@@ -117,7 +117,7 @@ class ChatFormat:
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
-        """Return the answer that is not streamed."""
+        """Return the complete answer, for a request without streaming."""
         choices = [
             ChatChoice(
                 index=i,

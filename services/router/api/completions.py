@@ -143,7 +143,7 @@ class CompletionFormat:
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
-        """Return the answer that is not streamed."""
+        """Return the complete answer, for a request without streaming."""
         return CompletionAnswer(
             id=self._head.id,
             created=self._head.created,

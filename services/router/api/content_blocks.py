@@ -41,7 +41,7 @@ class BlockOpened:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrown:
-    """A block got more `text`."""
+    """New `text` was added to the end of a block."""
 
     block: Block
     text: str

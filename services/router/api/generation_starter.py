@@ -40,7 +40,7 @@ _random = random.Random()
 class GenerationStarter:
     """Starts the generations of one model: sampled, `best_of`, or beam search.
 
-    `ModelService` owns it for the life of the router. It keeps no state of its own between requests.
+    `ModelService` owns it as long as the router runs. It keeps no state of its own between requests.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from baton_serve.services.router.text.served_model import ModelNames
 class ModelView:
     """Shows one model as the records of its instances describe it.
 
-    `ModelService` owns it for the life of the router. It changes nothing. Values that need all records are computed
+    `ModelService` owns it as long as the router runs. It changes nothing. Values that need all records are computed
     again only if `cluster.version` has changed, because every request asks for them. Runs on the event loop.
     """
 

@@ -1,6 +1,6 @@
 """The state of one worker as this router knows it: its record, its load, and this router's requests there.
 
-Bookkeeping only, without I/O of its own. Requests of this router are counted exactly and at once; those of other
+Bookkeeping only, without I/O of its own. Requests of this router are counted exactly and immediately; those of other
 routers are seen in the load reports of the instance.
 """
 

@@ -86,7 +86,7 @@ class BlockIndex:
                 _clear(table, source.bit)
 
     def wait_for_snapshot(self, instance: InstanceId, generation: Generation) -> None:
-        """Note that a batch was lost: keep later batches until the next snapshot, and the known blocks as a guess."""
+        """Record that a batch was lost. Later batches are kept until the next snapshot; known blocks still count."""
         source = self._sources.get(instance)
         if source is not None and source.generation == generation and source.early is None:
             source.early = []

@@ -116,7 +116,7 @@ class SiblingRpc:
         metrics: Callable[[], str],
         usage: Callable[[], list[WindowUsage]],
     ) -> None:
-        """Create it. The three functions return the values of this process; each is called for every query."""
+        """Create the RPC of process `worker`. The three functions return its values; each is called for every query."""
         self._worker = worker
         self._log = LimitedLog(logger)
         self._answers: dict[str, Callable[[], object]] = {"stats": stats, "metrics": metrics, "usage": usage}

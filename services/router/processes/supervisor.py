@@ -122,7 +122,7 @@ class RouterSupervisor(ProcessSupervisor[_RouterRun]):
     """Starts the processes of one router, restarts each that exits, and stops them. Runs on the event loop."""
 
     def __init__(self, settings: RouterSettings, workers: list[RouterProcess], *, relay: RegistryRelay | None) -> None:
-        """Create it. The caller owns `relay`, which is None if the registry is not of the `memory:` kind."""
+        """Create the supervisor. The caller owns `relay`, which is None if the registry is not a `memory:` one."""
         super().__init__()
         self._settings = settings
         self._workers = {f"router process {worker.index}": worker for worker in workers}

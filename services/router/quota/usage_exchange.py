@@ -20,7 +20,7 @@ EXCHANGE_S = 0.5
 
 
 class UsageStore(Protocol):
-    """Port of the exchange: adds up the counts of routers (`RedisUsageStore`) or router processes (`SiblingRpc`)."""
+    """Adds up the counts of several routers (`RedisUsageStore`) or router processes (`SiblingRpc`)."""
 
     async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
         """Store the counts of this router and return the sums of all others, for the same windows in the same order.
@@ -37,7 +37,7 @@ class UsageExchange:
     """Runs the exchange of one router process on the event loop, from `start` to `close`. Owns the store."""
 
     def __init__(self, ledger: UsageLedger, store: UsageStore, *, wall_clock: Callable[[], float]) -> None:
-        """Create it. `wall_clock` gives seconds since 1970: windows must be the same for all routers."""
+        """Create the exchange. `wall_clock` gives seconds since 1970: windows must be the same for all routers."""
         self._ledger = ledger
         self._store = store
         self._wall_clock = wall_clock
@@ -57,7 +57,10 @@ class UsageExchange:
         await self._store.close()
 
     async def exchange(self) -> None:
-        """Exchange once. If the store does not answer, keep the previous sums of the others."""
+        """Send the counts of this router to the store once, and take over the sums of all others.
+
+        If the store does not answer, keep the previous sums.
+        """
         own = self._ledger.own(self._wall_clock())
         if not own:
             return

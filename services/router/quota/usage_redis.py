@@ -40,7 +40,7 @@ class RedisUsageStore:
     """Implements `UsageStore` on the Redis of the registry. Owns its own connection."""
 
     def __init__(self, url: str) -> None:
-        """Create it without connecting; the first exchange connects. `url` is that of `--registry`."""
+        """Create the store without connecting; the first exchange connects. `url` is that of `--registry`."""
         # A new id for each process: a restarted router counts from 0 and must not overwrite what it counted before.
         self._router = secrets.token_hex(8)
         self._redis = connect_redis(url)

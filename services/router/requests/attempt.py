@@ -141,7 +141,7 @@ class Attempt(msgspec.Struct, eq=False):
                 worker.send(Cancel(self.request_id))
 
     def drop_prefill(self) -> None:
-        """Go on without the prefill worker, which was lost after it had done its part, and release its load."""
+        """Continue without the prefill worker, which was lost after it had done its part, and release its load."""
         for lease in self.leases:
             if lease.worker is self.prefill:
                 lease.release()

@@ -1,7 +1,7 @@
 """Converts token ids to text while they arrive. The streamed text equals the text of decoding all tokens together.
 
 The tokenizers library's `DecodeStream` decodes each token together with the tokens before it, and holds text back while
-it ends within a character. An own table with the bytes of all tokens took 0.25 to 0.47 us per token instead of 0.81
+it ends within a character. A table with the bytes of all tokens took 0.25 to 0.47 us per token instead of 0.81
 (byte-level). The difference is 2 % of the router's CPU time for a streamed chat of 16 tokens (370 to 460 us), and 5 to
 10 % of its time for a token of an open stream (5.7 to 7.9 us): too little for 105 more lines. Vocabularies without a
 table took 2.8 us per token and take 2.1 (WordPiece, 30,522 tokens).

@@ -1,8 +1,8 @@
 """Convert one-byte codes to operands of a matrix product, exactly. The twin is a cast of torch.
 
-Matrix units need 16-bit operands, and devices move these between their memories at once, but bytes one by one.
-Therefore a pair of neighbouring codes is read as one int16; the first codes of all pairs form one operand, the second
-codes another.
+Matrix units need 16-bit operands. Devices move many of these between their memories by one instruction, but bytes one
+by one. Therefore a pair of neighbouring codes is read as one int16; the first codes of all pairs form one operand, the
+second codes another.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 

@@ -92,8 +92,8 @@ def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = MAX_PO
     """Write to `out`, int64 [rows], the column of each row's largest value in all ranks' `logits` [rows, columns], side
     by side.
 
-    Among equal values the first counts; a row with NaN gives the number of all columns. The inboxes must have two
-    words. Twin: `argmax` of the gathered logits.
+    Among equal values the first counts; a row with NaN gives the number of all columns. The rows of the inboxes must
+    have two words. Twin: `argmax` of the gathered logits.
     """
     assert inboxes.words == WORDS_PER_ARGMAX and len(logits) <= inboxes.max_rows
     found = part_keys(logits)

@@ -185,7 +185,10 @@ def _route_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["pairs", "num_tokens"])
 def assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr):
-    """List the rows of each expert, in order. Pair p is choice p % top_k of token p // top_k."""
+    """Store to `rows` [num_experts, num_tokens] the pairs of each expert in order, and to `counts` their number.
+
+    Pair p is choice p % top_k of token p // top_k. One program handles one expert, in steps of `chunk` pairs.
+    """
     expert, step = tl.program_id(0), tl.arange(0, chunk)
     count = 0
     for start in range(0, pairs, chunk):

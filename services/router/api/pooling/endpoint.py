@@ -48,7 +48,7 @@ class PoolingEndpoint(Generic[R]):
         *,
         prefix: str,
     ) -> None:
-        """Create it. `service` is that of the default model; `prefix` starts the ids of answers."""
+        """Create the endpoint. `service` is that of the default model; `prefix` starts the ids of answers."""
         self._service = service
         self._schema = schema
         self._respond = respond
@@ -109,7 +109,7 @@ class PoolingCall:
         self._is_long = is_long
 
     def require(self, *tasks: PoolingTask) -> None:
-        """Check that the model serves one of `tasks`. Raises `BadRequestError` that names its endpoints otherwise."""
+        """Raise `BadRequestError`, which names the model's endpoints, if the model serves none of `tasks`."""
         if not set(tasks) & set(self.profile.tasks):
             served = dict.fromkeys(_SERVED_BY[task] for task in self.profile.tasks)
             raise BadRequestError(

@@ -89,7 +89,7 @@ class ResponsesDialect:
     """The `api_format.Dialect` of the Responses API, for one answer."""
 
     def __init__(self, empty: ResponseAnswer) -> None:
-        """Create it. `empty` is the answer before anything was generated."""
+        """Create the dialect. `empty` is the answer before anything was generated."""
         self._empty = empty
         self._num_events = 0
         # The events of a block and the whole answer must carry the same ids.

@@ -32,7 +32,7 @@ _OF_ANSWER = (
 
 
 def check_unserved(request: InputTokensRequest) -> None:
-    """Check that a request uses no parameter that is not served. Raises `BadRequestError` that names it otherwise."""
+    """Raise `BadRequestError`, which names the parameter, if a request uses one that is not served."""
     for name, value in (request.model_extra or {}).items():
         if name in UNSERVED and value is not None and value not in UNSERVED[name]:
             why = "answers are not stored: send the whole conversation as input" if _needs_memory(name) else ""

@@ -58,7 +58,7 @@ class Lark:
     """
 
     def __init__(self, markers: Markers, converted: Mapping[str, str] | None = None) -> None:
-        """Create it. `converted` has the Lark of each grammar in GBNF."""
+        """Create the builder. `converted` has the Lark text of each grammar in GBNF, by its GBNF text."""
         self._markers = markers
         self._converted = converted or {}
         self._lines: list[str] = []
