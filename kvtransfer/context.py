@@ -28,7 +28,10 @@ class TransferObserver(Protocol):
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
     ) -> None:
-        """Count `num_bytes` of blocks that were received from `peer`, or served to it by a ticket that has ended."""
+        """Count `num_bytes` of blocks that were received from `peer`, or sent to it.
+
+        Sent bytes are counted when the ticket has ended.
+        """
         ...
 
     def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None:

@@ -1,5 +1,5 @@
-"""Detect the death of a peer process on the same host through a pidfd, which reports it at once even if sockets still
-seem alive.
+"""Detect the death of a peer process on the same host through a pidfd, which reports it immediately even if sockets
+still seem alive.
 """
 
 import asyncio

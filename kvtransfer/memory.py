@@ -161,7 +161,7 @@ def view_at(address: int, size: int) -> memoryview:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed buffers of up to 32 MiB instead of returning them to the kernel at once.
+    """Make glibc reuse freed buffers of up to 32 MiB instead of returning them to the kernel immediately.
 
     ZeroMQ allocates memory for each frame. Without this setting, the 1 MB of such a frame cost more than 50 page faults
     on average, half of the receiver's time (docs/log/block-transfer.md). It applies to the whole process, which keeps

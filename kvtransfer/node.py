@@ -223,7 +223,7 @@ class TransferNode:
         return await self._consuming.fetch(ticket, wanted, options)
 
     def cancel(self, ticket: TicketId) -> None:
-        """Cancel a ticket on either side, at any time. A later `open` or `fetch` of it ends at once."""
+        """Cancel a ticket on either side, at any time. A later `open` or `fetch` of it ends immediately."""
         self._producing.cancel(ticket)
         self._consuming.cancel(ticket)
 

@@ -113,7 +113,8 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     """Largest number of adapters that stay loaded.
 
-    As in vLLM's name, but the weights lie on the device. None: 16, or more if `max_loras` or `lora_modules` need more.
+    The name is vLLM's, but the weights are kept on the device. None means 16, or more if `max_loras` or `lora_modules`
+    need more.
     """
 
     def check(self) -> None:

@@ -217,7 +217,7 @@ class Engine:
         self._reservations.admit_locally(request_id)
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
-        """End a request, or one of its sequences, in any state, and free its blocks at once. Ignore unknown ids.
+        """End a request, or one of its sequences, in any state, and free its blocks immediately. Ignore unknown ids.
 
         No transport may still read or write its blocks.
         """
@@ -327,7 +327,7 @@ class Engine:
         self.kv.close()
 
     def kill_ranks(self) -> None:
-        """Kill the other ranks at once, before this process ends because of a hang. Any thread may call it."""
+        """Kill the other ranks immediately, before this process ends because of a hang. Any thread may call it."""
         self._ranks.kill()
 
     def __enter__(self) -> "Engine":

@@ -17,7 +17,7 @@ from baton_serve.kvtransfer.transports.port import Converter, Receiver, ReceiveT
 logger = logging.getLogger(__name__)
 
 DEATH_DETECTION_S = 0.25
-"""Seconds to wait for news of the peer's death before no transport counts as working: a dying peer's sockets may break
+"""Seconds to wait for a report of the peer's death if no transport could be attached: a dying peer's sockets may break
 before the system reports its death.
 """
 
@@ -43,7 +43,7 @@ class TransportAttachment:
         self.transport: Transport | None = None
         self.receiver: Receiver | None = None
         self.block_bytes = 0
-        """Bytes of a whole block as it travels by `transport`."""
+        """Size of one whole block in bytes, in the layout in which `transport` sends it."""
         self._context = context
         self._channel = channel
         self._welcome = welcome

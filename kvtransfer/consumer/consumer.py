@@ -74,7 +74,7 @@ class ConsumerSide:
                 fetching.connecting.cancel()
 
     def cancel(self, ticket: TicketId) -> None:
-        """Cancel a fetch. If it has not begun yet, the tombstone that is left here ends it at once."""
+        """Cancel a fetch. If it has not begun yet, the tombstone that is left here ends it immediately."""
         self._cancelled[ticket] = None
         # The tombstones are bounded: a ticket that is cancelled and never fetched would stay for ever.
         while len(self._cancelled) > self._context.settings.max_tombstones:

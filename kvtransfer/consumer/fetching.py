@@ -96,7 +96,7 @@ class Fetching:
         """The receiver of this attempt. The connection may have changed to another transport since."""
         self.is_buffered = False
         self.block_bytes = 0
-        """Bytes of a whole block as it travels in this attempt."""
+        """Size of one whole block in bytes, in the layout in which it is sent in this attempt."""
         self.connecting: asyncio.Task[None] | None = None
         self.stop = StopFlag()
         self.is_damaged = False
@@ -118,7 +118,7 @@ class Fetching:
         return self._on_blocks is None or not names or self._call("on_blocks", partial(self._on_blocks, names))
 
     def result(self, step: Succeed, now: float) -> FetchResult:
-        """Return the result for the caller, measured at `now`."""
+        """Return the result for the caller. The fetch has ended at `now`."""
         session = self.session
         # CLOCK_MONOTONIC is common to all processes of a kernel. From another host, use the time when `Done` arrived
         # here.

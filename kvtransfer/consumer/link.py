@@ -147,7 +147,7 @@ class ConsumerLink:
         self._attachment = TransportAttachment(
             context, self._channel, welcome, self.ladder, parts=self.parts, only=self._only
         )
-        # A pidfd reports the death of a process on this host at once, long before a heartbeat is missed.
+        # A pidfd reports the death of a process on this host immediately, long before a heartbeat is missed.
         self._watch = watch_process(welcome.host, context.host, lambda: self.lose("its process ended", dead=True))
         await self.attach()
 

@@ -35,7 +35,7 @@ class ParcelCopier:
     def copy(
         self, fetching: Fetching, placements: Sequence[BlockPlacement], message: Blocks, frames: Sequence[zmq.Frame]
     ) -> None:
-        """Copy announced blocks: at once if they are few bytes, otherwise in a worker thread, or as
+        """Copy announced blocks: immediately if they are few bytes, otherwise in a worker thread, or as
         their bytes arrive.
         """
         context, link, receiver = self._context, fetching.link, fetching.receiver

@@ -114,7 +114,7 @@ class HandoffTable:
         return self._tombstones.get(key)
 
     def entomb(self, key: SinkKey, reason: ReleaseReason) -> None:
-        """Leave a tombstone, so that a later fetch or `open` of this ticket ends at once."""
+        """Leave a tombstone, so that a later fetch or `open` of this ticket ends immediately."""
         self._remember(self._tombstones, key, reason)
 
     def release(self, handoff: Handoff, reason: ReleaseReason) -> None:

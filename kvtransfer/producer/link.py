@@ -50,7 +50,7 @@ class AttachedTransport:
         self.epoch = epoch
         self.sender = sender
         self.block_bytes = block_bytes
-        """Bytes of a whole block as it travels."""
+        """Size of one whole block in bytes, in the layout in which it is sent."""
         self.queue = SendQueue(
             block_bytes=block_bytes,
             batch_bytes=sender.batch_bytes,

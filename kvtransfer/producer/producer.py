@@ -217,7 +217,7 @@ class ProducerSide:
         handoff = self._handoffs.get(key)
         if handoff is not None:
             self._apply(handoff, handoff.session.release(message))
-        # The release overtook the fetch or `open`: leave a tombstone, so that a later one ends at once.
+        # The release overtook the fetch or `open`: leave a tombstone, so that a later one ends immediately.
         elif self._handoffs.tombstone(key) is None:
             self._handoffs.entomb(key, "cancelled")
 

@@ -101,7 +101,7 @@ class DeviceBlocks:
                 (stream or self.stream()).wait_event(event)
 
     def is_computed(self, blocks: Sequence[int]) -> bool:
-        """Return whether `wait_for_computing` would return at once."""
+        """Return whether `wait_for_computing` would return immediately."""
         return all(event.query() for event in self._memory.ready_after(blocks))
 
     def wait_for_computing(self, blocks: Sequence[int]) -> None:

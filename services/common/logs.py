@@ -87,7 +87,7 @@ def log_at(logger: logging.Logger, event: str, fields: dict[str, object], *, at:
 
 
 class _BatchingHandler(logging.StreamHandler[TextIO]):
-    """Writes all lines of one iteration of the event loop in one call. A warning is written at once.
+    """Writes all lines of one iteration of the event loop in one call. A warning is written immediately.
 
     A busy router logs a line per request, and a system call for each line would be a large part of its cost.
     """

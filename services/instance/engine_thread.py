@@ -223,7 +223,7 @@ class EngineThread(Generic[E]):
             if is_idle:
                 self._time_slicer.rest()
             self.deliver(self._on_step_result, TimedStepResult(result, at))
-            # Report at once if capacity may have changed (a request began or ended), else at most every
+            # Report immediately if capacity may have changed (a request began or ended), else at most every
             # STATS_INTERVAL_S.
             is_due = is_idle or bool(commands) or _frees_something(result) or at - stats_at > STATS_INTERVAL_S
 

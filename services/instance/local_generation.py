@@ -29,7 +29,7 @@ async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pi
 
 
 async def await_grammar(engine: EngineCalls, work: Work) -> None:
-    """Wait until the grammar of a request is compiled, which may take seconds. Return at once without a grammar.
+    """Wait until the grammar of a request is compiled, which may take seconds. Return immediately without a grammar.
 
     The request must be added to the engine only then: a step waits for the grammars of all its sequences. Raises
     `engine.errors.RequestError` if the grammar is invalid.

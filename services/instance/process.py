@@ -80,7 +80,7 @@ def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandl
     status = run(process.start, program=f"baton {role}", expected=EXPECTED)
     if process.is_loading:
         # A thread that loads weights cannot be interrupted, and it would crash if it still ran while Python shuts down
-        # its modules. So end the process at once, without Python's shutdown.
+        # its modules. So end the process immediately, without Python's shutdown.
         sys.stderr.flush()
         os._exit(status)
     return status
@@ -125,7 +125,8 @@ class InstanceProcess:
         service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
         self._tracing = make_tracing(endpoint, service=service, instance=self._identity.instance)
         lifecycle.on_stop("traces", self._tracing.close)
-        # Everything above is checked first: loading takes minutes, and a wrong flag should stop the process at once.
+        # Everything above is checked first: loading takes minutes, and a wrong flag should stop the process
+        # immediately.
         engine = await self._engine_thread.start()
         self._engine = engine
         lifecycle.on_stop("engine", self._engine_thread.stop)
@@ -278,7 +279,7 @@ class InstanceProcess:
         await self._renew_record()
 
     def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
-        """Register this instance in the registry and return a function that renews the record at once."""
+        """Register this instance in the registry and return a function that renews the record immediately."""
         if not self._settings.registry:
             logger.warning("--registry is not set: no router will find this instance")
             return _do_nothing

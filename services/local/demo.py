@@ -122,7 +122,7 @@ def main() -> int:
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
-    """Print to standard output at once: an answer is shown token by token."""
+    """Print to standard output immediately: an answer is shown token by token."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 

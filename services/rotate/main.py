@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(text: str) -> None:
-    """Print one line at once: a rotation takes minutes, and its output may go to a pipe."""
+    """Print one line immediately: a rotation takes minutes, and its output may go to a pipe."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

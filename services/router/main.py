@@ -90,7 +90,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     `worker` identifies this process if several share the port (`--workers`), and is None otherwise. Raises
     `ModelFolderError` if a model's folder cannot be used, and `ConfigurationError` for other wrong settings.
     """
-    # Check the settings of all models before loading the first tokenizer, so that a typo fails at once.
+    # Check the settings of all models before loading the first tokenizer, so that a typo fails immediately.
     settings_of_models(settings)
     keys = api_keys(settings)
     tracing = make_tracing(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())

@@ -145,8 +145,8 @@ class Scheduler:
     def schedule_ahead(self, now: float) -> ScheduledBatch | None:
         """Choose a step to launch before the tokens of the previous step are known, or return None if there is none.
 
-        Sequences are assumed to continue unless their maximum length ends them. None also if a preemption would be
-        needed: the step in flight writes to the blocks of the candidates.
+        Sequences are assumed to continue unless their maximum length ends them. The result is also None if a sequence
+        would have to be preempted, because the step in flight still writes to its blocks.
         """
         block_tokens = self._table.limits.block_tokens
         active = self._table.running + self._table.ready

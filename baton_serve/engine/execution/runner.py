@@ -31,7 +31,7 @@ NAN_LOGITS = RowFailure(
 
 @dataclass(frozen=True, slots=True)
 class LaunchedForward:
-    """A step up to its logits that the device is computing.
+    """A launched step. The device is computing its logits; no token was sampled yet.
 
     `greedy` are the tokens with the largest logits if a graph computed the step; then `logits` is None, and they can be
     read from the executor. `constraints` are being built meanwhile by another thread.

@@ -1,8 +1,8 @@
 """The memory of the host tier, and the copies between it and the blocks of the KV cache.
 
-On hosts a copy is done at once. On a device, copies run beside the computation, on one stream for each direction. Each
-copy waits for the previous use of its block and slot. The next use of the block waits for the copy: steps by `before`,
-transports by `KVCache.ready_after`. The memory is pinned if possible.
+On hosts a copy is complete when its call returns. On a device, copies run beside the computation, on one stream for
+each direction. Each copy waits for the previous use of its block and slot. The next use of the block waits for the
+copy: steps by `before`, transports by `KVCache.ready_after`. The memory is pinned if possible.
 
 Blocks may stay here for days, so each slot has a checksum from the time when it was stored, which is compared before
 the slot is loaded.
@@ -41,8 +41,8 @@ COPY_TIMEOUT_S = 10.0
 class SlotChecksums:
     """The xxh3_64 of each slot's bytes when they were stored. `slot_bytes` returns the bytes of a slot as a buffer.
 
-    On hosts it is computed at once, while the bytes are in the CPU cache. On a device the copy is still running, so a
-    thread waits for it. The checksum covers the time in the host's memory, not the copy from the device.
+    On hosts it is computed immediately, while the bytes are in the CPU cache. On a device the copy is still running, so
+    a thread waits for it. The checksum covers the time in the host's memory, not the copy from the device.
     """
 
     def __init__(self, slot_bytes: Callable[[int], Any], *, has_threads: bool) -> None:

@@ -298,7 +298,7 @@ def _load_whole(
     """
     if device.is_host(target):
         return _load_weights(folder, hf_config, config, dtype)
-    with no_init_weights():  # random numbers would be overwritten at once
+    with no_init_weights():  # random numbers would be overwritten immediately
         module = _make_dummy(hf_config, config, dtype, target)
     cast(Any, module).tie_weights()
     try:

@@ -27,7 +27,7 @@ def load_shard(
 ) -> nn.Module:
     """Load a module of the shard's shape on `target`. Raises `ModelError`."""
     folder = Path(config.model)
-    with no_init_weights():  # random numbers would be overwritten at once
+    with no_init_weights():  # random numbers would be overwritten immediately
         module = _build(hf_config, config, dtype, target, shard)
     cast(Any, module).tie_weights()
     _cut_head(module, shard)
@@ -78,7 +78,7 @@ def _cut_head(module: nn.Module, shard: Shard) -> None:
     # `tie_weights` has applied the config; two parameters of the same memory are one weight.
     is_tied = weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     rows = weight[shard.part(weight.shape[0])]
-    # The meta device allocates nothing for the weight that is replaced at once.
+    # The meta device allocates nothing for the weight that is replaced immediately.
     with torch.device("meta"):
         head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
     head.weight = nn.Parameter(rows if is_tied else rows.clone(), requires_grad=False)

@@ -122,7 +122,7 @@ def _packed(library: ctypes.CDLL, parts: list[Any], *, takes_turns: bool = False
         whole = merge(quantized) if len(quantized) > 1 else quantized[0]
         assert isinstance(whole.weight, QuantizedWeight)  # `fits` saw to it
         weight, bias = whole.weight, whole.bias
-        # A panel of the kernel must hold gate and up of the same outputs to compute SiLU(gate) * up at once.
+        # A panel of the kernel must hold gate and up of the same outputs to compute SiLU(gate) * up immediately.
         return pack_codes(*((_with_turns(weight), _in_turns(bias)) if takes_turns else (weight, bias)))
     weights = [part.weight.data for part in parts]
     if takes_turns and len(weights) == 1:

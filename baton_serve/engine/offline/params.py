@@ -92,7 +92,7 @@ class SamplingParams:
         self._check_beams()
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise ConfigError("SamplingParams: truncate_prompt_tokens must be at least 1")
-        # An empty string would be found at once, and every answer would be empty.
+        # An empty string would be found immediately, and every answer would be empty.
         if any(not text for text in self.stops):
             raise ConfigError("SamplingParams: stop has an empty string")
 

@@ -1,7 +1,7 @@
 """Frames between two processes of a host over a pair of connected sockets: length, then bytes. Every wait has a timeout
 or ends with the other process.
 
-When the other process exits, its socket is closed, which is noticed at once.
+When the other process exits, its socket is closed, which is noticed immediately.
 """
 
 import os

@@ -46,7 +46,7 @@ ANSWER_TIMEOUT_S = 300.0
 SEND_TIMEOUT_S = 30.0
 """Longest wait until a rank accepts a command, in seconds."""
 END_TIMEOUT_S = 5.0
-"""Time that ranks and libraries have to end in good order, in seconds."""
+"""Time in seconds that ranks and libraries have to end by themselves, before the ranks are killed."""
 
 OnLost = Callable[[str], None]
 """Called with a message when a rank has exited, from the watcher's thread."""
@@ -86,7 +86,7 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         for number in range(1, self.shard.size):
             self._ranks.append(_start(number))
-            # The shard begins to load at once, in parallel with rank 0.
+            # The shard begins to load immediately, in parallel with rank 0.
             self._send([self._ranks[-1]], LoadRank(config, number, torch.get_num_threads()))
         # Closing the write end wakes the watcher, which otherwise sleeps until a rank exits.
         self._wake, self._woken = os.pipe()
@@ -151,7 +151,7 @@ class Ranks:
         self._is_closing.set()
         for rank in self._ranks:
             rank.channel.close()
-        # Ranks that have not joined the group are still loading; nothing has to end in good order there.
+        # Ranks that have not joined the group are still loading; nothing has to end by itself there.
         deadline = time.monotonic() + (0.0 if isinstance(self.group, SingleRank) else END_TIMEOUT_S)
         for rank in self._ranks:
             try:

@@ -39,7 +39,7 @@ class GrammarCompiler:
         """Start compiling. The future raises `RequestError` for an invalid grammar."""
         if not self._has_thread:
             # The size of a thread's stack can only be set for all threads that are created next. Create the pool's only
-            # thread now, and restore the size at once.
+            # thread now, and restore the size immediately.
             before = threading.stack_size(WORKER_STACK_BYTES)
             try:
                 self._thread.submit(int).result()  # creates the thread

@@ -20,7 +20,7 @@ IMAGES_MISSING = RowFailure(
 
 
 class RequestFailures:
-    """Ends requests that a step has failed, and removes what the step reported about them."""
+    """Ends requests that failed in a step, and removes what this step has reported about them."""
 
     def __init__(self, table: RequestTable, scheduler: Scheduler, mirror_refs: MirrorRefs) -> None:
         self._table = table

@@ -78,7 +78,7 @@ class StepLoop:
         self.ahead: InFlightStep | None = None
         """The step that was launched before the tokens of the previous one were known."""
         self.layer_groups: LayerGroupReporter | None = None
-        """Reports the last blocks of `prefill` requests by layer groups, if somebody wants them. Closed by `close`."""
+        """Reports the last blocks of `prefill` requests by layer groups, after `on_layer_groups`. Closed by `close`."""
         self._last_finish = 0.0
 
     def close(self) -> None:

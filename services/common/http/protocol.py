@@ -213,7 +213,7 @@ class HttpProtocol(asyncio.Protocol):
     def _linger_and_close(self) -> None:
         """Close the connection of a client that still sends, after discarding its data for a while.
 
-        If it were closed at once, TCP would reset it, and the client would lose the response.
+        If it were closed immediately, TCP would reset it, and the client would lose the response.
         """
         self._pending_writes.flush()
         if self._transport.is_closing():

@@ -88,8 +88,8 @@ class RequestParser:
 
     def close(self) -> None:
         """Forget the consumer. Nothing may be fed any more."""
-        # httptools' parser and the consumer refer to this object. Without these cycles all memory is freed at once, and
-        # not by the garbage collector.
+        # httptools' parser and the consumer refer to this object. Without these cycles all memory is freed immediately,
+        # and not by the garbage collector.
         del self._parser, self._consumer
 
     def on_message_begin(self) -> None:

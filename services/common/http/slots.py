@@ -118,7 +118,7 @@ class Slot:
     def __init__(self, slots: Slots, address: str) -> None:
         self.address = address
         self.on_evicted: Callable[[], object] = _do_nothing
-        """Closes the connection at once; data that is not written yet is lost. The owner of the slot sets it."""
+        """Closes the connection immediately; data that is not written yet is lost. The owner of the slot sets it."""
         self._slots = slots
         self._is_released = False
         self._evictable: dict[Slot, None] | None = None

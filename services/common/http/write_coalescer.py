@@ -1,7 +1,7 @@
 """Collects the writes to all connections and sends them at the end of the event loop's iteration.
 
-uvloop writes each piece at once. Each would be a system call, and could wake up a process at the other end, which would
-go to sleep again before the next piece.
+uvloop writes each piece immediately. Each would be a system call, and could wake up a process at the other end, which
+would go to sleep again before the next piece.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
 """The interface of the registry. An instance registers a record, renews it before its TTL ends, and removes it at exit.
 
 Every implementation follows these rules (tests/contract/test_registries.py). A newer generation of an instance replaces
-the older one at once, and the older one can never overwrite or remove it again. Generations are ordered by their first
-registration. A generation that has left cannot register again. When the backend is lost, views keep their records.
+the older one immediately, and the older one can never overwrite or remove it again. Generations are ordered by their
+first registration. A generation that has left cannot register again. When the backend is lost, views keep their
+records.
 """
 
 from collections.abc import Callable

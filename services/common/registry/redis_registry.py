@@ -81,7 +81,7 @@ return found
 
 
 def connect_redis(url: str) -> redis.asyncio.Redis:
-    """Return a client with short timeouts and without retries, so that callers notice an outage at once.
+    """Return a client with short timeouts and without retries, so that callers notice an outage immediately.
 
     It connects at its first command. `url` is `redis://…`, `rediss://…` (TLS; `?ssl_ca_certs=FILE`) or `unix://…`. A
     user of an ACL is given as `redis://USER:PASSWORD@…`.
@@ -201,8 +201,8 @@ class RedisRegistryView:
                 await asyncio.sleep(self._refresh_s)
 
     def _on_publication(self, words: list[str]) -> None:
-        # Remove an instance that has left at once, without a read: requests must not be placed on it any more. During
-        # the grace period after an outage a read would not remove it either.
+        # Immediately remove an instance that has left, without a read: requests must not be placed on it any more.
+        # During the grace period after an outage a read would not remove it either.
         if words[0] == "left" and len(words) == 3:
             record = self._records.get(InstanceId(words[2]))
             if record is not None and str(record.generation) == words[1]:

@@ -61,7 +61,7 @@ class MessageClient:
         self._connecting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connect in a task. Messages can be sent at once; they are queued."""
+        """Connect in a task. Messages can be sent immediately; they are queued."""
         self._connecting = asyncio.create_task(self._connect(), name="rpc-connect")
 
     def send(self, message: bytes) -> None:

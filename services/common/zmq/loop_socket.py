@@ -130,7 +130,7 @@ def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None)
 
 
 def connect(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> None:
-    """Connect to `address`, encrypted with a key. Returns at once; the library connects in its own thread."""
+    """Connect to `address`, encrypted with a key. Returns immediately; the library connects in its own thread."""
     # The whole cluster shares one key pair, so it is the key of both ends.
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)

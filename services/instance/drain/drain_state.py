@@ -60,7 +60,7 @@ class DrainController:
         return "draining" if self._serving.num_requests else "drained"
 
     async def begin(self) -> None:
-        """Refuse new requests; notify connected routers at once and the registry if it is available."""
+        """Refuse new requests; notify connected routers immediately and the registry if it is available."""
         if not self._serving.is_draining:
             logger.info("draining", extra={"requests": self._serving.num_requests})
             self._serving.refuse_new()

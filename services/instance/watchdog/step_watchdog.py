@@ -198,7 +198,7 @@ class RefusingServer(Protocol):
 
 
 class HangReport:
-    """Reports a hang to the routers: they lose this instance at once, and replay its streams elsewhere.
+    """Reports a hang to the routers: they lose this instance immediately, and replay its streams elsewhere.
 
     `begin` belongs to the event loop. `leave_registry` is set by the owner when the instance has registered.
     """

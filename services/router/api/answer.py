@@ -59,7 +59,7 @@ class SseDeltaWriter:
         return self._exchange.is_writable
 
     def write_delta(self, choice: int, text_delta: TextDelta) -> None:
-        """Write the events of a delta at once. Call it only if `can_write` returned True."""
+        """Write the events of a delta immediately. Call it only if `can_write` returned True."""
         assert self._exchange is not None, "copy passes no consumer without an exchange"
         if data := self._encode(choice, text_delta):
             self._exchange.write(data)

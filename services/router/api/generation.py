@@ -25,7 +25,7 @@ class DeltaConsumer(Protocol):
     """
 
     def can_write(self) -> bool:
-        """Return whether the client keeps up, so that the next delta may be written at once."""
+        """Return whether the client keeps up, so that the next delta may be written immediately."""
         ...
 
     def write_delta(self, choice: int, text_delta: TextDelta) -> None:

@@ -150,7 +150,7 @@ class Cluster:
     async def wait_until(self, fact: Callable[[], bool], *, within_s: float) -> bool:
         """Wait until `fact` holds, and return False if it does not within `within_s` seconds.
 
-        It is checked now and whenever the cluster changes. If no instance is expected, return at once.
+        It is checked now and whenever the cluster changes. If no instance is expected, return immediately.
         """
         if fact():
             return True
@@ -291,8 +291,8 @@ class Cluster:
         if worker.link is not None:
             self._spawn(worker.link.close())
             worker.link = None
-        # Last, because a handler may place its request again at once: by now this worker accepts no requests. The list
-        # is a copy because handlers release their leases.
+        # Last, because a handler may place its request again immediately: by now this worker accepts no requests. The
+        # list is a copy because handlers release their leases.
         load_estimates = list(worker.load_estimates.values())
         call_each(
             "handling the loss of an instance",

@@ -29,7 +29,7 @@ def migrate(leaving: WorkerState, hot: HotBlocks, workers: Iterable[WorkerState]
             "drain migration: %s fetches %d KV blocks from %s", target.record.instance, num_blocks, hot.instance
         )
         target.send(adopt)
-    # An answer without tickets lets the draining instance stop at once instead of waiting for a fetch.
+    # An answer without tickets lets the draining instance stop immediately instead of waiting for a fetch.
     leaving.send(Heirs([found[1].ticket.ticket] if found is not None else []))
 
 

@@ -50,7 +50,7 @@ class FirstGapQuantile:
 
 
 def first_token_hold_s(expected_s: float, *, itl_s: float, max_itls: float, ttft_budget_s: float) -> float:
-    """Return for how many seconds to hold back a first token; 0 if it should be sent at once.
+    """Return for how many seconds to hold back a first token; 0 if it should be sent immediately.
 
     `expected_s` is the expected first gap and `itl_s` the ITL SLO. The result is at most `max_itls` times that SLO, and
     at most `ttft_budget_s`, the time that is left for the first token.

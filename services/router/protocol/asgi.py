@@ -179,7 +179,7 @@ async def send_error(send: Send, error: ApiError, body: object = None) -> None:
     """Send an error response. `body` replaces the body in OpenAI's format, for the formats of other APIs."""
     headers = []
     if error.retry_after_s is not None:
-        # HTTP knows whole seconds only, and 0 would make clients retry at once.
+        # HTTP knows whole seconds only, and 0 would make clients retry immediately.
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -214,7 +214,8 @@ class EventStream:
         await self._send_in_time(last, is_last=True)
 
     async def _send_in_time(self, events: bytes, *, is_last: bool) -> None:
-        # While the connection is writable the send returns at once. Setting a timer would take longer than the send.
+        # While the connection is writable the send returns immediately. Setting a timer would take longer than the
+        # send.
         if self.exchange is not None and self.exchange.is_writable:
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
             return

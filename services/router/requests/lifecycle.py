@@ -291,7 +291,7 @@ class RequestLifecycle:
         if no_capacity is None:
             return
         # A replay waits for any instance that may come, since failing it breaks a stream that the client is reading. A
-        # new request waits only if an instance is expected; without one its client should get the 503 at once.
+        # new request waits only if an instance is expected; without one its client should get the 503 immediately.
         # `num_replays` does not distinguish them: it leaves out replays away from draining instances.
         if no_capacity.reason == "never_fits" or not (self._attempts.has_started or self._expects_instances()):
             raise no_capacity_error(no_capacity)

@@ -36,7 +36,7 @@ class PoolingDemand:
     candidates: Callable[[], Sequence[Candidate]]
     """Returns the instances that can compute it, with their load at that moment."""
     granted: "asyncio.Future[DispatchedTokens]"
-    """Gets its result when a request that waits may go."""
+    """Resolved when the waiting request may go to its instances."""
 
 
 class DispatchedTokens:

@@ -149,7 +149,7 @@ class RequestLog:
     def add(self, lifecycle: RequestLifecycle) -> None:
         """Add a request that has ended; it is recorded within `_MAX_DELAY_S`, or earlier if the batch is full."""
         self._unlogged.append(lifecycle)
-        # A full batch is not recorded at once: the caller is in the middle of delivering an answer.
+        # A full batch is not recorded immediately: the caller is in the middle of delivering an answer.
         if self._next is None or (len(self._unlogged) >= _MAX_BATCH_REQUESTS and not self._is_soon):
             self._schedule()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 TokenCallback = Callable[[int, TokenUpdate, float], bool]
-"""Takes new tokens of a choice at once, without a turn of the event loop.
+"""Takes new tokens of a choice immediately, without a turn of the event loop.
 
 The arguments are the index of the choice, the tokens, and the moment of their arrival. It returns False if it cannot
 take these tokens; then they go into the queue.

@@ -78,7 +78,7 @@ class TokenStream:
 
     def _push_several(self, token_ids: Sequence[int]) -> str:
         """Convert tokens as if they had come one by one, so that the text does not depend on their division."""
-        # All tokens of a short answer may come at once. One step for 16 tokens takes half the time of 16 steps, and
+        # All tokens of a short answer may come immediately. One step for 16 tokens takes half the time of 16 steps, and
         # gives the same text if all bytes are known and form whole characters.
         if self._has_known_bytes and not (self._held or self._joined) and len(token_ids) < MAX_HELD_TOKENS:
             stream = copy(self._stream)

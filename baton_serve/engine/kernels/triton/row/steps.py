@@ -26,7 +26,7 @@ def arrive(counter):
 @triton.jit
 def wait(counter, failed, target, left):
     """Spin until `counter` reaches `target`, at most `left` times, and return the number of spins left. On timeout
-    store NaN in `failed` and return 0, so that later waits return at once.
+    store NaN in `failed` and return 0, so that later waits return immediately.
     """
     seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     while (seen < target) & (left > 0):
