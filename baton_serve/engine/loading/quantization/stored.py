@@ -91,7 +91,7 @@ def numbers(stored: StoredModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def requantize(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> None:
     """Quantize the linear layers of a model that transformers has made from the result of `numbers`.
 
-    They get the codes of the checkpoint. Stored layers that are no linear layers of the model stay floats.
+    They get the codes of the checkpoint. Stored layers for which the model has no linear layer stay floats.
     """
     linears = set(linear_names(module))
     kept = StoredModel(stored.form, layers={name: parts for name, parts in stored.layers.items() if name in linears})
