@@ -296,6 +296,7 @@ def kv_cache_bytes(device: torch.device, *, memory_utilization: float, activatio
     """Return how many bytes the KV cache may take. Call it once the weights are loaded.
 
     `memory_utilization` is the part of the device's memory that this process may use in all, from 0 to 1.
+    `activation_bytes` is what the largest step needs beside the weights.
     """
     if device.type == "cpu":
         return min(CPU_KV_MAX_BYTES, int(memory(device).free_bytes * CPU_KV_FRACTION))

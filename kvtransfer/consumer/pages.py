@@ -53,7 +53,7 @@ class Pages:
         self._asked.put(fresh)
 
     def close(self) -> None:
-        """End the thread. Pages that were not created yet are left to the copies."""
+        """End the thread. Pages that were not created yet are created by the copies into them."""
         # The thread checks this before each block, so that closing does not wait for a long list.
         self._is_of_use = False
         if self._thread is not None:

@@ -128,7 +128,9 @@ class ProbeProcess:
 
 
 class ProbeRunner:
-    """Runs processes for one half of a node's probes, and remembers processes that could not be killed."""
+    """Runs the probe processes of a node's producer side or consumer side, and remembers processes that could not be
+    killed.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command

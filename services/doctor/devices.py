@@ -109,7 +109,7 @@ def probe_devices(timeout_s: float, command: Sequence[str] = PROBE) -> ProbeFact
 
 
 def device_findings(facts: ProbeFacts) -> Iterator[Finding]:
-    """Judge the facts of the probe."""
+    """Yield the findings that follow from the facts of the probe."""
     features = ", ".join(name for name, is_there in facts.features.items() if is_there) or "none"
     yield ok("torch", f"torch {facts.torch} uses the device {facts.kind}; features: {features}")
     if facts.kind == "cpu":

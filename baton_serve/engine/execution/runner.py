@@ -56,7 +56,7 @@ class SampledTokens:
 
 
 class ImageRowsSource(Protocol):
-    """The part of `engine.model.vision.prompt.PromptImages` that the runner uses."""
+    """The part of `engine.model.vision.prompt.VisionPromptImages` that the runner uses."""
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]: ...
 

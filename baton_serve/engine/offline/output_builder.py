@@ -112,8 +112,8 @@ class OutputBuilder:
     def completions(self, answers: Sequence[GeneratedSequence], params: SamplingParams) -> list[CompletionOutput]:
         """Return the outputs of the `n` best sequences.
 
-        If more than `n` were generated, the most likely come first, and the list is empty until all have ended: before,
-        the choice could change.
+        If more than `n` were generated, the most likely come first, and the list is empty until all have ended: until
+        then the choice could change.
         """
         chosen = list(answers)
         if params.use_beam_search or len(chosen) > params.n:

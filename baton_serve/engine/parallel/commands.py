@@ -1,4 +1,7 @@
-"""The commands of rank 0 to the other ranks and their answers, each one MessagePack frame. Arrays are sent as bytes."""
+"""The commands of rank 0 to the other ranks and their answers, each one MessagePack frame. Arrays are sent as bytes.
+
+A rank that fails answers with `CommandFailed`. Otherwise it answers only the commands whose docstrings say so.
+"""
 
 from typing import Literal
 
@@ -12,7 +15,7 @@ from baton_serve.engine.model.batch_inputs import StepArrays
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
-    """The first command: load this rank's shard of the model. Answered."""
+    """The first command: load this rank's shard of the model. The rank answers when it is done."""
 
     config: EngineConfig
     rank: int
@@ -21,19 +24,21 @@ class LoadRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):
-    """Join the process group that uses this file as its store. Answered."""
+    """Join the process group that uses this file as its store. The rank answers when it has joined."""
 
     store: str
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
-    """Make the KV cache, replacing an earlier one. The descriptor of rank 0's host memory follows. Answered."""
+    """Make the KV cache, replacing an earlier one. The descriptor of rank 0's host memory follows. The rank answers."""
 
     num_blocks: int
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
-    """Return the memory left for the KV cache after the steps since `BuildCache`. Answered; that cache is freed."""
+    """Free the cache of `BuildCache`. The rank answers with the bytes that its KV cache may take, by the peak memory of
+    the steps since then.
+    """
 
     work_factor: int
     """Factor for the measured peak memory, to leave room for graphs."""
@@ -42,7 +47,7 @@ class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 class CaptureGraphs(msgspec.Struct, frozen=True, tag=True):
-    """Capture graphs. Answered with 1 if that succeeded, otherwise 0."""
+    """Capture graphs. The rank answers with 1 if that succeeded, otherwise with 0."""
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
@@ -91,13 +96,13 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToHost(msgspec.Struct, frozen=True, tag=True):
-    """Copy this rank's part of these blocks to the shared memory. Answered when it is there."""
+    """Copy this rank's part of these blocks to the shared memory. The rank answers when it is there."""
 
     blocks: list[int]
 
 
 class FromHost(msgspec.Struct, frozen=True, tag=True):
-    """Copy this rank's part of these blocks from the shared memory. Answered when it was read."""
+    """Copy this rank's part of these blocks from the shared memory. The rank answers when it has read it."""
 
     blocks: list[int]
 

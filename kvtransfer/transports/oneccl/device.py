@@ -203,7 +203,10 @@ class DirectReceiver(PairStream):
 
 
 class DeviceArrival:
-    """A message that has begun. `placements` are those of its parcel that were wanted at that time, in their order."""
+    """A message that is being received.
+
+    `placements` are those of its parcel that were wanted when it was started, in the order of the parcel.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from baton_serve.services.router.text.token_sequence import TokenUpdate
 class DeltaConsumer(Protocol):
     """Receives text deltas directly from the call that brings their tokens, without waking the request's task.
 
-    `sse.SseDeltaWriter` implements it. Its methods must not block.
+    `answer.SseDeltaWriter` implements it. Its methods must not block.
     """
 
     def can_write(self) -> bool:

@@ -73,7 +73,7 @@ class Connector(Protocol):
     def subscriber(
         self, record: InstanceRecord, on_batch: Callable[[EventBatch], None], on_gap: Callable[[], None]
     ) -> Subscriber:
-        """Return a subscription to cache events that is not started yet. `on_gap` means that a batch was lost."""
+        """Return a subscription to cache events that is not started yet. It calls `on_gap` when a batch was lost."""
         ...
 
 

@@ -15,7 +15,7 @@ _NO_MATCH = Match()
 class RoutableWorkers:
     """The workers that generate text and accept new requests at one moment.
 
-    `Cluster` makes a new one when its workers change: the groups below cost too much to build for every request.
+    `Cluster` makes a new one when its workers change: building its groups for every request would cost too much.
     """
 
     def __init__(self, workers: Iterable[WorkerState]) -> None:

@@ -40,8 +40,7 @@ def failure_error(failed: Failed) -> ApiError:
 
 
 class PlacementRetry:
-    """Waits for an instance, for groups of sequences of one request that cannot be placed now.
-
+    """Keeps groups of sequences of one request that cannot be placed now, until an instance can take them.
     It calls `place_again` with each group and the number of its replays whenever the cluster changes. If groups still
     wait `wait_s` seconds after the first one was added, it calls `give_up` with the reason for that first one.
     """

@@ -24,9 +24,10 @@ def json_string(text: Characters) -> Scan[str | None]:
 
 
 def json_value(text: Characters, emit: Callable[[str], None]) -> Scan[None]:
-    """Emit the next value while it arrives: objects, arrays and scalars as they are written, a string decoded.
+    """Emit the text of the next JSON value while it arrives.
 
-    Arguments that are a string contain JSON as OpenAI's API sends it, so the string is decoded.
+    Objects, arrays and scalars are emitted as they are written. A string is decoded first: tool arguments that are sent
+    as a string, as in OpenAI's API, contain JSON.
     """
     char = yield from skip_space(text)
     if char in _CLOSES:

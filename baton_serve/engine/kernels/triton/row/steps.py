@@ -82,8 +82,8 @@ def normed_product(  # noqa: PLR0913
     stages: tl.constexpr,
     runs: tl.constexpr,
 ):
-    """After a barrier, compute `to` = `residual` + `added`, its `squares`, and its product. The product is normed
-    except for `norm_factor`, which the code that reads `sums` applies.
+    """After a barrier, compute `to` = `residual` + `added`, the sums of its `squares`, and the product of its RMSNorm
+    with a weight. The product lacks `norm_factor`, which the code that reads `sums` applies.
     """
     tiles: tl.constexpr = outputs // tile
     steps: tl.constexpr = inputs // depth
@@ -250,7 +250,7 @@ def add_tile(  # noqa: PLR0913
     depth: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Add the contributions of `depth` inputs, given as `digits_of` them, to the sums of `tile` outputs."""
+    """Add the contributions of `depth` inputs to the sums of `tile` outputs. `digits_of` has converted the inputs."""
     group = tl.arange(0, columns) // (columns // (depth // 128))
     row = number * tile + tl.arange(0, tile)
     code = codes + row[:, None] * (inputs // 2) + step * (depth // 2) + tl.arange(0, depth // 2)[None, :]
