@@ -102,7 +102,7 @@ class MappedReceiver:
         raise TransportUnavailable("this transport sends no bytes")
 
     def close(self) -> None:
-        # Drop the mapping, but a copy that runs keeps its own reference to it.
+        # Drop the mapping, but a running copy keeps its own reference to it.
         self._source = None
 
 

@@ -1,8 +1,8 @@
 """The producer's end of a transfer: serve published blocks, and decide when they may be freed. This module is pure.
 
 The rules: The blocks stay until the consumer has released them, is known to be dead, or its lease has run out; and
-until no transport reads them. The consumer checks its lease itself after each copy. If this process stood still or its
-clock jumped, that time does not count as waiting: leases are extended by it.
+until no transport reads them. The consumer checks its lease itself after each copy. If this process was suspended or
+its clock jumped, that time does not count as waiting: leases are extended by it.
 """
 
 from collections.abc import Sequence
@@ -218,7 +218,7 @@ class ProducerSession:
 
     def _forgive(self, now: float) -> None:
         """Extend the deadlines by time without a tick, if it was long. This process, or the whole machine with the
-        consumer's clock, may have stood still, and the consumer's renewals may still wait in the socket.
+        consumer's clock, may have been suspended, and the consumer's renewals may still wait in the socket.
         """
         gap, self._ticked_at = now - self._ticked_at, now
         if gap > self._limits.lease_grace_s:

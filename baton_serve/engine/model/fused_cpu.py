@@ -103,7 +103,7 @@ def _take_head(module: Any, kernels: CpuLayers) -> Matrix:
     head = module.lm_head
     if isinstance(head, QuantizedLinear):
         install(head, kernels)
-        assert isinstance(head.weight, Matrix)  # `fits` saw to it
+        assert isinstance(head.weight, Matrix)  # `fits` has checked it
         return replace(head.weight, bias=head.bias)
     matrix = pack(kernels.library, [head.weight.data], head.bias)
     # A tied weight is also the embedding's table, which is still needed.
@@ -120,7 +120,7 @@ def _packed(library: ctypes.CDLL, parts: list[Any], *, takes_turns: bool = False
     quantized = [part for part in parts if isinstance(part, QuantizedLinear)]
     if quantized:
         whole = merge(quantized) if len(quantized) > 1 else quantized[0]
-        assert isinstance(whole.weight, QuantizedWeight)  # `fits` saw to it
+        assert isinstance(whole.weight, QuantizedWeight)  # `fits` has checked it
         weight, bias = whole.weight, whole.bias
         # A panel of the kernel must hold gate and up of the same outputs to compute SiLU(gate) * up immediately.
         return pack_codes(*((_with_turns(weight), _in_turns(bias)) if takes_turns else (weight, bias)))

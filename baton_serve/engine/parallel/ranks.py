@@ -171,7 +171,7 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill the other ranks without waiting. For a process that ends now; any thread may call it."""
-        # The watcher must not report the exits, which would start a stop in good order.
+        # The watcher must not report the exits, which would start a regular stop.
         self._is_closing.set()
         for rank in self._ranks:
             rank.process.kill()

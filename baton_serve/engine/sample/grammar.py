@@ -109,7 +109,7 @@ class Grammars:
     def prepare(self, grammar: str) -> "Future[Compiled]":
         """Start compiling a grammar in the background, and return the future that `start` waits for."""
         compiled = self._compiled.get(grammar)
-        # A failure is not kept: its cause may be passing.
+        # A failure is not kept: its cause may be temporary.
         if compiled is None or (compiled.done() and compiled.exception() is not None):
             compiled = self._compiled[grammar] = self._compiler.compile(grammar)
             self._forget_oldest()
@@ -122,7 +122,7 @@ class Grammars:
         try:
             return GrammarState(compiled.result().matcher.deep_copy(), self._eos_token_ids)
         except RequestError:
-            # Do not keep a failure: the cause may be passing, and the text would occupy a place.
+            # Do not keep a failure: the cause may be temporary, and the text would occupy a place.
             self._compiled.pop(grammar, None)
             raise
 

@@ -160,7 +160,7 @@ class MemoryRegistryClient:
 
     async def register(self, record: InstanceRecord, ttl_s: float) -> None:
         generation = await self._call(Register(record, ttl_s))
-        # The answer is the generation that is in force now.
+        # The answer is the generation that is valid now.
         if generation != record.generation:
             raise Superseded(f"{record.instance}: another process has registered under this name")
 

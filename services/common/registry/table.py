@@ -30,7 +30,7 @@ class RecordTable:
     def register(self, record: InstanceRecord, ttl_s: float, now: float) -> tuple[Generation, bool]:
         """Add or renew a record, unless it is of an older generation.
 
-        Return the generation that is in force now, which differs from the record's if it was rejected (0 if this
+        Return the generation that is valid now, which differs from the record's if it was rejected (0 if this
         generation has left), and whether the table has changed in more than a load.
         """
         row = self._rows.setdefault(record.instance, _Row())

@@ -141,7 +141,7 @@ class Cluster:
         """Return whether an instance that accepts no requests now may soon do so.
 
         That is the case while a known instance is connecting, lost or draining, and for `within_s` seconds after this
-        router started or an instance was removed. Later the instance was probably removed for good.
+        router started or an instance was removed. Later it is assumed that no other instance will come.
         """
         if any(not worker.takes_work for worker in self._workers.values()):
             return True

@@ -61,7 +61,7 @@ MAX_TURNOVER_RATIO = 5.0
 
 A prompt evicts as many blocks as it stores. On an instance that stores more than the mean, the evicted blocks are
 younger, and it is more likely that they would have been used again. Without this term new conversations all go to the
-few instances that have a common system prompt, and wear out their caches.
+few instances that have a common system prompt, and evict each other's blocks there.
 """
 
 

@@ -1,7 +1,7 @@
 """Decode attention that also norms and rotates heads and stores K and V, for sequences with one new token each.
 
-Every split norms and rotates its own queries. The last split has K and V of the new token at hand, so that they are
-never read back. Twin: `rms_norm` of heads, `rotary_store`, then attention.
+Every split norms and rotates its own queries. The last split takes K and V of the new token from its heads and not
+from the cache. Twin: `rms_norm` of heads, `rotary_store`, then attention.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 

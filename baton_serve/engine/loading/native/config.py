@@ -145,7 +145,7 @@ def dense_config(stated: object, *, also_ends: frozenset[int] = frozenset()) -> 
         return None
     family, bias = known.model_type, bool(known.attention_bias)
     ends = known.eos_token_id
-    assert not isinstance(ends, msgspec.UnsetType)  # `_is_plain` saw to it
+    assert not isinstance(ends, msgspec.UnsetType)  # `_is_plain` has checked it
     return DenseConfig(
         name=_CLASSES[family],
         hidden_size=known.hidden_size,

@@ -1,7 +1,7 @@
 """Writes grammars in llguidance's dialect of Lark (docs/syntax.md of its repository).
 
 A marker such as `<tool_call>` is one special token in some vocabularies and ordinary text in others. `Lark.literal`
-writes it in the way of the model's vocabulary.
+writes it as the model's vocabulary has it.
 """
 
 import json
