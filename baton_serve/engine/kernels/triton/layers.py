@@ -100,8 +100,10 @@ def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = N
 def linear_norm(
     x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
 ) -> Activations:
-    """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. For a few
-    rows, the norm adds up the parts of the product.
+    """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`.
+
+    With few rows the product is computed in parts, which the kernel of the norm adds. For `then` see
+    `LayerKernels.linear_norm`.
     """
     weight = product.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and _is_split(x, weight, product.bias):

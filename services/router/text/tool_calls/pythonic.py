@@ -21,7 +21,7 @@ _MAX_NAME_CHARS = 256
 
 
 def pythonic(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Scan a text that begins with a list of calls; any other text is content."""
+    """Scan a text and emit its parts to `out`: calls if it begins with a list of calls, otherwise content."""
     text.mark()
     text.back((yield from skip_space(text)))
     yield from literal(text, _START)
