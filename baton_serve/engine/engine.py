@@ -121,6 +121,7 @@ class Engine:
         run_warm_up_batch(self._runner, num_blocks, self.limits, 16)
         # Triton compiles a kernel at its first use, which would otherwise delay requests by seconds.
         if not device.is_host(self._device):
+            report("building kernels", 0.0)
             compile_kernels(self._runner, num_blocks, self.limits)
         if maker.uses_graphs:
             report("capturing graphs", 0.0)

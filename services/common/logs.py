@@ -79,9 +79,9 @@ def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None 
     logging.captureWarnings(True)
 
 
-def log_at(logger: logging.Logger, event: str, fields: dict[str, object], *, at: float) -> None:
-    """Log a line with `fields` under the time `at` (seconds since 1970) in place of the current time."""
-    record = logger.makeRecord(logger.name, logging.INFO, "", 0, event, (), None, extra={"fields": fields})
+def log_at(logger: logging.Logger, level: int, event: str, fields: dict[str, object], *, at: float) -> None:
+    """Log a line of `level` with `fields` under the time `at` (seconds since 1970) in place of the current time."""
+    record = logger.makeRecord(logger.name, level, "", 0, event, (), None, extra={"fields": fields})
     record.created, record.msecs = at, at % 1.0 * 1e3
     logger.handle(record)
 

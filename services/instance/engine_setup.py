@@ -2,6 +2,8 @@
 
 import logging
 import sys
+import threading
+import time
 from collections.abc import Callable
 from math import inf
 
@@ -111,14 +113,24 @@ def _set_threads(settings: InstanceSettings) -> None:
         torch.set_num_threads(int(count))
 
 
-class ProgressBar:
-    """Shows the progress of loading on a terminal and disappears when the engine is ready.
+_REPORT_INTERVAL_S = 5.0
+"""Time between two log lines about the progress of loading."""
 
-    The debug log records when each stage began, also without a terminal.
+
+class ProgressBar:
+    """Shows the progress of loading: as a bar on a terminal, which disappears at the end, and as log lines otherwise.
+
+    A thread writes the lines, because stages such as the build of kernels take minutes without reporting a fraction.
+    The debug log records when each stage began.
     """
 
-    def __init__(self) -> None:
-        self._stage = ""
+    def __init__(self, *, interval_s: float = _REPORT_INTERVAL_S) -> None:
+        """`interval_s` is the time between two log lines in seconds."""
+        self._interval_s = interval_s
+        self._stage, self._fraction = "", 0.0
+        self._began_at = time.monotonic()
+        self._has_ended = threading.Event()
+        self._reporter: threading.Thread | None = None
         self._bar = tqdm(
             total=100.0,
             desc="loading",
@@ -128,15 +140,28 @@ class ProgressBar:
         )
 
     def __enter__(self) -> "ProgressBar":
+        if self._bar.disable:
+            self._reporter = threading.Thread(target=self._report_regularly, name="loading progress", daemon=True)
+            self._reporter.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._has_ended.set()
+        if self._reporter is not None:
+            self._reporter.join()
         self._bar.close()
 
     def __call__(self, stage: str, fraction: float) -> None:
         if stage != self._stage:
-            self._stage = stage
             logger.debug("start: %s", stage)
+        self._stage, self._fraction = stage, fraction
         self._bar.set_description(stage, refresh=False)
         self._bar.n = 100.0 * fraction
         self._bar.refresh()
+
+    def _report_regularly(self) -> None:
+        while not self._has_ended.wait(self._interval_s):
+            share = f", {100.0 * self._fraction:.0f} %" if self._fraction else ""
+            logger.info(
+                "%s%s, %.0f s since the start", self._stage or "loading", share, time.monotonic() - self._began_at
+            )

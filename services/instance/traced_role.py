@@ -43,7 +43,7 @@ class TracedRole:
                 raise
             finally:
                 seconds = round(time.monotonic() - began_at, 6)
-                logger.info("request ended", extra={"kind": kind, "outcome": outcome, "seconds": seconds})
+                logger.debug("request ended", extra={"kind": kind, "outcome": outcome, "seconds": seconds})
 
     def on_stats(self, stats: EngineStats) -> None:
         self._role.on_stats(stats)

@@ -8,13 +8,15 @@ import collections
 import contextlib
 import os
 import pty
+import re
 import shutil
 import sys
 import termios
+import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HUNG
+from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS, EXIT_HUNG
 from baton_serve.services.local.launches import ProcessLauncher
 from baton_serve.services.local.plan import Process
 
@@ -26,18 +28,33 @@ class Console:
     printed unchanged: a JSON log must stay parseable.
     """
 
-    def __init__(self, stream: TextIO, names: list[str], *, is_named: bool = True) -> None:
+    def __init__(
+        self, stream: TextIO, names: list[str], *, is_named: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream = stream
         self._width = max(map(len, names), default=0)
         self._is_named = is_named
         self._is_interactive = stream.isatty()
+        self._clock = clock
+        self._errors: dict[str, tuple[str, float]] = {}
+        """The process that printed each recent error first, and when, by `_error_key`."""
         self._has_moving_line = False
 
     def line(self, name: str, text: str) -> None:
-        """Print one line of the process `name`."""
+        """Print one line of the process `name`. An error that another process has printed is only referred to."""
         self._clear()
+        if self._is_named and (first := self._first_with(text, name)) != name:
+            text = f"the same error as {first}"
         self._stream.write(f"{name:<{self._width}} | {text}\n" if self._is_named else f"{text}\n")
         self._stream.flush()
+
+    def _first_with(self, text: str, name: str) -> str:
+        """Return the process that has printed this error a moment ago, or `name` for any other line."""
+        if (key := _error_key(text)) is None:
+            return name
+        now = self._clock()
+        self._errors = {key: value for key, value in self._errors.items() if now - value[1] < _SAME_ERROR_S}
+        return self._errors.setdefault(key, (name, now))[0]
 
     def moving(self, name: str, text: str) -> None:
         """Show a progress bar in place of the last one. Do nothing if the stream is not a terminal."""
@@ -53,6 +70,28 @@ class Console:
         if self._has_moving_line:
             self._stream.write("\r\x1b[K")
             self._has_moving_line = False
+
+
+_SAME_ERROR_S = 60.0
+"""Time in which the same error of several processes is printed once: all meet a wrong setting at about this time."""
+_ERROR = re.compile(r"\S+ ERROR +\S+ (.*)")
+"""A log line of level error: its time, its logger and its text."""
+_PROGRAM = re.compile(r"^baton [a-z]+:? ")
+"""Start of an error that ends a process, which names its role."""
+
+
+def without_program(text: str) -> str:
+    """Return an error without the program at its start, so that errors of different roles can be compared."""
+    return _PROGRAM.sub("", text)
+
+
+def _error_key(text: str) -> str | None:
+    """Return what all processes print alike of an error, or None for a line that reports no error."""
+    if found := _ERROR.fullmatch(text):
+        # Tracebacks differ in their middle, for example by paths; their ends name the error.
+        error = without_program(found[1])
+        return error[:80] + error[-160:]
+    return without_program(text) if _PROGRAM.match(text) else None
 
 
 class LineSplitter:
@@ -96,7 +135,9 @@ class Child:
         launch: ProcessLauncher,
         console: Console,
         environ: Mapping[str, str],
+        holds_error: bool = False,
     ) -> None:
+        """Start the process. With `holds_error` the error for which it cannot start is not printed: the owner does."""
         self.name = process.name
         self.recent_lines: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT_LINES)
         self.is_ready = False
@@ -106,6 +147,8 @@ class Child:
         self.is_killed_unready = False
         """True if it was killed because it did not become ready in time."""
         self._has_timed_out = False
+        self._holds_error = holds_error
+        self._held_error = ""
         self._console = console
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
@@ -145,7 +188,12 @@ class Child:
         if is_complete:
             self._has_timed_out = self._has_timed_out or line.startswith(_TIMED_OUT)
             self.recent_lines.append(line)
-            self._console.line(self.name, line)
+            self._print_held_error()
+            if self._holds_error and _PROGRAM.match(line):
+                # Only the exit status, which comes later, shows whether this was the last line.
+                self._held_error = line
+            else:
+                self._console.line(self.name, line)
         else:
             self._console.moving(self.name, line)
 
@@ -160,7 +208,14 @@ class Child:
         self.status = self._launched.wait()
         for output in self._outputs:
             output.close()
+        if self.status != EXIT_HOPELESS:
+            self._print_held_error()
         self._ended.set()
+
+    def _print_held_error(self) -> None:
+        if self._held_error:
+            self._console.line(self.name, self._held_error)
+            self._held_error = ""
 
 
 class _Output:

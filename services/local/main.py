@@ -18,7 +18,7 @@ from baton_serve.engine.loading.native.config import read_folder
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.http.listener import bind_tcp
+from baton_serve.services.common.http.listener import bind_tcp, reachable_url
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.settings.configuration import environment, load_with, stop
@@ -36,7 +36,7 @@ from baton_serve.services.local.plan import (
     plan,
 )
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
-from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, ClusterSupervisor
+from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, ClusterSupervisor, ClusterTimeouts
 
 PROGRAM = "baton serve"
 
@@ -46,10 +46,6 @@ class _KindOptions(TypedDict):
 
     runner: RunnerType
     task: Task
-
-
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}
-"""Values of `--host` that stand for all addresses, and the address at which this machine reaches itself."""
 
 
 def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Option]) -> int:
@@ -81,8 +77,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     except ConfigurationError as exc:
         stop(PROGRAM, str(exc))
 
-    scheme = "https" if given.values.get("ssl_certfile") else "http"
-    url = f"{scheme}://{_reachable(settings.host)}:{settings.port}"
+    url = reachable_url(settings.host, settings.port, is_tls=bool(given.values.get("ssl_certfile")))
     # A process's name before a line would break JSON; the records name their process themselves.
     is_named = given.values.get("log_format") != "json"
     console = Console(sys.stderr, [process.name for process in processes], is_named=is_named)
@@ -101,7 +96,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
             url=url,
             environ=environ,
             forks=forks,
-            start_timeout_s=settings.start_timeout_s,
+            timeouts=ClusterTimeouts(start_s=settings.start_timeout_s, drain_s=_drain_timeout_s(given)),
         )
         lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
         # Register `stop` before `start`: if the start fails halfway, the processes that run must still be ended.
@@ -111,6 +106,14 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
         sys.stdout.flush()
 
     return run(start, program=PROGRAM)
+
+
+def _drain_timeout_s(given: GivenOptions) -> float:
+    """Return the longest time in seconds that an instance gives its running requests at the stop."""
+    defaults = [option.default for option in given.instance if option.name == "drain_timeout_s"]
+    common = given.values.get("drain_timeout_s", *defaults)
+    own = [section["drain_timeout_s"] for section in given.sections.values() if "drain_timeout_s" in section]
+    return max(float(str(value)) for value in (common, *own))
 
 
 def _check_transport(settings: ServeSettings, transport: str) -> None:
@@ -224,16 +227,12 @@ def new_key_file() -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _reachable(host: str) -> str:
-    """Return the host part of a URL at which this machine reaches an address that the router listens on."""
-    return _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
-
-
 # `services.local.demo` reads the URL from this banner, and takes "stop with" for its last line.
 def _banner(settings: ServeSettings, given: GivenOptions, names: list[str], url: str) -> str:
     pools = {"prefill": settings.prefill, "decode": settings.decode, "unified": settings.unified}
     lines = {
         "url": f"{url}/v1",
+        "page": f"{url}/",
         "model": f"{names[0]} ({settings.model})" if names else settings.model,
         "pools": ", ".join(f"{count} {role}" for role, count in pools.items() if count),
         "transport": str(given.values.get("kv_transport", "auto")),

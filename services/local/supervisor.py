@@ -6,6 +6,7 @@ It runs no model and no server itself. Whether the cluster is ready is read from
 import asyncio
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from baton_serve.services.common.errors import ConfigurationError, LocalError
 from baton_serve.services.common.lifecycle import EXIT_HOPELESS, HANG_WINDOW_S, MAX_HANGS, HangPolicy
 from baton_serve.services.common.supervisor import ProcessSupervisor, end_reason
-from baton_serve.services.local.child import Child, Console
+from baton_serve.services.local.child import Child, Console, without_program
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
 
@@ -39,13 +40,23 @@ class _Health(msgspec.Struct, frozen=True):
     instances: list[dict[str, object]]
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterTimeouts:
+    """Times of a local cluster in seconds."""
+
+    start_s: float = 1800.0
+    """Longest time until a restarted instance is ready."""
+    drain_s: float = 30.0
+    """Time that instances give running requests at the stop. The supervisor only shows it."""
+
+
 class ClusterSupervisor(ProcessSupervisor[Child]):
     """Owns the processes of one local cluster. All methods run on the event loop.
 
     `processes` has the router first. With `forks`, instances are forked from its server. Until all processes have been
     ready once, a process that keeps failing ends the start with an error. After that every process that dies is
     restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A restarted instance that is not ready
-    within `start_timeout_s` counts as hung, and is killed.
+    within `timeouts.start_s` counts as hung, and is killed.
     """
 
     def __init__(
@@ -57,7 +68,7 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         environ: Mapping[str, str],
         module: str = MODULE,
         forks: ForkLauncher | None = None,
-        start_timeout_s: float = 1800.0,
+        timeouts: ClusterTimeouts | None = None,
     ) -> None:
         super().__init__()
         self._processes = {process.name: process for process in processes}
@@ -67,9 +78,10 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         self._programs = ProgramLauncher(module)
         self._forks = forks
         self._hangs = HangPolicy()
-        self._start_timeout_s = start_timeout_s
+        self._timeouts = timeouts or ClusterTimeouts()
         self._environ = environ
         self._has_served = False
+        self._start_error: str | None = None
 
     def start(self) -> None:
         """Start the router now, and the instances now or as soon as the fork server is ready."""
@@ -103,22 +115,30 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
     async def stop(self) -> None:
         """Stop the instances, which finish their requests, then the router. After `STOP_DEADLINE_S` kill the rest."""
         if any(child.status is None for child in self.runs.values()):
-            self._report("stopping after the running requests; press Ctrl-C again to stop at once")
+            left = f"running streams have up to {self._timeouts.drain_s:g} s left (--drain-timeout-s)"
+            self._report(f"stopping: {left}; press Ctrl-C again to stop at once")
         # The router must outlive the draining instances for a moment: it passes the tokens of their requests on.
         await self._stop((self._instances, ROUTER_AFTER_S), ([ROUTER], STOP_DEADLINE_S))
 
     async def _spawn(self, name: str) -> Child:
         launch = self._programs if name == ROUTER or self._forks is None else self._forks
-        child = Child(self._processes[name], launch=launch, console=self._console, environ=self._environ)
+        child = Child(
+            self._processes[name],
+            launch=launch,
+            console=self._console,
+            environ=self._environ,
+            # During the start `_given_up` returns this error, so that it is printed once.
+            holds_error=not self._has_served,
+        )
         # `wait_ready` limits the first start, and the router prints no line when it is ready.
         if self._has_served and name != ROUTER:
-            asyncio.get_running_loop().call_later(self._start_timeout_s, self._check_ready, child)
+            asyncio.get_running_loop().call_later(self._timeouts.start_s, self._check_ready, child)
         return child
 
     def _check_ready(self, child: Child) -> None:
         """Kill a restarted instance that is still not ready: a card that hung may also hang while a model is loaded."""
         if child.status is None and not child.is_ready and not self._stopping.is_set():
-            waited = f"{child.name} is not ready within {self._start_timeout_s:g} s (--start-timeout-s)"
+            waited = f"{child.name} is not ready within {self._timeouts.start_s:g} s (--start-timeout-s)"
             self._report(f"{waited} and is killed")
             child.is_killed_unready = True
             child.signal(signal.SIGKILL)
@@ -145,7 +165,11 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         # The last line that a process printed usually says why it ended.
         reason = run.last_line() or end_reason(run)
         if run.status == EXIT_HOPELESS:
-            return ConfigurationError(f"{name} cannot start: {reason}")
+            # The first of these errors ends the start and is printed then; another process may have a different one.
+            if self._start_error is not None and without_program(reason) != self._start_error:
+                self._report(f"{name} cannot start: {without_program(reason)}")
+            self._start_error = self._start_error or without_program(reason)
+            return ConfigurationError(f"{name} cannot start: {without_program(reason)}")
         self._report(f"{name} keeps failing ({end_reason(run)}) and is not restarted any more. Its last lines:")
         for line in run.recent_lines:
             self._report(f"  {line}")

@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.listener import reachable_url
 from baton_serve.services.common.http.server import AsgiApp, HttpServer
 from baton_serve.services.common.http.slots import HttpLimits
 from baton_serve.services.common.lifecycle import Lifecycle, run
@@ -28,6 +30,7 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.connections import InstanceConnector
+from baton_serve.services.router.cluster.readiness import ReadinessLog
 from baton_serve.services.router.http.gateway import Gateway, with_middleware
 from baton_serve.services.router.http.hosts import with_allowed_hosts
 from baton_serve.services.router.http.status_endpoints import own_metrics, own_stats
@@ -144,13 +147,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         exchange.start()
         lifecycle.on_stop("usage of keys", exchange.close)
     await server.start(shares_port=worker is not None)
-
-    async def stop_serving() -> None:
-        await server.close(grace_s=settings.shutdown_timeout_s, on_grace_over=models.end_requests)
-        # The server calls it only if requests still run after the grace time. The dispatchers must be closed in any
-        # case: they own timers, and lines of the request log that are not written yet.
-        models.end_requests()
-
+    stop_serving = partial(_stop_serving, server, models, settings.shutdown_timeout_s)
     # The deadline is longer than the grace time, so that answers of requests that were ended then can still be sent.
     lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)
     models.start_compilers()
@@ -158,12 +155,21 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     # Tokenizers and modules live as long as the process. Frozen objects are skipped by every later collection.
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
-    logger.info(
-        "serving %s on http://%s:%d",
-        ", ".join(name for service in models.model_services for name in service.view.names()),
-        settings.host,
-        server.port,
-    )
+    # Of several processes behind one port only the first one logs it.
+    if worker is None or worker.index == 0:
+        url = reachable_url(settings.host, server.port, is_tls=settings.ssl_certfile is not None)
+        names = ", ".join(name for service in models.model_services for name in service.view.names())
+        ReadinessLog(cluster, url=url + settings.root_path, names=names).start()
+
+
+async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> None:
+    """Let running requests finish for `grace_s` seconds, then end them."""
+    if running := sum(service.dispatcher.num_running for service in models.model_services):
+        logger.info("%d running requests have up to %g s left (--shutdown-timeout-s)", running, grace_s)
+    await server.close(grace_s=grace_s, on_grace_over=models.end_requests)
+    # The server calls it only if requests still run after the grace time. The dispatchers must be closed in any
+    # case: they own timers, and lines of the request log that are not written yet.
+    models.end_requests()
 
 
 def http_limits(settings: RouterSettings) -> HttpLimits:
@@ -204,6 +210,7 @@ def request_policy(settings: RouterSettings) -> RequestPolicy:
         instance_wait_s=settings.instance_wait_s,
         expected_blocks_ttl_s=settings.expected_blocks_ttl_s,
         first_token_hold=settings.first_token_hold,
+        logs_requests=settings.enable_log_requests,
     )
 
 

@@ -20,7 +20,7 @@ from baton_serve.services.local import supervisor as supervisor_module
 from baton_serve.services.local.child import Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
-from baton_serve.services.local.supervisor import ClusterSupervisor
+from baton_serve.services.local.supervisor import ClusterSupervisor, ClusterTimeouts
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ class Stage:
             environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
             module=PUPPET,
             forks=ForkLauncher(PUPPET, ProgramLauncher(PUPPET), preload=self.preload) if self.preload else None,
-            start_timeout_s=start_timeout_s,
+            timeouts=ClusterTimeouts(start_s=start_timeout_s),
         )
 
     def pid(self, name: str) -> int:
@@ -127,12 +127,23 @@ def test_a_killed_instance_is_reported_and_started_again() -> None:
 
 def test_a_process_that_cannot_start_ends_it_at_once_with_its_reason() -> None:
     async def body(stage: Stage) -> None:
-        with pytest.raises(ConfigurationError, match="prefill-1 cannot start: baton prefill: no such folder"):
+        with pytest.raises(ConfigurationError, match="prefill-1 cannot start: no such folder"):
             await stage.supervisor.wait_ready(20)
 
     failing = ["exit", "2", "baton prefill: no such folder"]
     output = run(lambda: Stage(["ready"], failing, router=["ready"]), body)
     assert "prefill-1 | some line\n" in output
+    assert "no such folder" not in output, "the error is printed by the caller too"
+
+
+def test_a_stop_says_how_long_running_streams_have_left() -> None:
+    async def body(stage: Stage) -> None:
+        await stage.until(lambda: stage.is_ready("prefill-0"))
+
+    output = run(lambda: Stage(["ready"]), body)
+    assert (
+        "serve     | stopping: running streams have up to 30 s left (--drain-timeout-s); press Ctrl-C again" in output
+    )
 
 
 def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:

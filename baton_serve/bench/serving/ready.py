@@ -40,7 +40,7 @@ STAGES = {
     "start: ready": "engines warmed up",
 }
 """Names of the stages in the output, by the start of the log event that begins them."""
-ROUTER, JOINED = "baton_serve.services.router.main", "baton_serve.services.router.cluster.cluster"
+ROUTER, JOINED = "baton_serve.services.router.cluster.readiness", "baton_serve.services.router.cluster.cluster"
 """Loggers whose events mark that the router serves and that an instance has registered."""
 
 
@@ -61,7 +61,7 @@ def stages_of(lines: Sequence[str], *, since: float) -> dict[str, float]:
             continue
         entry = json.loads(line)
         stage = STAGES.get(entry["event"])
-        if entry["logger"] == ROUTER and entry["event"].startswith("serving "):
+        if entry["logger"] == ROUTER and entry["event"].startswith("listening on "):
             stage = "router serves"
         elif entry["logger"] == JOINED and " is ready" in entry["event"]:
             stage = "registered"

@@ -39,6 +39,16 @@ def bind_tcp(host: str, port: int, *, shares_port: bool = False, listens: bool =
     return bound
 
 
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}
+"""Values of `--host` that stand for all addresses, and the address at which this machine reaches itself."""
+
+
+def reachable_url(host: str, port: int, *, is_tls: bool) -> str:
+    """Return the URL, without a path, at which this machine reaches a server that listens on `host`."""
+    name = _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if is_tls else 'http'}://{name}:{port}"
+
+
 logger = logging.getLogger(__name__)
 
 _ACCEPTS_PER_TURN = 64

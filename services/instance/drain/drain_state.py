@@ -62,7 +62,11 @@ class DrainController:
     async def begin(self) -> None:
         """Refuse new requests; notify connected routers immediately and the registry if it is available."""
         if not self._serving.is_draining:
-            logger.info("draining", extra={"requests": self._serving.num_requests})
+            logger.info(
+                "draining: running requests have up to %g s left (--drain-timeout-s)",
+                self._timeout_s,
+                extra={"requests": self._serving.num_requests},
+            )
             self._serving.refuse_new()
             await self._announce()
 

@@ -3,7 +3,7 @@
 None of these endpoints sends work to an instance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.cluster.readiness import count_pools, unready_reason
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.processes.sibling_rpc import ProcessStats, SiblingRpc, join_metrics, newest_requests
 from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, read_body, send_json
@@ -81,7 +82,7 @@ class RouterHealth(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     reason: str | None
     """Why no request can be served; None if requests can be served."""
-    pools: dict[str, int]
+    pools: Mapping[str, int]
     """Number of instances of each role that accept requests."""
     registry_connected: bool
     requests_in_flight: int
@@ -127,24 +128,12 @@ def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> Router
     cluster = service.cluster
     ready = [worker for worker in cluster.workers() if worker.state == "ready"]
     unreached = [worker.record for worker in cluster.workers() if worker.state != "ready"]
-    pools = {
-        role: sum(m.takes_work and m.record.role == role for m in ready) for role in ("prefill", "decode", "unified")
-    }
-    # A prompt needs a decode or a unified instance in the end: prefill instances alone can answer nothing.
-    reason = None
-    computes_vectors = any(m.takes_work and m.record.pooling is not None for m in ready)
-    if not pools["decode"] and not pools["unified"] and not computes_vectors:
-        empty = [name for name, size in pools.items() if not size]
-        reason = f"no instance can generate an answer: empty pools are {', '.join(empty)}"
-        if unreached:
-            reason += f"; registered, but not connected: {', '.join(record.instance for record in unreached)}"
-        if not cluster.is_registry_connected():
-            reason += "; the registry does not answer"
+    reason = unready_reason(cluster)
     handoffs = joined([_own_handoffs(service), *(other.handoffs for other in others)])
     return RouterHealth(
         status="ok" if reason is None else "unavailable",
         reason=reason,
-        pools=pools,
+        pools=count_pools(cluster),
         registry_connected=cluster.is_registry_connected(),
         requests_in_flight=sum(sibling.dispatcher.num_running for sibling in service.siblings)
         + sum(other.requests_in_flight for other in others),

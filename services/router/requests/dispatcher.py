@@ -118,7 +118,7 @@ class Dispatcher:
         self._ended_at = 0.0
         self._mean_end_interval_s = 1.0
         """Mean seconds between two ends of requests: the Retry-After of rejections that depend on such an end."""
-        self.request_log = RequestLog(metrics, clock=clock)
+        self.request_log = RequestLog(metrics, clock=clock, is_enabled=rules.logs_requests)
         self.handoff_counts = HandoffCounts(metrics, clock=clock)
         cluster.add_listener(self._dispatch_waiting)
         metrics.in_flight.set_function(lambda: len(self._lifecycles))

@@ -87,6 +87,8 @@ class RequestPolicy:
     """Seconds for which blocks of a new request count as cached before the worker's cache events arrive."""
     first_token_hold: float = 0.0
     """Longest time for which a first token is held back, as a multiple of the ITL SLO; 0 disables it."""
+    logs_requests: bool = False
+    """Whether the end of each request is logged at level info, in place of debug."""
 
 
 class PromptBlockHashes(msgspec.Struct):

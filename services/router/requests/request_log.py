@@ -137,7 +137,9 @@ _MAX_DELAY_S = 0.05
 class RequestLog:
     """Records the ended requests of one dispatcher in batches. Event loop only."""
 
-    def __init__(self, metrics: RouterMetrics, *, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: RouterMetrics, *, clock: Callable[[], float], is_enabled: bool = False) -> None:
+        """`is_enabled` writes the lines at level info, in place of debug."""
+        self._level = logging.INFO if is_enabled else logging.DEBUG
         self._metrics = metrics
         self._clock = clock
         self._unlogged: list[RequestLifecycle] = []
@@ -184,14 +186,13 @@ class RequestLog:
     def _log(self, lifecycles: Sequence[RequestLifecycle]) -> None:
         """Record the metrics of requests and write their log lines."""
         call_each("recording an ended request", [partial(self._record, lifecycle) for lifecycle in lifecycles])
-        if logger.isEnabledFor(logging.INFO):
+        if logger.isEnabledFor(self._level):
             # A line carries the moment of the request's end, not the later one at which it is written.
             now = self._clock()
             since_1970 = time.time() - now
             for lifecycle in lifecycles:
-                log_at(
-                    logger, "request ended", log_fields(lifecycle), at=since_1970 + (lifecycle.timeline.ended_at or now)
-                )
+                ended_at = since_1970 + (lifecycle.timeline.ended_at or now)
+                log_at(logger, self._level, "request ended", log_fields(lifecycle), at=ended_at)
 
     def _record(self, lifecycle: RequestLifecycle) -> None:
         self._metrics.ended(lifecycle)

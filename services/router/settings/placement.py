@@ -13,7 +13,11 @@ class RequestLogSettings(ProcessSettings, frozen=True, kw_only=True):
     """Holds the settings of the log of requests."""
 
     enable_log_requests: Annotated[
-        bool, Meta(description="log the prompt of each request", extra={"group": "process"})
+        bool,
+        Meta(
+            description="log each request at level info: its prompt when it arrives, its times when it ends",
+            extra={"group": "process"},
+        ),
     ] = False
     max_log_len: Annotated[
         int | None, Meta(description="largest number of logged characters of a prompt (default: all)", ge=0)

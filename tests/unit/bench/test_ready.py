@@ -14,7 +14,11 @@ def line(at: float, logger: str, event: str) -> str:
 def test_of_several_instances_the_last_one_counts() -> None:
     lines = [
         "",
-        line(101.0, "baton_serve.services.router.main", "serving baton-demo on http://127.0.0.1:8000"),
+        line(
+            101.0,
+            "baton_serve.services.router.cluster.readiness",
+            "listening on http://127.0.0.1:8000, waiting for instances of baton-demo",
+        ),
         line(102.0, "baton_serve.services.instance.process", "start: imported"),
         line(102.5, "baton_serve.services.instance.process", "start: imported"),
         line(102.6, "baton_serve.services.instance.engine_setup", "start: loading weights"),

@@ -60,7 +60,7 @@ def test_a_line_may_be_about_a_moment_that_has_passed() -> None:
     ]
     for format, said in cases:
         stream = configured(format)
-        log_at(logger, "it was", {"request_id": "r-1"}, at=1_700_000_000.25)
+        log_at(logger, logging.INFO, "it was", {"request_id": "r-1"}, at=1_700_000_000.25)
         assert said in stream.getvalue()
         assert "r-1" in stream.getvalue()
 

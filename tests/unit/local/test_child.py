@@ -42,3 +42,26 @@ def test_pieces_become_lines_and_a_carriage_return_ends_a_moving_one() -> None:
     assert splitter.feed("c\r10 %\r20 %") == [("bc", False), ("10 %", False)]
     assert splitter.feed("\r\nlast") == [("20 %", True)]
     assert splitter.rest() == "last" and splitter.rest() == ""
+
+
+def test_an_error_of_several_instances_is_printed_once() -> None:
+    output, now = io.StringIO(), [0.0]
+    console = Console(output, ["p-0", "d-0"], clock=lambda: now[0])
+    console.line("p-0", '12:00:00.000 ERROR   services.x baton prefill could not start exception="A\\nNo memory"')
+    console.line("d-0", '12:00:01.000 ERROR   services.x baton decode could not start exception="A\\nNo memory"')
+    console.line("d-0", '12:00:01.000 ERROR   services.x baton decode could not start exception="A\\nNo disk"')
+    console.line("d-0", "12:00:01.000 INFO    services.x hello")
+    console.line("p-0", "12:00:01.000 INFO    services.x hello")
+    lines = output.getvalue().splitlines()
+    assert [line.count("No memory") for line in lines] == [1, 0, 0, 0, 0]
+    assert lines[1] == "d-0 | the same error as p-0"
+    assert "No disk" in lines[2] and lines[3].endswith("hello") and lines[4].endswith("hello")
+
+
+def test_the_same_error_much_later_is_printed_again() -> None:
+    output, now = io.StringIO(), [0.0]
+    console = Console(output, ["p-0", "d-0"], clock=lambda: now[0])
+    console.line("p-0", "baton prefill: no space left on device")
+    now[0] = 61.0
+    console.line("d-0", "baton decode: no space left on device")
+    assert output.getvalue().count("no space left") == 2

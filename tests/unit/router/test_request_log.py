@@ -46,7 +46,7 @@ def test_many_requests_are_logged_without_waiting_and_the_last_ones_when_the_rou
         await router.complete(prompt="hello", max_tokens=2)
 
     with caplog.at_level("INFO"):
-        serve(scenario)
+        serve(scenario, enable_log_requests=True)
     assert len(lines(caplog)) == 17
 
 
@@ -85,8 +85,24 @@ def test_a_log_line_has_the_time_of_the_end_and_not_that_of_logging(
         time.sleep(0.1)  # noqa: ASYNC251 - block the loop, so that the log line is late
 
     with caplog.at_level("INFO"):
-        serve(scenario)
+        serve(scenario, enable_log_requests=True)
     (line,) = lines(caplog)
     assert line.created <= ended
     assert f'"time":{round(line.created, 3)}' in JsonFormatter().format(line)
     assert line.msecs == pytest.approx(line.created % 1 * 1e3, abs=1e-6)
+
+
+def test_requests_are_logged_at_level_info_only_if_that_was_chosen(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(router: Router) -> None:
+        await router.complete(prompt="hello", max_tokens=2)
+        router.dispatcher.request_log.flush()
+
+    with caplog.at_level("DEBUG"):
+        serve(scenario)
+    assert [record.levelname for record in lines(caplog)] == ["DEBUG"]
+    caplog.clear()
+    with caplog.at_level("DEBUG"):
+        serve(scenario, enable_log_requests=True)
+    assert [record.levelname for record in lines(caplog)] == ["INFO"]

@@ -1,0 +1,71 @@
+"""Decides whether a router can serve requests, and logs each change of it."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from baton_serve.services.router.cluster.worker_state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+class WatchedCluster(Protocol):
+    """The part of a cluster that decides whether requests can be served: `cluster.Cluster`."""
+
+    is_closed: bool
+
+    def workers(self) -> list[WorkerState]: ...
+    def is_registry_connected(self) -> bool: ...
+    def add_listener(self, on_change: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_change` whenever an instance becomes ready or is lost, until the returned function is called."""
+        ...
+
+
+def count_pools(cluster: WatchedCluster) -> Mapping[str, int]:
+    """Return the number of instances of each role that accept requests."""
+    roles = Counter[str](w.record.role for w in cluster.workers() if w.state == "ready" and w.takes_work)
+    return {role: roles[role] for role in ("prefill", "decode", "unified")}
+
+
+def unready_reason(cluster: WatchedCluster) -> str | None:
+    """Return why no request can be served, or None if requests can be served."""
+    workers, pools = cluster.workers(), count_pools(cluster)
+    computes_vectors = any(w.state == "ready" and w.takes_work and w.record.pooling is not None for w in workers)
+    # A prompt needs a decode or a unified instance in the end: prefill instances alone can answer nothing.
+    if pools["decode"] or pools["unified"] or computes_vectors:
+        return None
+    empty = [name for name, size in pools.items() if not size]
+    reason = f"no instance can generate an answer: empty pools are {', '.join(empty)}"
+    if unreached := [worker.record.instance for worker in workers if worker.state != "ready"]:
+        reason += f"; registered, but not connected: {', '.join(unreached)}"
+    if not cluster.is_registry_connected():
+        reason += "; the registry does not answer"
+    return reason
+
+
+class ReadinessLog:
+    """Logs when the router becomes able to serve requests, and when it loses this ability. Event loop only."""
+
+    def __init__(self, cluster: WatchedCluster, *, url: str, names: str) -> None:
+        """`url` is the router's address without a path; `names` are the models, for the log lines."""
+        self._cluster = cluster
+        self._url = url
+        self._names = names
+        self._is_ready = False
+
+    def start(self) -> None:
+        """Log the present state, and each change from now on."""
+        logger.info("listening on %s, waiting for instances of %s", self._url, self._names)
+        self._cluster.add_listener(self._check)
+        self._check()
+
+    def _check(self) -> None:
+        reason = unready_reason(self._cluster)
+        if self._cluster.is_closed or (reason is None) == self._is_ready:
+            return
+        self._is_ready = reason is None
+        if reason is None:
+            logger.info("ready: %s at %s/v1, status page and chat at %s/", self._names, self._url, self._url)
+        else:
+            logger.warning("not ready any more: %s", reason)
