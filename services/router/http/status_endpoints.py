@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -17,7 +17,7 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.readiness import count_pools, unready_reason
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.processes.sibling_rpc import ProcessStats, SiblingRpc, join_metrics, newest_requests
-from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, read_body, send_json
+from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import DetokenizeRequest, TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import DetokenizeAnswer, TokenizeAnswer
@@ -112,7 +112,7 @@ def own_stats(service: ModelService) -> ProcessStats:
         requests_in_flight=sum(sibling.dispatcher.num_running for sibling in service.siblings),
         generated_tokens=sum(sibling.metrics.generated_tokens for sibling in service.siblings),
         handoffs=_own_handoffs(service),
-        recent=[(ended_at, msgspec.Raw(msgspec.json.encode(request))) for ended_at, request in recent],
+        recent=[(ended_at, caller, msgspec.Raw(msgspec.json.encode(request))) for ended_at, caller, request in recent],
     )
 
 
@@ -209,9 +209,10 @@ def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) 
     async def get_version() -> Response:
         return _json({"version": VERSION})
 
-    @router.get("/recent", summary="Report how long each phase of the last requests took, newest first")
-    async def recent() -> Response:
-        return _json(newest_requests([own_stats(service), *await _siblings(sibling_rpc)]))
+    @router.get("/recent", summary="Report how long each phase of the caller's last requests took, newest first")
+    async def recent(request: Request) -> Response:
+        caller = RequestContext.of(request.scope).caller.name
+        return _json(newest_requests([own_stats(service), *await _siblings(sibling_rpc)], caller))
 
     return router
 

@@ -27,14 +27,15 @@ class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     handoffs: dict[str, HandoffStats] = {}
     """The KV handoffs of the last minute by name of the model."""
-    recent: list[tuple[float, msgspec.Raw]]
-    """The last requests as JSON, each with the time of its end in seconds. The monotonic clock is the machine's, so
-    that times of different processes can be compared."""
+    recent: list[tuple[float, str, msgspec.Raw]]
+    """The last requests as JSON, each with the time of its end in seconds and the name of its caller. The monotonic
+    clock is the machine's, so that times of different processes can be compared."""
 
 
-def newest_requests(stats: Iterable[ProcessStats]) -> list[msgspec.Raw]:
-    """Return the recent requests of all processes as JSON, the one that ended last first."""
-    ended = [one for found in stats for one in found.recent]
+def newest_requests(stats: Iterable[ProcessStats], caller: str) -> list[msgspec.Raw]:
+    """Return the recent requests of one caller in all processes as JSON, the one that ended last first."""
+    # Ids and times of a request would show the owner of another key when and how much its owner computes.
+    ended = [(at, request) for found in stats for at, name, request in found.recent if name == caller]
     return [request for _, request in sorted(ended, key=lambda one: -one[0])]
 
 

@@ -104,17 +104,18 @@ class RecentRequests:
     """Keeps the requests that ended last. It keeps no `RequestLifecycle`, whose tokens would stay in memory."""
 
     def __init__(self) -> None:
-        self._requests: deque[tuple[str, int, int, Timeline]] = deque(maxlen=_MAX_RECENT_REQUESTS)
+        self._requests: deque[tuple[str, str, int, int, Timeline]] = deque(maxlen=_MAX_RECENT_REQUESTS)
 
-    def add(self, request_id: str, prompt_tokens: int, generated_tokens: int, timeline: Timeline) -> None:
+    def add(self, request_id: str, caller: str, prompt_tokens: int, generated_tokens: int, timeline: Timeline) -> None:
         """Add a request that has ended. The explanation is built from `timeline` only when the list is read."""
-        self._requests.appendleft((request_id, prompt_tokens, generated_tokens, timeline))
+        self._requests.appendleft((request_id, caller, prompt_tokens, generated_tokens, timeline))
 
-    def all(self) -> Sequence[tuple[float, RecentRequest]]:
-        """Return the requests with the moments of their end, newest first."""
+    def all(self) -> Sequence[tuple[float, str, RecentRequest]]:
+        """Return the requests with the moments of their end and the names of their callers, newest first."""
         return [
             (
                 timeline.ended_at or timeline.arrived_at,
+                caller,
                 RecentRequest(
                     prompt_tokens=prompt_tokens,
                     generated_tokens=generated_tokens,
@@ -122,7 +123,7 @@ class RecentRequests:
                     baton=timeline.explain(request_id, timeline.ended_at or timeline.arrived_at),
                 ),
             )
-            for request_id, prompt_tokens, generated_tokens, timeline in self._requests
+            for request_id, caller, prompt_tokens, generated_tokens, timeline in self._requests
         ]
 
 
@@ -155,8 +156,8 @@ class RequestLog:
         if self._next is None or (len(self._unlogged) >= _MAX_BATCH_REQUESTS and not self._is_soon):
             self._schedule()
 
-    def recent(self) -> Sequence[tuple[float, RecentRequest]]:
-        """Return the last requests with the moments of their end, newest first."""
+    def recent(self) -> Sequence[tuple[float, str, RecentRequest]]:
+        """Return the last requests with the moments of their end and the names of their callers, newest first."""
         self.flush()
         return self._recent.all()
 
@@ -197,5 +198,9 @@ class RequestLog:
     def _record(self, lifecycle: RequestLifecycle) -> None:
         self._metrics.ended(lifecycle)
         self._recent.add(
-            lifecycle.request.request_id, len(lifecycle.request.token_ids), lifecycle.num_generated, lifecycle.timeline
+            lifecycle.request.request_id,
+            lifecycle.timing.caller.name,
+            len(lifecycle.request.token_ids),
+            lifecycle.num_generated,
+            lifecycle.timeline,
         )

@@ -39,6 +39,19 @@ def test_the_last_requests_show_where_their_time_went_and_no_text(serve: Serve) 
     serve(scenario)
 
 
+def test_the_owner_of_a_key_sees_only_its_own_last_requests(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for key, max_tokens in (("alice", 3), ("bob", 4)):
+            body = {"messages": HELLO, "max_tokens": max_tokens}
+            head = {"authorization": f"Bearer {key}"}
+            assert (await router.http.post("/v1/chat/completions", json=body, headers=head)).status_code == 200
+        for key, tokens in (("alice", [3]), ("bob", [4])):
+            found = (await router.http.get("/recent", headers={"authorization": f"Bearer {key}"})).json()
+            assert [one["generated_tokens"] for one in found] == tokens
+
+    serve(scenario, keys=["alice", "bob"])
+
+
 def test_the_last_requests_need_a_key_where_others_do(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         assert (await router.http.get("/recent")).status_code == 401

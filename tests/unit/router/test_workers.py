@@ -54,10 +54,10 @@ def test_a_sample_without_labels_gets_one() -> None:
 
 def test_the_last_requests_of_all_are_newest_first() -> None:
     mine = ProcessStats(
-        requests_in_flight=0, generated_tokens=0, recent=[(3.0, msgspec.Raw(b"3")), (1.0, msgspec.Raw(b"1"))]
+        requests_in_flight=0, generated_tokens=0, recent=[(at, "alice", msgspec.Raw(b"%d" % at)) for at in (3.0, 1.0)]
     )
-    other = ProcessStats(requests_in_flight=0, generated_tokens=0, recent=[(2.0, msgspec.Raw(b"2"))])
-    assert [bytes(one) for one in newest_requests([mine, other])] == [b"3", b"2", b"1"]
+    other = ProcessStats(requests_in_flight=0, generated_tokens=0, recent=[(2.0, "alice", msgspec.Raw(b"2"))])
+    assert [bytes(one) for one in newest_requests([mine, other], "alice")] == [b"3", b"2", b"1"]
 
 
 class FixedProcess:
