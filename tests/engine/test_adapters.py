@@ -1,6 +1,7 @@
 """Adapters: greedy answers are those of transformers with the adapter merged into its weights."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from baton_serve.contracts.messages import Work
 from baton_serve.engine import ConfigError, Engine, EngineConfig
 from baton_serve.engine.config import Quantization
 from baton_serve.engine.errors import AdapterError, RequestError
+from baton_serve.engine.model.lora.checkpoint import read_adapter
 from baton_serve.engine.model.quantized.formats import scheme
 from tests.adapters import merged, write_adapter
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -235,3 +237,14 @@ def test_no_more_adapters_are_kept_than_may_be(model: Path, adapters: list[Path]
         run(engine)
         engine.adapters.load("three", three)
         assert [found.name for found in engine.adapters.records()] == ["two", "again", "three"]
+
+
+@pytest.mark.parametrize("pipe", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_named_pipe_in_place_of_an_adapters_file_is_an_error_and_is_not_waited_for(tmp_path: Path, pipe: str) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 2}')
+    (folder / pipe).unlink(missing_ok=True)
+    os.mkfifo(folder / pipe)
+    with pytest.raises(AdapterError, match=f"{pipe} cannot be read: it is not a regular file"):
+        read_adapter("pipe", folder, dtype=torch.float32)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bo
     config = _read_config(name, folder)
     weights = folder / WEIGHTS
     try:
-        with safe_open(weights, framework="pt") as file:
+        with safe_open(_regular(weights), framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - a safetensors file is not iterable
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         with weights.open("rb") as file_bytes:
@@ -91,11 +92,18 @@ def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bo
     return Adapter(name, str(folder), digest.hexdigest()[:32], rank, products, at_run_time)
 
 
+def _regular(path: Path) -> Path:
+    """Return `path`. Raises `OSError` if it is not a regular file: opening a named pipe would wait for its writer."""
+    if not S_ISREG(path.stat().st_mode):
+        raise OSError("it is not a regular file")
+    return path
+
+
 def _read_config(name: str, folder: Path) -> dict[str, Any]:
     """Return adapter_config.json. Raises `AdapterError` if it is broken or sets something that is not supported."""
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(_regular(path).read_text())
     except (OSError, ValueError) as exc:
         raise AdapterError(f"adapter {name}: {path} cannot be read: {exc}") from exc
     if not isinstance(config, dict) or not isinstance(config.get("r"), int):
