@@ -30,6 +30,10 @@ token, so a text that is far too long must not be encoded as a whole."""
 _CUT_TOKENS = 64
 """Bound of the additional tokens that a text gets when it is cut within a word."""
 
+_MAX_CHARS_PER_TOKEN = 256
+"""Characters for each wanted token after which the rest of a text is not encoded. Some tokenizers make a single token
+of a word of a million characters, and need seconds and 75 bytes for each character to find that out."""
+
 _MORE_CHARS = 1024
 """Characters, in addition to one for each token, with which the search for the first or last tokens of a text starts.
 """
@@ -112,12 +116,14 @@ class TextTokenizer:
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def has_at_most(self, text: str, max_tokens: int) -> bool:
-        """Return False if a text certainly has more than `max_tokens` tokens.
+        """Return False if a text certainly has more than `max_tokens` tokens, or far too many characters for so few.
 
         The count is approximate: True is also returned for texts up to `PIECE_CHARS`, and for texts with a few tokens
         too many. Memory stays small because the text is encoded in pieces whose tokens are not kept.
         """
         num_tokens = 0
+        if len(text) > _max_chars(max_tokens):
+            return False
         for start in range(0, len(text) if len(text) > PIECE_CHARS else 0, PIECE_CHARS):
             piece = self.encode(text[start : start + PIECE_CHARS], add_special_tokens=False)
             # Cutting within a word may add tokens. Without this correction a text within the limit could be rejected.
@@ -129,8 +135,9 @@ class TextTokenizer:
     def beginning(self, text: str, num_tokens: int) -> Encoding:
         """Return the encoding, with offsets, of the beginning of a text that has at least `num_tokens` tokens.
 
-        It has fewer tokens if the whole text has fewer. Special tokens are not added.
+        It has fewer tokens if the whole text has fewer, or if they are extremely long. Special tokens are not added.
         """
+        text = text[: _max_chars(num_tokens)]
         num_chars = num_tokens + _MORE_CHARS
         while num_chars < len(text):
             found = self._batched(text[:num_chars])
@@ -144,8 +151,9 @@ class TextTokenizer:
     def encode_end(self, text: str, *, add_special_tokens: bool, num_tokens: int) -> list[int]:
         """Return at least the last `num_tokens` tokens of a text, without encoding all of a long text.
 
-        It returns fewer if the whole text has fewer.
+        It returns fewer if the whole text has fewer, or if they are extremely long.
         """
+        text = text[-_max_chars(num_tokens) :]
         num_chars = num_tokens + _MORE_CHARS
         while num_chars < len(text):
             # The first tokens after the cut may differ from those of the whole text. Require more than the caller uses.
@@ -170,6 +178,11 @@ class TextTokenizer:
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it, or None if the id is unknown."""
         return self.backend.id_to_token(token_id)
+
+
+def _max_chars(num_tokens: int) -> int:
+    """Return the number of characters of a text that are encoded at most to find `num_tokens` tokens."""
+    return max(PIECE_CHARS, _MAX_CHARS_PER_TOKEN * num_tokens)
 
 
 async def beside_loop(num_chars: int, work: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts,
 from baton_serve.services.router.api.pooling.score_endpoints import paired
 from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD
 from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.pooling_dispatcher import Vector, cosine, encode_vectors, split
 from baton_serve.services.router.text.tokenization import TextTokenizer
@@ -451,3 +452,20 @@ def test_a_failure_without_a_retry_left_counts_in_the_circuit_breaker(serve: Ser
         assert worker.circuit_breaker.failures == FAILURE_THRESHOLD
 
     serve(scenario, pooling=EMBEDS, max_replays=0, **WORKERS)
+
+
+def test_of_a_word_of_a_million_characters_only_as_much_is_encoded_as_a_prompt_could_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = TextTokenizer(Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")), {})
+    word, encoded = "a" * 1_000_000, list[int]()
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **rest: (encoded.append(len(text)), encode(text, **rest))[1])
+    rules = InputRules(max_tokens=64, vocab_size=9, add_special_tokens=False)
+
+    with pytest.raises(BadRequestError, match="has more than 64 tokens"):
+        asyncio.run(of_texts(tokenizer, [word], rules, param="input"))
+    assert tokenizer.encode_end(word, add_special_tokens=False, num_tokens=64) == [0]
+    beginning = tokenizer.beginning(word, 64)
+    assert beginning.ids == [0] and beginning.offsets[-1][1] <= 16 * 1024
+    assert max(encoded) <= 16 * 1024
