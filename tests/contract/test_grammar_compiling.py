@@ -18,7 +18,8 @@ from baton_serve.services.common.http.exchange import Exchange
 from baton_serve.services.router.protocol.asgi import while_connected
 from baton_serve.services.router.protocol.errors import ClientGoneError, RateLimitError
 from baton_serve.services.router.text.grammar import Vocabulary
-from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker, QueueLimits
+from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
+from baton_serve.services.router.text.grammar.compiling.fair_slots import QueueLimits
 from baton_serve.services.router.text.grammar.compiling.process import CompileLimits
 from baton_serve.services.router.text.grammar.lark import Lark
 from tests import grammar_bombs as bombs

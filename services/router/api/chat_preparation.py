@@ -65,7 +65,7 @@ async def begin_chat(
     # Some formats of tool calls and reasoning are marked by special tokens, which the text must then contain.
     if message_format.needs_special_tokens:
         rules = msgspec.structs.replace(rules, skip_special_tokens=False)
-    rules = await service.with_grammar(rules, request, message_format.grammar_spec, context.exchange)
+    rules = await service.with_grammar(rules, request, message_format.grammar_spec, context)
     generation = service.generate(request, api_id, [prompt], rules, limits, timing=timing)
     return BegunChat(model, message_format, rules, generation)
 

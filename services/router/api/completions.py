@@ -61,7 +61,7 @@ class CompletionEndpoint:
         rules = text_rules(
             request, logprobs=request.logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids
         )
-        rules = await service.with_grammar(rules, request, read_grammar_spec(request), context.exchange)
+        rules = await service.with_grammar(rules, request, read_grammar_spec(request), context)
         echoed = await _echoed(service, request, raw_prompts, prompts)
         generation = service.generate(
             request, head.id, [TokenizedPrompt(ids) for ids in prompts], rules, limits, timing=timing

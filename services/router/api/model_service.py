@@ -8,7 +8,6 @@ from types import coroutine
 
 import msgspec
 
-from baton_serve.services.common.http.exchange import Exchange
 from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.generation_starter import GenerationStarter
 from baton_serve.services.router.api.model_view import ModelView
@@ -198,16 +197,18 @@ class ModelService:
         return max(MAX_TOKENISED, self.view.max_model_len() or 0)
 
     async def with_grammar(
-        self, rules: TextRules, request: GenerationRequest, spec: GrammarSpec | None, exchange: Exchange | None
+        self, rules: TextRules, request: GenerationRequest, spec: GrammarSpec | None, context: RequestContext
     ) -> TextRules:
         """Return `rules` with the grammar of `spec` and the request's `bad_words`.
 
-        Compiling a grammar can take long; it is cancelled if the client of `exchange` disconnects. Raises
+        Compiling a grammar can take long; it is cancelled if the client of `context` disconnects. Raises
         `BadRequestError` for a grammar that is not valid, and the other errors of `ServedModel.grammar`.
         """
         if spec is None and not request.bad_words:
             return rules
-        grammar = None if spec is None else await while_connected(self.model.grammar(spec), exchange)
+        grammar = None
+        if spec is not None:
+            grammar = await while_connected(self.model.grammar(spec, context.caller.name), context.exchange)
         bad_words = await self.model.bad_words(request.bad_words or ())
         return msgspec.structs.replace(rules, grammar=grammar, bad_words=bad_words)
 

@@ -142,18 +142,19 @@ class ServedModel:
         encode = partial(self.tokenizer.encode_end, add_special_tokens=add_special_tokens, num_tokens=num_tokens)
         return await beside_loop(len(text), lambda: encode(text))
 
-    async def grammar(self, grammar_spec: GrammarSpec) -> str:
+    async def grammar(self, grammar_spec: GrammarSpec, caller: str = "") -> str:
         """Return the text of a valid grammar. A thread writes it, and another process compiles it to check it.
 
-        Raises `BadRequestError` if the grammar is invalid, `RateLimitError` if too many grammars wait for the compiler,
-        and `UnavailableError` if the compiler cannot be used.
+        `caller` is the name of the API key's owner (see `GrammarChecker.verdict`). Raises `BadRequestError` if the
+        grammar is invalid, `RateLimitError` if too many grammars wait for the compiler, and `UnavailableError` if the
+        compiler cannot be used.
         """
         param = grammar_spec.param
-        grammar = await self._written(grammar_spec)
-        self.vocabulary.check(grammar, await self.compiling.verdict(grammar), param=param)
+        grammar = await self._written(grammar_spec, caller)
+        self.vocabulary.check(grammar, await self.compiling.verdict(grammar, caller), param=param)
         return grammar
 
-    async def _written(self, grammar_spec: GrammarSpec) -> str:
+    async def _written(self, grammar_spec: GrammarSpec, caller: str) -> str:
         """Return the text of a grammar whose parts in GBNF are converted. Raises the errors of `grammar`."""
         param = grammar_spec.param
         converted: dict[str, str] = {}
@@ -163,7 +164,7 @@ class ServedModel:
             except UnconvertedGbnfError as exc:
                 gbnf = exc.gbnf
             try:
-                converted[gbnf] = await self.compiling.converted(gbnf)
+                converted[gbnf] = await self.compiling.converted(gbnf, caller)
             except ValueError as exc:
                 raise BadRequestError(f"{param}: {exc}", param=param, code="invalid_grammar") from exc
         raise BadRequestError(f"{param}: there are more than {_MAX_GBNF_PARTS} grammars in GBNF", param=param)

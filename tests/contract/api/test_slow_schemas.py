@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton_serve.services.router.text.grammar import Vocabulary
-from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker, QueueLimits
+from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
+from baton_serve.services.router.text.grammar.compiling.fair_slots import QueueLimits
 from baton_serve.services.router.text.grammar.compiling.process import CompileLimits
 from baton_serve.services.router.text.served_model import ServedModel
 from tests import grammar_bombs as bombs

@@ -13,13 +13,14 @@ import socket
 import subprocess
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from baton_serve.child_command import module_command
 from baton_serve.services.common.lifecycle import RestartPolicy
-from baton_serve.services.router.protocol.errors import RateLimitError, UnavailableError
+from baton_serve.services.router.protocol.errors import UnavailableError
+from baton_serve.services.router.text.grammar.compiling.fair_slots import FairSlots, QueueLimits
 from baton_serve.services.router.text.grammar.compiling.process import (
     COMPILE,
     CONVERT,
@@ -43,14 +44,6 @@ _READ_BYTES = 1 << 16
 _ANSWER_S = 30.0
 """Longest time in seconds for one attempt, including the start of the process. `CompileLimits` end a compiler earlier,
 so this only ends an attempt if the process itself hangs."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limits of the queue: `max_running` grammars are compiled at a time, and `max_waiting` more wait."""
-
-    max_running: int = 2
-    max_waiting: int = 32
 
 
 class _LostError(Exception):
@@ -84,11 +77,9 @@ class GrammarChecker:
         self._tokenizer = tokenizer
         self._source: tuple[int, int | None] | None = None
         self._limits = limits or CompileLimits()
-        self._queue = queue or QueueLimits()
+        self._slots = FairSlots(queue or QueueLimits())
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._compilations: dict[bytes, _Compilation] = {}
-        self._num_running = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
         self._process: _Process | None = None
         self._restarts = RestartPolicy()
         self._next_start_at = 0.0
@@ -113,8 +104,10 @@ class GrammarChecker:
         """Return the cached verdict on a grammar, or None."""
         return self._cached(_key(grammar))
 
-    async def verdict(self, grammar: str) -> str:
+    async def verdict(self, grammar: str, caller: str = "") -> str:
         """Return the error message for a grammar, which is empty if the grammar is valid.
+
+        `caller` is the name of the API key's owner; the grammars of different callers are compiled in turns.
 
         Requests for the same grammar share one compilation, which is cancelled with the last of them. Raises
         `RateLimitError` if too many grammars wait, and `UnavailableError` if the process is lost repeatedly.
@@ -124,7 +117,9 @@ class GrammarChecker:
             return known
         compilation = self._compilations.get(key)
         if compilation is None:
-            compilation = self._compilations[key] = _Compilation(asyncio.ensure_future(self._check(key, grammar)))
+            compilation = self._compilations[key] = _Compilation(
+                asyncio.ensure_future(self._check(key, grammar, caller))
+            )
         compilation.num_waiting += 1
         try:
             # The shield keeps a cancelled request from cancelling the compilation for the others.
@@ -136,13 +131,13 @@ class GrammarChecker:
                 if self._compilations.get(key) is compilation:
                     del self._compilations[key]
 
-    async def converted(self, gbnf: str) -> str:
+    async def converted(self, gbnf: str, caller: str = "") -> str:
         """Return a grammar in GBNF as Lark. Raises `ValueError` if it is invalid, and the errors of `verdict`."""
-        await self._acquire_slot()
+        await self._slots.acquire(caller)
         try:
             answer = await self._compile(CONVERT + gbnf.encode(errors="replace"))
         finally:
-            self._release_slot()
+            self._slots.release()
         text = answer[1:].decode()
         if answer[:1] != CONVERTED:
             raise ValueError(text)
@@ -153,47 +148,17 @@ class GrammarChecker:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
-    async def _check(self, key: bytes, grammar: str) -> str:
-        await self._acquire_slot()
+    async def _check(self, key: bytes, grammar: str, caller: str) -> str:
+        await self._slots.acquire(caller)
         try:
             answer = await self._compile(COMPILE + grammar.encode(errors="replace"))
         finally:
-            self._release_slot()
+            self._slots.release()
         verdict = answer[1:].decode()
         self._verdicts[key] = verdict
         if len(self._verdicts) > MAX_CACHED_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
-
-    async def _acquire_slot(self) -> None:
-        if self._num_running < self._queue.max_running:
-            self._num_running += 1
-            return
-        if len(self._waiting) >= self._queue.max_waiting:
-            raise RateLimitError(
-                f"{len(self._waiting)} other grammars and schemas wait to be compiled: try again later",
-                retry_after_s=1.0,
-            )
-        slot = asyncio.get_running_loop().create_future()
-        self._waiting.append(slot)
-        try:
-            # `_release_slot` transfers the slot of the caller, so `_num_running` does not change.
-            await slot
-        except asyncio.CancelledError:
-            # The slot may have been transferred just before the cancellation: then the next one must get it.
-            if slot.done() and not slot.cancelled():
-                self._release_slot()
-            elif slot in self._waiting:
-                self._waiting.remove(slot)
-            raise
-
-    def _release_slot(self) -> None:
-        while self._waiting:
-            slot = self._waiting.popleft()
-            if not slot.done():
-                slot.set_result(None)
-                return
-        self._num_running -= 1
 
     async def _compile(self, message: bytes) -> bytes:
         """Send a message to the process and return its answer; an exceeded limit becomes a verdict.
