@@ -376,6 +376,12 @@ def test_any_host_is_any_with_a_public_address(host: str) -> None:
     assert not site.asked
 
 
+@pytest.mark.parametrize("host", ["pictures..example", "a" * 70 + ".example"])
+def test_a_host_name_with_an_invalid_label_is_an_error_of_the_client(host: str) -> None:
+    with pytest.raises(BadRequestError, match="the image cannot be fetched from"):
+        asyncio.run(Site(http(A)).fetch(host, domains=frozenset({"*"})))
+
+
 def test_the_address_that_was_checked_is_the_one_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may have another one a moment later."""
 

@@ -46,7 +46,8 @@ async def fetch(url: str, limits: ImageLimits) -> bytes:
         raise image_error(
             f"{host} did not send the image within {limits.fetch_timeout_s:g} s (--image-fetch-timeout-s)"
         ) from None
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as exc:
+    # `UnicodeError`: a label of the host name is empty or too long.
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as exc:
         raise image_error(f"the image cannot be fetched from {host}: {exc or type(exc).__name__}") from exc
 
 
