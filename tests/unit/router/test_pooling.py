@@ -460,7 +460,12 @@ def test_of_a_word_of_a_million_characters_only_as_much_is_encoded_as_a_prompt_c
     tokenizer = TextTokenizer(Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")), {})
     word, encoded = "a" * 1_000_000, list[int]()
     encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **rest: (encoded.append(len(text)), encode(text, **rest))[1])
+
+    def counted(text: str, *, add_special_tokens: bool) -> list[int]:
+        encoded.append(len(text))
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
     rules = InputRules(max_tokens=64, vocab_size=9, add_special_tokens=False)
 
     with pytest.raises(BadRequestError, match="has more than 64 tokens"):

@@ -107,7 +107,7 @@ class GrammarChecker:
     async def verdict(self, grammar: str, caller: str = "") -> str:
         """Return the error message for a grammar, which is empty if the grammar is valid.
 
-        `caller` is the name of the API key's owner; the grammars of different callers are compiled in turns.
+        `caller` is the name of the API key's owner: a grammar waits for at most one grammar of each other caller.
 
         Requests for the same grammar share one compilation, which is cancelled with the last of them. Raises
         `RateLimitError` if too many grammars wait, and `UnavailableError` if the process is lost repeatedly.
