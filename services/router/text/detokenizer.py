@@ -24,6 +24,9 @@ MAX_HELD_TOKENS = 64
 """Number of tokens without readable text after which they are written as they are. `DecodeStream` would hold back a run
 of invalid bytes of any length, and decode all of it again for each token."""
 
+_STREAMS_CAN_BE_COPIED = hasattr(DecodeStream, "__copy__")
+"""Whether several tokens can be tried in one step: true from tokenizers 0.23 on."""
+
 _CHECKED_IDS = 512
 """Number of tokens, spread over the vocabulary, in each of the two comparisons of the table with the library."""
 
@@ -80,7 +83,8 @@ class TokenStream:
         """Convert tokens as if they had come one by one, so that the text does not depend on their division."""
         # All tokens of a short answer may come immediately. One step for 16 tokens takes half the time of 16 steps, and
         # gives the same text if all bytes are known and form whole characters.
-        if self._has_known_bytes and not (self._held or self._joined) and len(token_ids) < MAX_HELD_TOKENS:
+        is_plain = self._has_known_bytes and not (self._held or self._joined)
+        if _STREAMS_CAN_BE_COPIED and is_plain and len(token_ids) < MAX_HELD_TOKENS:
             stream = copy(self._stream)
             try:
                 text = stream.step(self._tokenizer, [i for i in token_ids if i not in self._skipped])
