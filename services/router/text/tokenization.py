@@ -34,6 +34,9 @@ _MAX_CHARS_PER_TOKEN = 256
 """Characters for each wanted token after which the rest of a text is not encoded. Some tokenizers make a single token
 of a word of a million characters, and need seconds and 75 bytes for each character to find that out."""
 
+_MIN_MAX_CHARS = 256 * 1024
+"""Characters that are encoded in any case: a tokenizer may drop many blanks. They take at most 20 MB and 0.2 s."""
+
 _MORE_CHARS = 1024
 """Characters, in addition to one for each token, with which the search for the first or last tokens of a text starts.
 """
@@ -182,7 +185,7 @@ class TextTokenizer:
 
 def _max_chars(num_tokens: int) -> int:
     """Return the number of characters of a text that are encoded at most to find `num_tokens` tokens."""
-    return max(PIECE_CHARS, _MAX_CHARS_PER_TOKEN * num_tokens)
+    return max(_MIN_MAX_CHARS, _MAX_CHARS_PER_TOKEN * num_tokens)
 
 
 async def beside_loop(num_chars: int, work: Callable[[], T]) -> T:
