@@ -46,9 +46,13 @@ class RequestSettings(HttpSettings, frozen=True, kw_only=True):
             "the text parts, openai passes the list, auto detects what the template expects"
         ),
     ] = "auto"
-    trust_request_chat_template: Annotated[bool, Meta(description="render chat templates that come with requests")] = (
-        False
-    )
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(
+            description="render chat templates that come with requests. They are programs whose memory is not "
+            "limited: every client can then stop the router"
+        ),
+    ] = False
     response_role: Annotated[str, Meta(description="role of answers to chats", min_length=1)] = "assistant"
     enable_auto_tool_choice: Annotated[
         bool, Meta(description="let the model decide to call tools; needs --tool-call-parser")

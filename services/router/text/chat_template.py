@@ -23,6 +23,20 @@ Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | Non
 TemplateMessage = dict[str, Json]
 ContentFormat = Literal["string", "openai"]
 
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""The exceptions of parsing and rendering. A template is code that the messages drive: a wrong type, a missing key or a
+division can raise in it, and Jinja computes constant expressions while it parses."""
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send back the reasoning of an earlier answer, the most usual first."""
 
@@ -138,17 +152,7 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        # A template is code that the messages drive, so these are all the exceptions that a wrong type, a missing key
-        # or a division can raise in it.
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as exc:
+        except TEMPLATE_ERRORS as exc:
             raise BadRequestError(f"the chat template rejects these messages: {exc}", param="messages") from exc
         return text if final is None else _cut_at_mark(text, final)
 

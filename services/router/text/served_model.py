@@ -1,12 +1,12 @@
 """Loads what the router needs of a model, without its weights: tokenizer, chat template, vocabulary, limits, names."""
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import jinja2
 import msgspec
 
 from baton_serve.contracts.model_path import model_folder
@@ -21,14 +21,20 @@ from baton_serve.services.router.protocol.openai_requests import (
     Tool,
 )
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.chat_template import ChatTemplate, ChatTemplates, Json, TemplateMessage
+from baton_serve.services.router.text.chat_template import (
+    TEMPLATE_ERRORS,
+    ChatTemplate,
+    ChatTemplates,
+    Json,
+    TemplateMessage,
+)
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from baton_serve.services.router.text.grammar.lark import UnconvertedGbnfError
 from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE
 from baton_serve.services.router.text.sampling_params import SamplingDefaults
-from baton_serve.services.router.text.thread_pools import GRAMMARS, TEMPLATES
+from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
 
 SHORT_ID_CHARS = 9
@@ -40,6 +46,9 @@ _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generati
 _RENDERED_INLINE_PARTS = 200
 """Largest number of messages and content parts that is rendered on the event loop. Each takes about 1 us, however long
 its text is; longer chats are rendered in a thread, so that streams go on."""
+
+_REQUEST_TEMPLATE_S = 5.0
+"""Longest time in seconds to wait for the chat template of a request."""
 
 _MAX_GBNF_PARTS = 16
 """Largest number of different grammars in GBNF in one request. Each is converted by another process."""
@@ -213,10 +222,23 @@ class ServedModel:
             raise BadRequestError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
+        if request.chat_template is not None:
+            return await self._rendered_apart(request, shows_images=shows_images)
         num_parts = sum([len(m.content) if isinstance(m.content, list) else 1 for m in request.messages or ()])
         if not is_long and num_parts + len(request.tools or ()) <= _RENDERED_INLINE_PARTS:
             return self._rendered(request, shows_images=shows_images)
         return await TEMPLATES.run(self._rendered, request, shows_images=shows_images)
+
+    async def _rendered_apart(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool) -> str:
+        """Render the chat template of a request in threads that nothing else uses. Raises `BadRequestError`."""
+        # Such a template may take any time. Its thread cannot be stopped, but the event loop and other chats go on.
+        try:
+            async with asyncio.timeout(_REQUEST_TEMPLATE_S):
+                return await REQUEST_TEMPLATES.run(self._rendered, request, shows_images=shows_images)
+        except TimeoutError:
+            raise BadRequestError(
+                f"chat_template was not rendered within {_REQUEST_TEMPLATE_S:g} s", param="chat_template"
+            ) from None
 
     def _rendered(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool) -> str:
         continues = bool(request.continue_final_message)
@@ -251,7 +273,7 @@ class ServedModel:
             )
         try:
             return ChatTemplate(request.chat_template)
-        except jinja2.TemplateError as exc:
+        except TEMPLATE_ERRORS as exc:
             raise BadRequestError(f"chat_template cannot be parsed: {exc}", param="chat_template") from exc
 
     def _message(self, message: ChatMessage, template: ChatTemplate, image: str | None) -> TemplateMessage:

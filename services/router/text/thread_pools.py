@@ -33,6 +33,8 @@ class ThreadPool:
 
 TEMPLATES = ThreadPool("templates", 2)
 """Renders the chat templates of long chats."""
+REQUEST_TEMPLATES = ThreadPool("request-templates", 2)
+"""Renders the chat templates that come with requests. One that never ends keeps its thread."""
 GRAMMARS = ThreadPool("grammars", 2)
 """Writes the text of grammars; another process compiles them."""
 ANSWERS = ThreadPool("answers", 2)

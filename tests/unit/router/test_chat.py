@@ -1,9 +1,12 @@
 """/v1/chat/completions over a fake cluster."""
 
+import asyncio
 from typing import Any
 
+import pytest
 from tokenizers.processors import TemplateProcessing
 
+from baton_serve.services.router.text import served_model
 from tests.unit.router.conftest import Router, Serve, events_of
 
 BOS = 262
@@ -116,6 +119,39 @@ def test_templates_of_requests_and_their_variables(serve: Serve, model_folder: A
         assert prompt_of(router) == "<s>me:hello"
         broken = await router.http.post(PATH, json={"messages": HELLO, "chat_template": "{% if %}"})
         assert broken.status_code == 400
+
+    serve(scenario)
+
+
+def test_a_template_of_a_request_that_does_not_end_is_given_up_while_others_are_served(
+    serve: Serve, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(served_model, "_REQUEST_TEMPLATE_S", 0.1)
+
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr(router.service.model, "_trusts_requests", True)
+        endless = "{% for a in range(99999) %}{% for b in range(99) %}{% endfor %}{% endfor %}"
+        body = {"messages": HELLO, "chat_template": endless}
+        slow = asyncio.create_task(router.http.post(PATH, json=body))
+        await asyncio.sleep(0)
+        await ask(router, max_tokens=1)
+        assert not slow.done()
+        answer = await slow
+        assert answer.status_code == 400 and "was not rendered within 0.1 s" in answer.text
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{" + "(" * 2000 + "1" + ")" * 2000 + "}}", "{{ 10**300000 }}", "{{ messages[0].content * 10**14 }}"]
+)
+def test_a_template_of_a_request_that_cannot_be_computed_is_an_error_of_the_client(
+    serve: Serve, monkeypatch: Any, template: str
+) -> None:
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr(router.service.model, "_trusts_requests", True)
+        answer = await router.http.post(PATH, json={"messages": HELLO, "chat_template": template})
+        assert answer.status_code == 400, answer.text
 
     serve(scenario)
 
