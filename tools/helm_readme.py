@@ -18,7 +18,7 @@ CHART = Path(__file__).resolve().parents[1] / "helm"
 HEAD = """# The chart `baton`
 
 ```
-helm install llm ./helm --set model.source.download.repository=Qwen/Qwen3-8B
+helm install llm ./helm --set model.source.download.repository=Qwen/Qwen3-4B
 helm test llm
 ```
 

@@ -32,6 +32,7 @@ CHOICES: dict[str, list[str]] = {
     "model.source.kind": ["pvc", "hostPath", "download"],
     "router.service.type": ["ClusterIP", "NodePort", "LoadBalancer"],
     "autoscaling.kind": ["none", "hpa", "keda"],
+    "slo.itlSeconds": ["0.01", "0.025", "0.05", "0.075", "0.1", "0.15", "0.2", "0.3", "0.4", "0.5", "0.75", "1.0"],
     "slo.ttftSeconds": ["0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "7.5", "10.0"],
 }
 SAME_AS_SETTING = {
@@ -54,7 +55,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "router.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "router.service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "kvCacheUsage": FRACTION,
+    "slowLinkMinUtilization": FRACTION,
     "objective": FRACTION,
+    "model.source.download.sizeLimit": {"type": "string", "pattern": "^[0-9]+(Mi|Gi|Ti)$"},
     "maxUnavailable": {"type": ["integer", "string"]},
 }
 TARGETS = {"waitSeconds", "interTokenSeconds", "kvCacheUsage"}

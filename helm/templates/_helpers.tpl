@@ -136,27 +136,51 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
   readOnly: true
 {{- end }}
 
-{{/* Downloads what is not there yet; `patterns` keeps the router from fetching weights. */}}
+{{/* Downloads what is not there yet; `patterns` keeps the router from fetching weights, `block` has the pod's extraEnv. */}}
 {{- define "baton.download" -}}
 {{- if eq .root.Values.model.source.kind "download" }}
+{{- $source := .root.Values.model.source.download }}
 - name: download
   image: {{ include "baton.image" (dict "root" .root "target" .target) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: ["hf", "download", {{ .root.Values.model.source.download.repository | quote }}, "--revision", {{ .root.Values.model.source.download.revision | quote }}, "--local-dir", {{ .root.Values.model.mountPath | quote }}{{ range .patterns }}, "--include", {{ . | quote }}{{ end }}]
+  command: ["python", "-c"]
+  args: [{{ .root.Files.Get "files/download.py" | toJson }}]
+  {{- with .block.extraEnvFrom }}
+  envFrom: {{- toYaml . | nindent 4 }}
+  {{- end }}
   env:
     - {name: HOME, value: /tmp}
     - {name: HF_HOME, value: /tmp/hf}
-    {{- with .root.Values.model.source.download.tokenSecret }}
+    - {name: REPOSITORY, value: {{ $source.repository | quote }}}
+    - {name: REVISION, value: {{ $source.revision | quote }}}
+    - {name: FOLDER, value: {{ .root.Values.model.mountPath | quote }}}
+    - {name: LIMIT_BYTES, value: {{ include "baton.downloadLimit" .root | quote }}}
+    - {name: PATTERNS, value: {{ .patterns | toJson | quote }}}
+    {{- with $source.tokenSecret }}
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef: {name: {{ . }}, key: HF_TOKEN}
+    {{- end }}
+    {{- /* Proxies and certificates of authorities. */}}
+    {{- with .block.extraEnv }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
   securityContext: {{- toYaml .root.Values.securityContext | nindent 4 }}
   resources: {requests: {cpu: 500m, memory: 512Mi}, limits: {memory: 2Gi}}
   volumeMounts:
     - {name: model, mountPath: {{ .root.Values.model.mountPath }}}
     - {name: tmp, mountPath: /tmp}
+    {{- with .block.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Bytes of the emptyDir's limit, which the file system does not show; 0 for a claim. */}}
+{{- define "baton.downloadLimit" -}}
+{{- $limit := .Values.model.source.download.sizeLimit }}
+{{- $factor := get (dict "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776) (regexFind "[A-Za-z]+$" $limit) }}
+{{- if .Values.model.source.download.claimName }}0{{ else }}{{ mul (regexFind "^[0-9]+" $limit) $factor }}{{ end }}
 {{- end }}
 
 {{/* What routers and instances have in common of a pod: (dict "root" $ "block" .Values.router). */}}

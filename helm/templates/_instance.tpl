@@ -88,7 +88,7 @@ spec:
           volumeMounts:
             - {name: sockets, mountPath: /run/baton}
         {{- end }}
-        {{- include "baton.download" (dict "root" $root "target" (printf "worker-%s" $values.gpu.device) "patterns" list) | nindent 8 }}
+        {{- include "baton.download" (dict "root" $root "target" (printf "worker-%s" $values.gpu.device) "patterns" list "block" $pool) | nindent 8 }}
         {{- with $pool.extraInitContainers }}
         {{- toYaml . | nindent 8 }}
         {{- end }}

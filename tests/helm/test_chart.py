@@ -144,6 +144,7 @@ def test_the_readme_is_current_and_every_key_is_described() -> None:
             id="min above max of routers",
         ),
         pytest.param({"prefill": {"autoscaling": {"kind": "hpa"}}}, id="hpa without the rules that record its metrics"),
+        pytest.param({"httpRoute": {"enabled": True}}, id="a route without a gateway"),
         pytest.param({"redis": {"bundled": False}}, id="no redis at all"),
         pytest.param({"model": {"source": {"kind": "pvc"}}}, id="a claim without a name"),
     ],

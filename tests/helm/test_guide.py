@@ -7,18 +7,9 @@ from baton_serve.services.cli import COMMANDS
 from tests.helm.chart import CHART, ROOT, of_kind, pod_of, render, values_of, variant
 from tests.helm.promql import EXPRESSIONS, metrics_of
 
-PAGE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "guide").glob("*.md")))
+PAGES = [CHART / "RUNBOOK.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGE = "\n".join(page.read_text() for page in PAGES)
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
-
-
-def alerts() -> set[str]:
-    (rule,) = of_kind(render(variant("ha")), "PrometheusRule")
-    return {one["alert"] for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one}
-
-
-def test_every_alert_is_explained() -> None:
-    explained = set(re.findall(r"Baton[A-Z]\w+", PAGE)) | {"BatonTTFTBudgetBurnsSlow"}
-    assert explained == alerts()
 
 
 def test_every_values_key_that_is_named_exists() -> None:

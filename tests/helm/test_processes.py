@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import wait_until
-from tests.helm.chart import Manifest, environment_of, objects, of_kind, pod_of
+from tests.helm.chart import Manifest, environment_of, of_kind
 from tests.helm.pods import ADDRESSES, SECRETS, Pods
 from tests.helm.prometheus import Prometheus
 from tests.helm.promql import EXPRESSIONS
@@ -131,18 +131,6 @@ def test_a_real_prometheus_evaluates_every_expression(pods: Pods, tmp_path: Path
     assert values["baton.json: Received KV bytes, by transport A"] > 0
     assert 0 < values["vllm.json: Time To First Token Latency E"] < 30
     assert 0 <= values["vllm.json: Cache Utilization A"] <= 1
-
-
-def test_the_download_is_a_command_line_that_hf_understands(tmp_path: Path) -> None:
-    """The test downloads nothing: the command fails to reach a hub only after it has parsed its command line."""
-    container = pod_of(objects({}), "router")["initContainers"][0]
-    program = shutil.which("hf", path=str(Path(sys.executable).parent))
-    assert container["command"][0] == "hf" and program is not None
-    environ = environment_of([], container, secrets={}, fields={}) | {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, program, *container["command"][1:]]
-    command[command.index("--local-dir") + 1] = str(tmp_path)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "offline" in (done.stdout + done.stderr).lower(), done.stderr
 
 
 def test_sigterm_drains_and_ends_with_status_0(pods: Pods) -> None:

@@ -141,7 +141,7 @@ def test_values_arrive_unchanged() -> None:
     assert (decode.kv_run_dir, decode.drain_timeout_s, decode.kv_lease_s) == ("/run/baton", 90.0, 10.0)
     assert (router.tokenizer, router.root_path, router.ssl_certfile) == ("/t", "/r", "/run/secrets/tls/tls.crt")
     assert router.otlp_traces_endpoint == decode.otlp_traces_endpoint == COLLECTOR
-    assert router.served_model_name == decode.served_model_name == ["Qwen/Qwen3-8B"]
+    assert router.served_model_name == decode.served_model_name == ["Qwen/Qwen3-4B"]
 
 
 def test_values_that_are_not_given_are_the_processes_own_defaults() -> None:

@@ -50,11 +50,11 @@ class MetricFamilies:
             known = self._gauges[name] = Gauge(name, text, ["model_name"], registry=self._registry)
         return known
 
-    def gauge_of_all_models(self, name: str, text: str) -> Gauge:
+    def gauge_of_all_models(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         """Return the gauge of that name without the label `model_name`, which is registered at the first call."""
         known = self._gauges.get(name)
         if known is None:
-            known = self._gauges[name] = Gauge(name, text, registry=self._registry)
+            known = self._gauges[name] = Gauge(name, text, labels, registry=self._registry)
         return known
 
 
@@ -165,6 +165,12 @@ class RouterMetrics:
         self.assigned = self._families.gauge_of_all_models(
             "baton:router_assigned_requests",
             "Number of requests that this router counts as load of an instance; a handed-off one counts for both.",
+        )
+        self.registry_connected = self._families.gauge_of_all_models(
+            "baton:registry_connected", "1 if the registry answers this router, 0 if it uses the last known instances."
+        )
+        self.pool_instances = self._families.gauge_of_all_models(
+            "baton:pool_instances", "Number of instances of a role to which this router may send requests.", ["role"]
         )
 
     def for_model(self, model_name: str) -> "RouterMetrics":

@@ -143,6 +143,18 @@ def test_metrics_count_each_request_once(serve: Serve) -> None:
     serve(scenario)
 
 
+def test_metrics_show_the_pools_and_whether_the_registry_answers(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        await router.http.get("/metrics")
+        value = router.metrics.registry.get_sample_value
+        health = (await router.http.get("/health")).json()
+        pools = {role: value("baton:pool_instances", {"role": role}) for role in ("prefill", "decode", "unified")}
+        assert pools == health["pools"] and pools["decode"] == 1
+        assert value("baton:registry_connected") == 1
+
+    serve(scenario)
+
+
 def test_metrics_show_the_load_that_the_router_has_assigned_to_instances(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         async def assigned() -> float | None:
