@@ -50,6 +50,10 @@ def properties(count: int) -> Schema:
     return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
 
 
+def needed(count: int) -> Schema:
+    return {**properties(count), "required": [f"p{i}" for i in range(count)]}
+
+
 def patterns(count: int) -> Schema:
     return {"type": "object", "patternProperties": {f"^p{i}[a-z]*$": {"type": "string"} for i in range(count)}}
 
@@ -90,6 +94,7 @@ SCHEMAS: dict[str, Callable[[int], Schema]] = {
     "deep": deep,
     "deep lists": deep_lists,
     "properties": properties,
+    "required properties": needed,
     "patterns": patterns,
     "values": values,
 }

@@ -24,6 +24,9 @@ MAX_NESTING = 120
 """Maximum nesting of objects and lists in a schema; the compiler's JSON parser fails at 127."""
 MAX_OBJECT_PROPERTIES = 2_000
 """Maximum properties of one object. Compile time grows with their square: 0.25 s for this number."""
+MAX_OPTIONAL_PROPERTIES = 480
+"""Maximum properties of one object in a row that `required` does not name. After `{` the parser has four items for each
+of them, and `max_items_in_row` allows 2,000: more of them would fail in an instance, in the middle of an answer."""
 MAX_PROPERTIES = 5_000
 """Maximum properties of all objects of a schema together."""
 MAX_PATTERN_PROPERTIES = 100
@@ -212,6 +215,11 @@ class _Size:
             _at_most(len(value), MAX_PATTERN_PROPERTIES, "an object of the schema has {} patternProperties")
         for name in value:
             self._text(str(name))
+        _at_most(
+            _optional_run(value),
+            MAX_OPTIONAL_PROPERTIES,
+            "an object of the schema has {} optional properties in a row, not separated by one that is required",
+        )
         reference = value.get("$ref")
         if isinstance(reference, str):
             self.references.add(reference)
@@ -220,6 +228,20 @@ class _Size:
     def _text(self, text: str) -> None:
         self.chars += len(text)
         _at_most(self.chars, MAX_CHARS, "the schema has {} characters of text or more")
+
+
+def _optional_run(schema: Mapping[str, _Json]) -> int:
+    """Return the largest number of successive properties of an object that `required` does not name."""
+    properties, names = schema.get("properties"), schema.get("required")
+    # An object with too many properties of any kind is reported as such.
+    if not isinstance(properties, Mapping) or len(properties) > MAX_OBJECT_PROPERTIES:
+        return 0
+    required = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+    longest = run = 0
+    for name in properties:
+        run = 0 if name in required else run + 1
+        longest = max(longest, run)
+    return longest
 
 
 def _target(schema: _Json, reference: str) -> _Json:

@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from baton_serve.contracts.grammar_bounds import PARSER_LIMITS
 from baton_serve.services.common.http.exchange import Exchange
 from baton_serve.services.router.protocol.asgi import while_connected
 from baton_serve.services.router.protocol.errors import ClientGoneError, RateLimitError
@@ -92,6 +94,15 @@ def test_the_largest_grammar_within_the_bounds_needs_half_of_the_stack_and_the_c
             assert not verdict or "too deeply nested" in verdict, "or the compiler's own refusal"
 
     run(body())
+
+
+def test_an_object_with_as_many_optional_properties_as_allowed_can_be_generated() -> None:
+    text, eos = VOCABULARY.source()
+    tokens = LLTokenizer(text, eos_token=eos)
+    limits = LLParserLimits(**PARSER_LIMITS)
+    matcher = LLMatcher(tokens, bombs.largest_accepted(bombs.GRAMMARS["properties"]), log_level=0, limits=limits)
+    answer = tokens.tokenize_str('{"p0":"a","p479":"b"}')
+    assert matcher.try_consume_tokens(answer) == len(answer), matcher.get_error()
 
 
 @pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((((a{100}){100}){100}){100})", "x(a{1000}){1000}"])
