@@ -17,13 +17,18 @@ COMMANDS = {
     "prefill": "run a prefill worker: it computes prompts and hands off their KV blocks",
     "decode": "run a decode worker: it receives KV blocks and generates tokens",
     "unified": "run a worker that does both, without a handoff",
+    "pull": "download a model from the Hugging Face hub",
     "unpack": "turn a single GGUF file into a model folder",
     "doctor": "check whether this machine can serve models, with remedies",
     "drain": "take one instance out of service after its running requests",
     "rotate": "restart the instances of a pool one by one, without failed requests",
 }
 """The subcommands, with their lines in `baton --help`."""
-MODULES = {"drain": "baton_serve.services.rotate.drain", "unpack": "baton_serve.services.local.unpack"}
+MODULES = {
+    "drain": "baton_serve.services.rotate.drain",
+    "pull": "baton_serve.services.local.pull",
+    "unpack": "baton_serve.services.local.unpack",
+}
 """Modules of the subcommands that are not in `services.COMMAND.main`."""
 
 
@@ -71,7 +76,7 @@ def _help() -> str:
         "",
         *(f"  {name:<9}{text}" for name, text in COMMANDS.items()),
         "",
-        "  baton serve /path/to/hf-model --prefill 1 --decode 1 --port 8000",
+        "  baton serve Qwen/Qwen3-8B --prefill 1 --decode 1 --port 8000",
         "",
         "baton COMMAND --help shows the options of a command; baton --version shows the version.",
         "",

@@ -16,6 +16,7 @@ from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.loading.native.config import read_folder
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.model_hub import HubError, is_hub_name, obtain_model
 from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp, reachable_url
@@ -27,7 +28,6 @@ from baton_serve.services.common.version import VERSION
 from baton_serve.services.local.accelerators import can_torch_use_accelerators, device_indexes
 from baton_serve.services.local.child import Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
-from baton_serve.services.local.model_cache import find_snapshot, is_hub_name, is_lone_gguf, unpack_gguf
 from baton_serve.services.local.plan import (
     MANAGED_INSTANCE_OPTIONS,
     MANAGED_ROUTER_OPTIONS,
@@ -37,6 +37,7 @@ from baton_serve.services.local.plan import (
 )
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
 from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, ClusterSupervisor, ClusterTimeouts
+from baton_serve.services.local.unpack import is_lone_gguf, unpack_gguf
 
 PROGRAM = "baton serve"
 
@@ -131,7 +132,7 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
     Raises `ConfigurationError` if the model is missing, if the pools cannot serve it, or if the port is in use.
     """
     if is_hub_name(name := settings.model):
-        settings = msgspec.structs.replace(settings, model=str(_downloaded(name, environ)))
+        settings = msgspec.structs.replace(settings, model=_downloaded(name, environ, is_offline=settings.offline))
     folder = model_folder(settings.model) if settings.model else DEMO_MODEL
     if is_lone_gguf(settings.model):
         settings = msgspec.structs.replace(settings, model=unpack_gguf(Path(settings.model), environ))
@@ -148,14 +149,12 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
     return with_pools(settings, _kind(folder, given))
 
 
-def _downloaded(name: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of a model in the Hugging Face cache. Raises `ConfigurationError` if it is not there."""
-    if (folder := find_snapshot(name, environ)) is None:
-        raise ConfigurationError(
-            f"MODEL {name} is neither a folder nor in the Hugging Face cache, and Baton does not download models:"
-            f" run `hf download {name}`, then start again"
-        )
-    return folder
+def _downloaded(name: str, environ: Mapping[str, str], *, is_offline: bool) -> str:
+    """Return the path of a model of the hub, and download what is missing. Raises `ConfigurationError`."""
+    try:
+        return str(obtain_model(name, environ, offline=is_offline))
+    except HubError as exc:
+        raise ConfigurationError(f"MODEL {exc}") from exc
 
 
 def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:

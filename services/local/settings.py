@@ -20,11 +20,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str,
         Meta(
-            description="folder of a Hugging Face model, GGUF file, or ORG/NAME of a model that `hf download` has"
-            " fetched (default: the bundled demo model)",
+            description="folder of a Hugging Face model, GGUF file, or ORG/NAME of a model on the hub, which is"
+            " downloaded if it is not in the cache (default: the bundled demo model)",
             extra={"group": "cluster", "positional": True},
         ),
     ] = ""
+    offline: Annotated[
+        bool, Meta(description="download nothing: use models in folders and in the Hugging Face cache only")
+    ] = False
     prefill: Annotated[
         Count, Meta(description="number of prefill workers, which compute prompts and hand off their KV blocks")
     ] = 1

@@ -1,10 +1,18 @@
-"""`baton unpack FILE FOLDER`: turns a single GGUF file into a model folder that `baton` commands accept as MODEL."""
+"""`baton unpack FILE FOLDER`: turns a single GGUF file into a model folder that `baton` commands accept as MODEL.
+
+`baton serve FILE` does the same for a file without a config.json, in the cache of the user.
+"""
 
 import argparse
+import hashlib
 import importlib.util
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from baton_serve.child_command import module_command
+from baton_serve.services.common.errors import ConfigurationError
 
 PROGRAM = "baton unpack"
 
@@ -32,3 +40,27 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{PROGRAM}: {exc}\n")
         return 1
     return 0
+
+
+def is_lone_gguf(model: str) -> bool:
+    """Return whether `model` is a GGUF file without a config.json beside it."""
+    file = Path(model)
+    return file.suffix == ".gguf" and file.is_file() and not (file.parent / "config.json").is_file()
+
+
+def unpack_gguf(file: Path, environ: Mapping[str, str]) -> str:
+    """Unpack a GGUF file into this user's cache and return the path to serve instead of it.
+
+    Raises `ConfigurationError` if `baton unpack` fails.
+    """
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # The digest of the path keeps files of the same name in different folders apart.
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
+    folder = cache / "baton" / "gguf" / digest
+    # A child process unpacks it: the GGUF reader and transformers would slow down and enlarge this one.
+    command = module_command("baton_serve", "unpack", str(file), str(folder))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        raise ConfigurationError(f"MODEL {file}: {last}")
+    return str(folder / file.name)

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from baton_serve.services.local.model_cache import is_lone_gguf, unpack_gguf
 from baton_serve.services.local.settings import DEMO_MODEL
+from baton_serve.services.local.unpack import is_lone_gguf, unpack_gguf
 from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
 from tests.families import FAMILIES

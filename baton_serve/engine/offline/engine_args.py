@@ -1,14 +1,16 @@
 """Turns vLLM's arguments and a model's folder into the config, tokenizer and defaults of an engine."""
 
 import json
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from baton_serve.engine.config import EngineConfig
-from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.offline.params import GENERATION_CONFIG, Defaults
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.model_hub import HubError, is_hub_name, obtain_model
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "cpu_offload_gb": (0,),
@@ -48,13 +50,24 @@ class OpenedModel:
 
 def open_model(args: EngineArgs) -> OpenedModel:
     """Read the tokenizer and the kind of a model. Raises `ConfigError` or `ModelError`."""
-    config = _config(args.model, args.options)
+    model = _local_path(args.model)
+    config = _config(model, args.options)
     return OpenedModel(
         config=config,
-        tokenizer=_tokenizer(args.tokenizer, config),
-        defaults=_defaults(Path(args.model)),
-        kind=detect_model_kind(Path(args.model), runner=config.runner, task=config.task),
+        tokenizer=_tokenizer(_local_path(args.tokenizer), config),
+        defaults=_defaults(Path(model)),
+        kind=detect_model_kind(Path(model), runner=config.runner, task=config.task),
     )
+
+
+def _local_path(model: str) -> str:
+    """Return the path of a model, and download a model of the hub if it is missing. Raises `ModelError`."""
+    if not is_hub_name(model):
+        return model
+    try:
+        return str(obtain_model(model, os.environ))
+    except HubError as exc:
+        raise ModelError(str(exc)) from exc
 
 
 def _config(model: str, options: dict[str, Any]) -> EngineConfig:

@@ -1,0 +1,161 @@
+"""Finds a model that is given by its name on the Hugging Face hub, and downloads the files that serving needs.
+
+In the cache of huggingface_hub, `models--ORG--NAME/refs/main` contains a commit, and `snapshots/COMMIT` is the model's
+folder. A complete snapshot is used without a request to the hub.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
+"""The form of a model's name on the hub: ORG/NAME, and for a GGUF file of it ORG/NAME:Q4_K_M."""
+_SMALL_FILES = re.compile(r"[^/]+\.(json|jinja|txt|model|tiktoken|py)")
+"""Configs, tokenizers and chat templates. They lie at the top of a repository."""
+_MODULE_FILES = re.compile(r"\d+_\w+/[^/]+\.(json|safetensors)")
+"""The further modules of an embedding model in the format of sentence-transformers, such as `1_Pooling/config.json`."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_OFF = ("", "0", "false", "no", "off")
+
+
+class HubError(Exception):
+    """A model cannot be found or downloaded. The message names the cause and the remedy."""
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether `model` has the form ORG/NAME or ORG/NAME:GGUF and is not a path that exists."""
+    return _NAME.fullmatch(model) is not None and not Path(model).exists()
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Return whether HF_HUB_OFFLINE forbids requests to the hub."""
+    return any(environ.get(name, "").lower() not in _OFF for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+def find_model(model: str, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder or the GGUF file of a model in the cache, or None if it has not been downloaded completely."""
+    name, _, kind = model.partition(":")
+    folder = _cache(environ) / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    snapshot = folder / "snapshots" / commit
+    if not kind and _is_complete(snapshot):
+        return snapshot
+    ggufs = [file for file in snapshot.rglob("*.gguf") if file.is_file() and (not kind or _matches(file.name, kind))]
+    return ggufs[0] if len(ggufs) == 1 else None
+
+
+def obtain_model(model: str, environ: Mapping[str, str], *, offline: bool = False) -> Path:
+    """Return the folder or the GGUF file of a model. Download what is missing, with a progress bar on a terminal.
+
+    Raises `HubError` if it is not in the cache and cannot be downloaded.
+    """
+    if (found := find_model(model, environ)) is not None:
+        return found
+    if offline or is_offline(environ):
+        raise HubError(
+            f"{model} is neither a folder nor in the Hugging Face cache, and downloads are off (--offline or"
+            f" HF_HUB_OFFLINE): run `baton pull {model}` with a network, or give a folder"
+        )
+    _download(model, environ)
+    if (found := find_model(model, environ)) is None:
+        raise HubError(
+            f"{model}: files are missing after the download: run `baton pull {model}` again, which resumes it"
+        )
+    return found
+
+
+def choose_files(model: str, files: Sequence[str]) -> list[str]:
+    """Return those of a repository's `files` that serving needs: one format of the weights, configs and tokenizer.
+
+    Raises `HubError` if it has no weights in a usable format, or several GGUF files and `model` names none of them.
+    """
+    name, _, kind = model.partition(":")
+    small = [file for file in files if _SMALL_FILES.fullmatch(file) or _MODULE_FILES.fullmatch(file)]
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    if kind:
+        ggufs = [file for file in ggufs if _matches(file, kind)]
+    weights = [file for file in files if file.endswith(".safetensors") and "/" not in file]
+    # Mistral's repositories hold the weights twice; `consolidated` is the format of its own library.
+    weights = [file for file in weights if not file.startswith("consolidated")] or weights
+    if weights and not kind:
+        return small + weights
+    if len(ggufs) == 1:
+        return small + ggufs
+    if ggufs or kind:
+        listed = ", ".join(file for file in files if file.endswith(".gguf")) or "none"
+        raise HubError(
+            f"{model} does not name one GGUF file: give {name}:KIND, such as {name}:Q4_K_M (files: {listed})"
+        )
+    raise HubError(f"{model} has no *.safetensors and no *.gguf files: convert the weights, and give that folder")
+
+
+def _download(model: str, environ: Mapping[str, str]) -> None:
+    # The import takes a third of a second, which a start from the cache must not pay for.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    name, endpoint = model.partition(":")[0], environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    options: dict[str, Any] = {"token": environ.get("HF_TOKEN") or None, "endpoint": endpoint}
+    try:
+        siblings = HfApi(**options).model_info(name, timeout=30.0).siblings or []
+        wanted = choose_files(model, [sibling.rfilename for sibling in siblings])
+        snapshot_download(name, allow_patterns=wanted, cache_dir=_cache(environ), **options)
+    except HfHubHTTPError as exc:
+        raise HubError(_refusal(name, endpoint, exc.response.status_code if exc.response is not None else 0)) from exc
+    except HubError:
+        raise
+    # The errors are those of the HTTP library, which is another one in each version of huggingface_hub.
+    except Exception as exc:
+        raise HubError(
+            f"{name} cannot be downloaded from {endpoint}: {_first_line(exc)}: check the network, the proxy and the"
+            " free disk space, then start again, which resumes the download; without a network give a folder"
+        ) from exc
+
+
+def _refusal(name: str, endpoint: str, status: int) -> str:
+    """Return the message for an answer of the hub with an error status."""
+    if status in (401, 403):
+        return (
+            f"{name} cannot be downloaded: {endpoint} answered {status}, so it is gated, private or does not exist:"
+            f" check the name, accept its conditions at {endpoint}/{name}, and set HF_TOKEN to a token of that account"
+        )
+    if status == 404:
+        return f"{name} does not exist at {endpoint}: check the name; a private model needs HF_TOKEN"
+    return f"{name} cannot be downloaded: {endpoint} answered {status or 'with an error'}: try again later"
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Return whether a snapshot has a config, a tokenizer and all its weights; an interrupted download may not."""
+    if not (snapshot / "config.json").is_file() or not any((snapshot / name).is_file() for name in _TOKENIZERS):
+        return False
+    index = snapshot / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+    has_weights = any(file.is_file() for file in snapshot.glob("*.safetensors"))
+    return has_weights and all((snapshot / str(shard)).is_file() for shard in shards)
+
+
+def _matches(file: str, kind: str) -> bool:
+    """Return whether a GGUF file's name contains `kind`, such as Q4_K_M, as a whole word."""
+    stem = file.rsplit("/", 1)[-1].removesuffix(".gguf")
+    return re.search(rf"(^|[.-]){re.escape(kind)}([.-]|$)", stem, re.IGNORECASE) is not None
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    """Return the hub's cache folder, by the same variables in the same order as huggingface_hub."""
+    if stated := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(stated).expanduser()
+    if home := environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hub"
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "hub"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
