@@ -153,13 +153,14 @@ class Fetching:
 
     @property
     def received(self) -> Sequence[BlockHash]:
-        """Return the hashes of this node's blocks that are complete and verified."""
+        """Return the hashes of the requested blocks that are complete and verified, as this consumer names them."""
         return self.session.received if self.staged is None else self.staged.received
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Return the fields that identify the request in log lines. Callbacks of sockets and timers run outside the
-        request's task, so they have no context of it.
+        """Return the fields that identify the request in log lines.
+
+        Callbacks of sockets and timers must add them, because they run outside the request's task, which has them set.
         """
         return {"request_id": self.ticket.request_id, "ticket": self.ticket.ticket}
 

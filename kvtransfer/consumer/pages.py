@@ -71,7 +71,9 @@ class Pages:
 
 
 def make_pages(address: int, num_bytes: int) -> bool:
-    """Create the pages of a range of bytes. Return False if this kernel or this kind of memory does not support it.
+    """Let the kernel allocate the pages of mapped bytes now, so that a later copy has no page faults.
+
+    Return False if this kernel or this kind of memory does not support it.
 
     Other Python threads run meanwhile, because ctypes releases the GIL.
     """

@@ -83,7 +83,10 @@ class Ring:
             self._free.extend(places if parts == 1 else sorted({place // parts for place in places}))
 
     def view_of(self, place: int, parts: int) -> memoryview:
-        """Return the bytes of a place."""
+        """Return the bytes of a place, if each block of the ring is divided into `parts` places of equal size.
+
+        Places are counted from 0 over the whole ring. The ring owns the memory.
+        """
         size = self.block_bytes // parts
         return self.view[place * size : (place + 1) * size]
 

@@ -84,7 +84,7 @@ def identity_pem(seed: bytes, certificate: bytes) -> bytes:
 
 
 def read_cluster_key(path: str | None) -> ClusterKey | None:
-    """Read the secret from a file and return its keys, or None without a path.
+    """Read the cluster's secret from a file and return the keys that are derived from it, or None without a path.
 
     Raises `ConfigurationError` if the file cannot be read, the secret is too short, or encryption is not possible here.
     """

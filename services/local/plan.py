@@ -58,7 +58,7 @@ class GivenOptions:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that the instances share."""
+    """The resources of this machine that `baton serve` divides among its instances."""
 
     host: HostCpus
     device_indexes: list[int]

@@ -36,7 +36,8 @@ class Executor(Protocol):
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         """Compute a step, from a captured graph if one fits, and return the logits [num_logits, vocab_size].
 
-        `after_layer` is as in `StepInputs`. It is not called if a graph is used, which only short steps do.
+        `after_layer` is called after each layer (see `StepInputs`), but not if a captured graph is used. Only short
+        steps use graphs.
         """
         ...
 

@@ -250,7 +250,10 @@ class LayerKernels(Protocol):
 
 
 class RowLayer(Protocol):
-    """The parts of a decoder layer that a `RowKernel` reads."""
+    """The weights of one decoder layer for a `RowKernel`, which computes all layers for a single row.
+
+    A part that the layer does not have is None.
+    """
 
     @property
     def input_norm(self) -> Norm: ...

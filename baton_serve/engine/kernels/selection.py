@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 
 def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """Return the attention of a device. Call it once for an engine: it may compile, and it logs a warning if only the
-    twin is available.
+    twin, the slow implementation in plain torch, is available.
     """
     if device.type == "cpu":
         return _cpu_attention(dtype)
     if importlib.util.find_spec("triton") is None:
         logger.warning(
-            "Triton is not installed: attention on %s runs in plain torch, which is slow. Install triton", device.type
+            "Triton is not installed: attention on %s runs in plain torch, which is slow. Install the "
+            "Triton of this build of torch",
+            device.type,
         )
         return ReferenceAttention()
     backend: AttentionBackend = importlib.import_module("baton_serve.engine.kernels.triton.attention").TritonAttention(

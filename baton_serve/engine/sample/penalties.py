@@ -30,7 +30,7 @@ class Penalties:
         self._counts: WeakKeyDictionary[Sequence, _Counts] = WeakKeyDictionary()
 
     def apply(self, scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
-        """Return new scores for `scores` [rows, vocab_size], one row per sequence."""
+        """Return `scores` [rows, vocab_size] with the penalties of the sequences, one per row, in a new tensor."""
         counts = [self._updated(sequence, scores.shape[1]) for sequence in sequences]
         output = torch.stack([c.output for c in counts])
         seen = torch.stack([c.prompt for c in counts]) | (output > 0)

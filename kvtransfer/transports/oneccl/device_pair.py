@@ -112,7 +112,10 @@ class DeviceBackend:
 
 
 class DevicePair:
-    """A pair for tensors of a device, with its channel and the store over which the ends met. One thread uses it."""
+    """A connection of two processes through a collective library, for tensors in device memory. One thread uses it.
+
+    `store` is the key-value store through which the two processes found each other.
+    """
 
     def __init__(self, channel: DeviceChannel, blocks: DeviceBlocks, store: Any) -> None:
         self._channel = channel

@@ -30,8 +30,8 @@ class RecordTable:
     def register(self, record: InstanceRecord, ttl_s: float, now: float) -> tuple[Generation, bool]:
         """Add or renew a record, unless it is of an older generation.
 
-        Return the generation that is valid now, which differs from the record's if it was rejected (0 if this
-        generation has left), and whether the table has changed in more than a load.
+        Return the generation that is valid now: another one than the record's if the record was rejected, and 0 if the
+        record's process has signed off before. Also return whether anything but the reported load has changed.
         """
         row = self._rows.setdefault(record.instance, _Row())
         if record.generation not in row.generations:

@@ -85,7 +85,7 @@ class AnswerFormat(Protocol):
         ...
 
     def beside_opening(self) -> msgspec.Struct | None:
-        """Return further top-level fields of the chunks that carry an `opening`, or None if there are none."""
+        """Return further top-level fields for the chunks that carry the result of `opening`, or None without any."""
         ...
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:

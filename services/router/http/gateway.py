@@ -48,7 +48,7 @@ def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
 
     A class is constructed with the application that it wraps. A coroutine function is called for each request with
     Starlette's request and the function that calls the next layer, as in vLLM. Raises `ConfigurationError` if a path
-    cannot be imported or names neither of both.
+    cannot be imported or is neither a class nor a coroutine function.
     """
     if not paths:
         return app
