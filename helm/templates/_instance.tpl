@@ -24,7 +24,8 @@ metadata:
   name: {{ $name }}
   labels: {{- include "baton.labels" $labels | nindent 4 }}
 spec:
-  {{- if eq $pool.autoscaling.kind "none" }}
+  {{- /* files/replicas.py sets the number: in the manifest it would compete with `kubectl scale`. */}}
+  {{- if and (eq $pool.autoscaling.kind "none") (not $values.replicasHook.enabled) }}
   replicas: {{ $pool.replicas }}
   {{- end }}
   revisionHistoryLimit: 3
