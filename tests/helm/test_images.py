@@ -117,9 +117,12 @@ def test_hadolint_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_the_processes_accept_what_compose_gives_them(role: str) -> None:
-    service = COMPOSE["services"][role]
+INSTANCES = [f"{role}-{profile}" for role in ("prefill", "decode") for profile in ("cpu", "arc", "nvidia")]
+
+
+@pytest.mark.parametrize("name", ["router", *INSTANCES])
+def test_the_processes_accept_what_compose_gives_them(name: str) -> None:
+    service, role = COMPOSE["services"][name], name.split("-")[0]
     given = {name: filled(str(value)) for name, value in service["environment"].items()}
     settings: Any = load(
         RouterSettings if role == "router" else InstanceSettings,
@@ -136,6 +139,45 @@ def test_the_processes_accept_what_compose_gives_them(role: str) -> None:
     assert role == "router" or settings.kv_run_dir in mounts
 
 
+@pytest.mark.parametrize("name", INSTANCES)
+def test_an_instance_has_the_image_and_the_devices_of_its_profile_and_pins_memory(name: str) -> None:
+    service, (role, profile) = COMPOSE["services"][name], name.split("-")
+    assert service["profiles"] == [profile]
+    device = {"cpu": "cpu", "arc": "xpu", "nvidia": "cuda"}[profile]
+    assert service["build"]["target"] == f"worker-{device}"
+    assert service["environment"][f"BATON__{role.upper()}__DEVICE"] == device
+    assert service["ulimits"] == {"memlock": -1}
+    assert ("devices" in service) == ("group_add" in service) == (profile == "arc")
+    assert ("deploy" in service) == (profile == "nvidia")
+    assert service["networks"] == {"default": {"aliases": [role]}}
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "status"),
+    [
+        ("127.0.0.1", "", 0),
+        ("0.0.0.0", "", 2),
+        ("192.168.1.5", "", 2),
+        ("0.0.0.0", "sk-1", 0),
+        ("127.0.0.1", "sk-1", 0),
+    ],
+)
+def test_the_router_is_open_to_other_machines_only_with_a_key(
+    tmp_path: Path, address: str, key: str, status: int
+) -> None:
+    service = COMPOSE["services"]["router"]
+    assert filled(service["ports"][0]) == "127.0.0.1:8000:8000"
+    baton = tmp_path / "baton"
+    baton.write_text('#!/bin/sh\necho "$@"\n')
+    baton.chmod(0o755)
+    words = [word.replace("$$", "$") for word in [*service["entrypoint"], *service["command"]]]
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ROUTER_ADDRESS": address, "BATON__ROUTER__API_KEY": key}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=10, check=False)
+    assert done.returncode == status
+    assert done.stdout == ("router\n" if status == 0 else "")
+    assert status == 0 or "API_KEY" in done.stderr
+
+
 def filled(text: str) -> str:
     """`${NAME:-default}` by its default, `${NAME:?why}` by its name."""
     text = re.sub(r"\$\{(\w+):\?[^}]*\}", r"\1", text)
@@ -143,14 +185,20 @@ def filled(text: str) -> str:
 
 
 def test_each_instance_of_the_box_sees_a_card_of_its_own() -> None:
-    masks = [COMPOSE["services"][role]["environment"]["ZE_AFFINITY_MASK"] for role in ("prefill", "decode")]
+    services = COMPOSE["services"]
+    masks = [services[f"{role}-arc"]["environment"]["ZE_AFFINITY_MASK"] for role in ("prefill", "decode")]
     assert masks == ["0", "1"]
+    cards = [services[f"{role}-nvidia"]["deploy"]["resources"]["reservations"] for role in ("prefill", "decode")]
+    assert [card["devices"][0]["device_ids"] for card in cards] == [["0"], ["1"]]
 
 
 def test_compose_scrapes_what_it_starts_and_shows_the_charts_dashboards() -> None:
     services: Mapping[str, Any] = COMPOSE["services"]
     config = yaml.safe_load((ROOT / "deploy" / "prometheus.yaml").read_text())
-    ports = {role: services[role]["environment"][f"BATON__{role.upper()}__HTTP_PORT"] for role in ("prefill", "decode")}
+    ports = {
+        role: services[f"{role}-cpu"]["environment"][f"BATON__{role.upper()}__HTTP_PORT"]
+        for role in ("prefill", "decode")
+    }
     expected = ["router:8000", *(f"{role}:{port}" for role, port in ports.items())]
     assert config["scrape_configs"][0]["static_configs"][0]["targets"] == expected
     for service in ("prometheus", "grafana"):
