@@ -190,7 +190,7 @@ class Api(BaseHTTPRequestHandler):
     do_GET = do_PATCH = _answer  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        """Log no line for each request of the test."""
 
 
 @pytest.fixture
