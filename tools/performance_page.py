@@ -26,6 +26,7 @@ QUESTIONS = {
     "router": ("The router", ["router.md", "placement.md"]),
     "pd": ("P/D against unified instances", ["pd-against-unified.md", "cpu-engine.md"]),
     "start": ("Start", ["start.md"]),
+    "faults": ("Under faults and hostile requests", ["router.md"]),
 }
 """The heading of each question, in the order of the page, and the pages of the log with its earlier runs."""
 
@@ -34,8 +35,8 @@ PLOTS = {
 }
 """A line below the tables of a question."""
 
-LESS_IS_BETTER = {"ms", "s", "µs", "GB", "MiB", "%"}
-MORE_IS_BETTER = {"tok/s", "req/s", "million/s", "GB/s", "of memcpy"}
+LESS_IS_BETTER = {"ms", "s", "µs", "GB", "MiB", "%", "errors", "of 10 min"}
+MORE_IS_BETTER = {"tok/s", "req/s", "million/s", "GB/s", "of memcpy", "requests"}
 
 HEAD = """# Performance
 
