@@ -26,6 +26,8 @@ LOAD_ERRORS = (
     ValueError,
 )
 """Errors that transformers and safetensors raise for broken or unusual folders. Both document none of them."""
+GGUF_ERRORS = (*LOAD_ERRORS, LookupError, NotImplementedError)
+"""Errors that transformers and the package gguf raise for a broken or unknown GGUF file."""
 _SIZES = (
     "head_dim",
     "hidden_size",

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import msgspec
 
-from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.loading.native.config import read_folder
@@ -37,7 +37,7 @@ from baton_serve.services.local.plan import (
 )
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
 from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, ClusterSupervisor, ClusterTimeouts
-from baton_serve.services.local.unpack import is_lone_gguf, unpack_gguf
+from baton_serve.services.local.unpack import unpack_gguf
 
 PROGRAM = "baton serve"
 

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import hashlib
 import importlib.util
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton_serve.child_command import module_command
+from baton_serve.contracts.model_path import gguf_cache_folder
 from baton_serve.services.common.errors import ConfigurationError
 
 PROGRAM = "baton unpack"
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if importlib.util.find_spec("gguf") is None:
         sys.stderr.write(f"{PROGRAM}: the Python package gguf is not installed: pip install 'baton-serve[gguf]'\n")
         return 1
-    # These imports load transformers, which takes seconds; `--help` and a missing package must not wait for them.
+    # These imports load numpy and the tokenizer library; `--help` must not wait for them.
     from baton_serve.engine.errors import ModelError
     from baton_serve.engine.loading.gguf_folder import unpack
 
@@ -42,22 +42,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def is_lone_gguf(model: str) -> bool:
-    """Return whether `model` is a GGUF file without a config.json beside it."""
-    file = Path(model)
-    return file.suffix == ".gguf" and file.is_file() and not (file.parent / "config.json").is_file()
-
-
 def unpack_gguf(file: Path, environ: Mapping[str, str]) -> str:
     """Unpack a GGUF file into this user's cache and return the path to serve instead of it.
 
     Raises `ConfigurationError` if `baton unpack` fails.
     """
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # The digest of the path keeps files of the same name in different folders apart.
-    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
-    folder = cache / "baton" / "gguf" / digest
-    # A child process unpacks it: the GGUF reader and transformers would slow down and enlarge this one.
+    folder = gguf_cache_folder(file, environ)
+    # A child process unpacks it: transformers, which some files need, would slow down and enlarge this one.
     command = module_command("baton_serve", "unpack", str(file), str(folder))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

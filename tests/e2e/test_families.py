@@ -9,8 +9,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from baton_serve.contracts.model_path import is_lone_gguf
 from baton_serve.services.local.settings import DEMO_MODEL
-from baton_serve.services.local.unpack import is_lone_gguf, unpack_gguf
+from baton_serve.services.local.unpack import unpack_gguf
 from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
 from tests.families import FAMILIES

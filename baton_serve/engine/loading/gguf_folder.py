@@ -1,61 +1,102 @@
 """Makes a folder in Hugging Face format from a single GGUF file: config, tokenizer and chat template.
 
-transformers derives them from the file's metadata. The weights stay in the file; the folder has a link to it.
+They are derived from the file's metadata, for architectures and tokenizers that are not known here by transformers. The
+weights stay in the file; the folder has a link to it.
 """
 
 import json
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from baton_serve.contracts.model_path import gguf_cache_folder
 from baton_serve.engine.errors import ModelError
-from baton_serve.engine.loading.gguf import GGUF_ERRORS
-from baton_serve.engine.model_folder import first_line
+from baton_serve.engine.loading.gguf_header import GgufFile, GgufFormatError, read_gguf
+from baton_serve.engine.loading.gguf_metadata import DTYPE, config_json, generation_config, special_tokens, tokenizer_of
+from baton_serve.engine.model_folder import GGUF_ERRORS, first_line
 
-DTYPE = "bfloat16"
-"""Dtype in which such a model computes by default; `--dtype` overrides it. The file has weights of several types."""
+
+def unpack_to_cache(file: Path, environ: Mapping[str, str]) -> Path:
+    """Unpack a file into this user's cache and return the path to serve instead of it. Raises `ModelError`."""
+    return unpack(file, gguf_cache_folder(file, environ))
 
 
 def unpack(file: Path, folder: Path) -> Path:
     """Make or update `folder`, and return its link to the file, which can be given as MODEL. Raises `ModelError`."""
     if not file.is_file():
         raise ModelError(f"{file} is not a file")
-    try:
-        config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-        adds_bos = _adds_bos(file)
-    except GGUF_ERRORS as exc:
-        raise ModelError(f"{file} cannot be unpacked: {first_line(exc)}") from exc
+    folder.mkdir(parents=True, exist_ok=True)
+    # Files are renamed into the folder, because another process may unpack the same file or read the folder.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".unpack-") as name:
+        made = Path(name)
+        try:
+            parsed = read_gguf(file)
+            _write(file, parsed, made)
+        except GgufFormatError as exc:
+            raise ModelError(f"{file} cannot be unpacked: {exc}") from exc
+        except GGUF_ERRORS as exc:
+            raise ModelError(f"{file} cannot be unpacked: {first_line(exc)}") from exc
+        (made / file.name).symlink_to(file.resolve())
+        for path in sorted(made.iterdir()):
+            path.replace(folder / path.name)
+    return folder / file.name
+
+
+def _write(file: Path, parsed: GgufFile, folder: Path) -> None:
+    """Write all files but the link. Raises `ModelError` for a model that cannot generate text."""
+    config, tokenizer = config_json(parsed), tokenizer_of(parsed)
+    if config is None:
+        config = _config_of_transformers(file)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(generation_config(parsed), indent=2) + "\n")
+    if tokenizer is None:
+        bos = _save_tokenizer_of_transformers(file, folder)
+    else:
+        bos = _save_tokenizer(parsed, tokenizer, folder)
+    if bos is not None and _adds_bos(parsed.metadata):
+        _add_bos(folder / "tokenizer.json", bos)
+
+
+def _save_tokenizer(parsed: GgufFile, tokenizer: Tokenizer, folder: Path) -> str | None:
+    """Write a tokenizer and the chat template. Return the BOS token."""
+    tokens = special_tokens(parsed)
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    if isinstance(template := parsed.metadata.get("tokenizer.chat_template"), str):
+        (folder / "chat_template.jinja").write_text(template)
+    return tokens.get("bos_token")
+
+
+def _config_of_transformers(file: Path) -> dict[str, object]:
+    """Return config.json as transformers derives it, which takes seconds."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config: Any = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"{file} has a model of type {config.model_type}, which cannot generate text")
-    folder.mkdir(parents=True, exist_ok=True)
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return {**config.to_dict(), "architectures": architectures, "dtype": DTYPE}
+
+
+def _save_tokenizer_of_transformers(file: Path, folder: Path) -> str | None:
+    """Write the tokenizer as transformers derives it, which takes seconds. Return the BOS token."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
     tokenizer.save_pretrained(folder)
-    # transformers does not carry this rule over from the metadata.
-    if adds_bos and tokenizer.bos_token is not None:
-        _add_bos(folder / "tokenizer.json", tokenizer.bos_token)
-    stated = {**config.to_dict(), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
-    stated |= {"dtype": DTYPE}
-    (folder / "config.json").write_text(json.dumps(stated, indent=2, default=str) + "\n")
-    link = folder / file.name
-    # The folder may exist, with a link to a file that has moved.
-    link.unlink(missing_ok=True)
-    link.symlink_to(file.resolve())
-    return link
+    return None if tokenizer.bos_token is None else str(tokenizer.bos_token)
 
 
-def _adds_bos(file: Path) -> bool:
+def _adds_bos(metadata: Mapping[str, object]) -> bool:
     """Return whether texts begin with the BOS token: as the file says, or as llama.cpp does it for SentencePiece."""
-    import gguf
-
-    fields = gguf.GGUFReader(file).fields
-    if (stated := fields.get("tokenizer.ggml.add_bos_token")) is not None:
-        return bool(stated.contents())
-    kind = fields.get("tokenizer.ggml.model")
-    return kind is not None and kind.contents() == "llama"
+    stated = metadata.get("tokenizer.ggml.add_bos_token")
+    return metadata.get("tokenizer.ggml.model") == "llama" if stated is None else bool(stated)
 
 
 def _add_bos(path: Path, token: str) -> None:
@@ -68,4 +109,4 @@ def _add_bos(path: Path, token: str) -> None:
     tokenizer.post_processor = TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, number)]
     )
-    tokenizer.save(str(path))
+    tokenizer.save(str(path), pretty=False)

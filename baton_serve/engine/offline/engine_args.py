@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
+from baton_serve.engine.loading.gguf_folder import unpack_to_cache
 from baton_serve.engine.offline.params import GENERATION_CONFIG, Defaults
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.model_hub import HubError, is_hub_name, obtain_model
@@ -31,7 +33,7 @@ class EngineArgs:
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
         self.model = model
-        self.tokenizer = tokenizer or model
+        self.tokenizer = tokenizer
         self.options = options
 
 
@@ -49,14 +51,19 @@ class OpenedModel:
 
 
 def open_model(args: EngineArgs) -> OpenedModel:
-    """Read the tokenizer and the kind of a model. Raises `ConfigError` or `ModelError`."""
-    model = _local_path(args.model)
-    config = _config(model, args.options)
+    """Read the tokenizer and the kind of a model; unpack it first if it is a single GGUF file.
+
+    Raises `ConfigError` or `ModelError`.
+    """
+    given = _local_path(args.model)
+    model = str(unpack_to_cache(Path(given), os.environ)) if is_lone_gguf(given) else given
+    config, folder = _config(model, args.options), model_folder(model)
+    tokenizer = folder if args.tokenizer in (None, args.model) else model_folder(_local_path(args.tokenizer))
     return OpenedModel(
         config=config,
-        tokenizer=_tokenizer(_local_path(args.tokenizer), config),
-        defaults=_defaults(Path(model)),
-        kind=detect_model_kind(Path(model), runner=config.runner, task=config.task),
+        tokenizer=_tokenizer(str(tokenizer), config),
+        defaults=_defaults(folder),
+        kind=detect_model_kind(folder, runner=config.runner, task=config.task),
     )
 
 

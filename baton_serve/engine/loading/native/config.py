@@ -61,6 +61,11 @@ class DenseConfig:
     eos_token_ids: frozenset[int]
     hidden_act: str = "silu"
 
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Return `is_tied` under the name that configs of transformers have for it."""
+        return self.is_tied
+
 
 class _Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rotary settings in config.json. Older and newer versions of transformers use different fields."""

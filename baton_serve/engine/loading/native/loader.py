@@ -11,8 +11,11 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.loading.fingerprint import weights_fingerprint
+from baton_serve.engine.loading.gguf import dense_layers, gguf_file
 from baton_serve.engine.loading.native.config import DenseConfig, read_folder
 from baton_serve.engine.loading.native.network import DenseModel, Rotary
+from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
+from baton_serve.engine.loading.quantization.stored import fill_stored
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model_folder import max_model_len_of
@@ -31,7 +34,11 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
     asked = None if dense.dtype is None else devices.DTYPES[dense.dtype]
     dtype = devices.select_dtype(target, config.dtype, asked)
     max_model_len = max_model_len_of(config, dense)
-    module = _load(folder, dense, dtype, target, progress)
+    gguf = gguf_file(config)
+    if gguf is None:
+        module = _load(folder, dense, dtype, target, progress)
+    else:
+        module = _load_gguf(gguf, dense, dtype, target)
     if module is None:
         return None
     progress("loading weights", 1.0)
@@ -46,13 +53,16 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
         num_planes=2,
         specs=[AttentionSpec(scale=dense.head_dim**-0.5)] * dense.num_layers,
         eos_token_ids=dense.eos_token_ids,
-        fingerprint=weights_fingerprint(folder, ""),
+        fingerprint=weights_fingerprint(folder, "" if gguf is None else f"|{Gguf.label}", gguf),
     )
 
 
 def fits(config: EngineConfig) -> bool:
-    """Return whether the settings ask for unchanged weights, which is all that this loader supports."""
-    return config.quantization is None and config.load_format == "auto" and not config.model.endswith(".gguf")
+    """Return whether the settings ask for weights as they are stored, which is all that this loader supports."""
+    is_gguf = config.load_format == "gguf" or config.model.endswith(".gguf")
+    if is_gguf:
+        return config.quantization in (None, "gguf") and config.load_format != "dummy"
+    return config.quantization is None and config.load_format == "auto"
 
 
 def _load(
@@ -81,6 +91,18 @@ def _load(
     module.tie()
     module.model.rotary_emb = Rotary(dense, target)
     return module.eval()
+
+
+def _load_gguf(file: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device) -> nn.Module | None:
+    """Load the weights of a GGUF file with their codes, or return None if it has not exactly the model's tensors."""
+    with torch.device("meta"):
+        module = DenseModel(dense)
+    with torch.inference_mode():
+        stored = dense_layers(file, module, dense)
+        if stored is None or not fill_stored(module, stored, target, dtype):
+            return None
+    module.model.rotary_emb = Rotary(dense, target)
+    return module.eval().requires_grad_(False)
 
 
 def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -9,20 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.loading.native.config import DenseConfig, StretchedRope
-
-
-class _Linear(nn.Linear):
-    """A linear layer without initialization."""
-
-    def reset_parameters(self) -> None:
-        """Do nothing: the weights come from files."""
-
-
-class _Embedding(nn.Embedding):
-    """An embedding without initialization."""
-
-    def reset_parameters(self) -> None:
-        """Do nothing: the weights come from files."""
+from baton_serve.engine.model.quantized.modules import EmptyEmbedding, EmptyLinear
 
 
 class DenseNorm(nn.Module):
@@ -41,10 +28,10 @@ class DenseAttention(nn.Module):
         super().__init__()
         hidden, head_dim = config.hidden_size, config.head_dim
         queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        self.q_proj = _Linear(hidden, queries, bias=config.has_qkv_bias)
-        self.k_proj = _Linear(hidden, keys, bias=config.has_qkv_bias)
-        self.v_proj = _Linear(hidden, keys, bias=config.has_qkv_bias)
-        self.o_proj = _Linear(queries, hidden, bias=config.has_output_bias)
+        self.q_proj = EmptyLinear(hidden, queries, bias=config.has_qkv_bias)
+        self.k_proj = EmptyLinear(hidden, keys, bias=config.has_qkv_bias)
+        self.v_proj = EmptyLinear(hidden, keys, bias=config.has_qkv_bias)
+        self.o_proj = EmptyLinear(queries, hidden, bias=config.has_output_bias)
         if config.has_head_norms:
             self.q_norm = DenseNorm(head_dim, config.norm_eps)
             self.k_norm = DenseNorm(head_dim, config.norm_eps)
@@ -56,9 +43,9 @@ class DenseMlp(nn.Module):
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
-        self.gate_proj = _Linear(hidden, inner, bias=bias)
-        self.up_proj = _Linear(hidden, inner, bias=bias)
-        self.down_proj = _Linear(inner, hidden, bias=bias)
+        self.gate_proj = EmptyLinear(hidden, inner, bias=bias)
+        self.up_proj = EmptyLinear(hidden, inner, bias=bias)
+        self.down_proj = EmptyLinear(inner, hidden, bias=bias)
 
 
 class DenseLayer(nn.Module):
@@ -93,7 +80,7 @@ class DenseDecoder(nn.Module):
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
-        self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = EmptyEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DenseLayer(config) for _ in range(config.num_layers))
         self.norm = DenseNorm(config.hidden_size, config.norm_eps)
 
@@ -105,7 +92,7 @@ class DenseModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = DenseDecoder(config)
-        self.lm_head = _Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = EmptyLinear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:

@@ -1,4 +1,4 @@
-"""Modules that replace linear layers and embeddings whose weights are quantized."""
+"""Modules that replace linear layers and embeddings whose weights are quantized, or come from files."""
 
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -8,6 +8,20 @@ from torch import Tensor, nn
 
 from baton_serve.engine.kernels import LayerKernels, QuantizedWeight, Weight
 from baton_serve.engine.kernels.quantized import concatenate
+
+
+class EmptyLinear(nn.Linear):
+    """A linear layer without initialization."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing: the weights come from files."""
+
+
+class EmptyEmbedding(nn.Embedding):
+    """An embedding without initialization."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing: the weights come from files."""
 
 
 class QuantizedLinear(nn.Module):

@@ -7,12 +7,13 @@ embedding that shares the head's weight shares the rounded weight.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.model.quantized.formats import Scheme, quantize
-from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear
+from baton_serve.engine.model.quantized.modules import EmptyEmbedding, EmptyLinear, QuantizedEmbedding, QuantizedLinear
 
 HEAD_SCHEME = Scheme("int8", None)
 
@@ -41,7 +42,7 @@ def linear_names(module: nn.Module) -> Iterable[str]:
 
     Latent attention uses the parts of `kv_b_proj` without calling the module, so it keeps its dtype.
     """
-    linears = (name for name, part in module.named_modules() if type(part) is nn.Linear)
+    linears = (name for name, part in module.named_modules() if type(part) in (nn.Linear, EmptyLinear))
     return [name for name in linears if not name.endswith("kv_b_proj")]
 
 
@@ -62,12 +63,13 @@ def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: Quantizat
 
 def tied_embedding(module: nn.Module) -> str | None:
     """Return the name of the embedding that shares its weight with the head, or None."""
-    config = getattr(module, "config", None)
-    text = config.get_text_config() if config is not None else None
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     head = getattr(module, "lm_head", None)
-    if not getattr(text, "tie_word_embeddings", False) or type(head) is not nn.Linear:
+    if not getattr(text, "tie_word_embeddings", False) or type(head) not in (nn.Linear, EmptyLinear):
         return None
-    found = [n for n, part in module.named_modules() if n.endswith("embed_tokens") and type(part) is nn.Embedding]
+    kinds = (nn.Embedding, EmptyEmbedding)
+    found = [n for n, part in module.named_modules() if n.endswith("embed_tokens") and type(part) in kinds]
     return found[0] if len(found) == 1 else None
 
 

@@ -13,13 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_bits, concatenate, pack_codes
+from baton_serve.engine.kernels.quantized import STRETCH, QuantizedWeight, concatenate, pack_codes
 from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors
 
 GROUP = 32
 """Number of inputs that share a scale."""
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types whose tensors are floats."""
+GROUPS_PER_STRETCH = STRETCH // GROUP
+"""Number of groups whose codes are packed together."""
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types whose tensors are floats, and their dtypes."""
 ROUNDED = "/int8"
 """Suffix of a part that is to be rounded to eight bits, whatever its type."""
 MAX_CHUNK_ELEMENTS = 1 << 24
@@ -95,8 +97,8 @@ def _kept(rows: Tensor, kind: str) -> QuantizedWeight | None:
     # The layouts of blocks are the structs in ggml-common.h of llama.cpp.
     match kind:
         case "Q4_0":
-            codes, scales = _nibbles(blocks[..., 2:]), _floats(blocks[..., :2])
-            return QuantizedWeight("int4", _inputs(codes), GROUP, pack_codes(codes.flatten(1), 4), scales.squeeze(2))
+            scales, inputs = _floats(blocks[..., :2]).squeeze(2), GROUP * blocks.shape[1]
+            return QuantizedWeight("int4", inputs, GROUP, _words(blocks[..., 2:]), scales)
         case "Q8_0":
             codes, scales = blocks[..., 2:].contiguous().view(torch.int8), _floats(blocks[..., :2])
             return QuantizedWeight("int8", _inputs(codes), GROUP, codes.flatten(1), scales.squeeze(2))
@@ -107,40 +109,73 @@ def _kept(rows: Tensor, kind: str) -> QuantizedWeight | None:
             return QuantizedWeight("fp6", _inputs(codes), GROUP, pack_codes(_eighths(codes).flatten(1), 6), scales)
         case "Q4_1":
             step, low = _floats(blocks[..., :2]).float(), _floats(blocks[..., 2:4]).float()
-            return _affine(_nibbles(blocks[..., 4:]), step, low)
+            return _affine_nibbles(blocks[..., 4:], step, low)
         case "Q5_1":
             step, low = _floats(blocks[..., :2]).float(), _floats(blocks[..., 2:4]).float()
-            return _affine(_nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4, step, low, bits=5)
+            return _affine_fives(_nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4, step, low)
         case "Q4_K":
-            return _affine(_nibbles(_fours(blocks[..., 16:])), *_factors(blocks))
+            return _affine_nibbles(_halves(blocks[..., 16:]), *_factors(blocks))
         case _:
             high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8, device=rows.device)[:, None] & 1
             low = _nibbles(_fours(blocks[..., 48:]))
-            return _affine(low | high.flatten(2) << 4, *_factors(blocks), bits=5)
+            return _affine_fives(low | high.flatten(2) << 4, *_factors(blocks))
 
 
-def _affine(codes: Tensor, step: Tensor, low: Tensor, bits: int = 4) -> QuantizedWeight | None:
-    """Return a weight of values `step * code + low`, or None if float16 cannot hold its scales.
+def _words(packed: Tensor) -> Tensor:
+    """Return the int32 words of nibbles, uint8 [outputs, groups, 16], whose byte `j` has inputs `j` and `j + 16`.
 
-    `codes` are [outputs, blocks, inputs]; `step` and `low` are float32 [outputs, blocks, groups]. If a step is zero,
-    all values of the group are its lowest.
+    Word `j` of a stretch has byte `j` of each of its four groups, so bytes only change places.
+    """
+    outputs, groups, _ = packed.shape
+    padded = torch.nn.functional.pad(packed, (0, 0, 0, -groups % GROUPS_PER_STRETCH))
+    turned = padded.view(outputs, -1, GROUPS_PER_STRETCH, GROUP // 2).transpose(2, 3).contiguous()
+    return turned.view(torch.int32).view(outputs, -1)
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """Convert nibbles of blocks of 256, uint8 [outputs, blocks, 128], to the form of `_words`.
+
+    The low nibbles of 32 bytes are a group, and their high ones the next.
+    """
+    first, second = packed.reshape(*packed.shape[:2], 4, 2, GROUP // 2).unbind(3)
+    groups = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], dim=3)
+    return groups.view(len(packed), -1, GROUP // 2)
+
+
+def _affine_nibbles(packed: Tensor, step: Tensor, low: Tensor) -> QuantizedWeight | None:
+    """Return a weight of values `step * code + low` with codes in the form of `_words`, or None as `_scales` does."""
+    step, low = step.flatten(1), low.flatten(1)
+    if (factors := _scales(step, low)) is None:
+        return None
+    words = _words(torch.where((step == 0)[:, :, None], 0, packed))
+    return QuantizedWeight("uint4", GROUP * step.shape[1], GROUP, words, *factors)
+
+
+def _affine_fives(codes: Tensor, step: Tensor, low: Tensor) -> QuantizedWeight | None:
+    """Return a weight of values `step * code + low` with codes of five bits, [outputs, blocks, inputs], or None as
+    `_scales` does.
     """
     step, low, inputs = step.flatten(1), low.flatten(1), _inputs(codes)
+    # (code - 16) / 8 is an E2M3 number.
+    if (factors := _scales(8 * step, low + 16 * step)) is None:
+        return None
+    grouped = _eighths(codes.flatten(1).view(len(codes), -1, GROUP))
+    words = pack_codes(torch.where((step == 0)[:, :, None], 0, grouped).view(len(codes), inputs), 6)
+    return QuantizedWeight("fp6", inputs, GROUP, words, *factors)
+
+
+def _scales(step: Tensor, low: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the scales and zeros of groups with values `step * code + low`, or None if float16 cannot hold them.
+
+    `step` and `low` are float32 [outputs, groups]. If a step is zero, all values of the group are its lowest.
+    """
     is_flat = step == 0
-    codes = codes.flatten(1).view(len(codes), -1, GROUP)
-    if bits == 5:  # (code - 16) / 8 is an E2M3 number
-        low, step = low + 16 * step, 8 * step
-        codes = torch.where(is_flat[:, :, None], torch.zeros_like(codes), _eighths(codes))
-    else:
-        codes = torch.where(is_flat[:, :, None], torch.zeros_like(codes), codes)
     # A flat group has the scale `low` and the zero -1 with codes of 0: (0 - -1) * low.
     scales = torch.where(is_flat, low, step)
     zeros = torch.where(is_flat, -1.0, -low / torch.where(is_flat, 1.0, step))
     if bool(((scales != 0) & (scales.abs() < SMALLEST_NORMAL)).any()) or bool((zeros.abs() > LARGEST_ZERO).any()):
         return None
-    book: Codebook = "fp6" if bits == 5 else "uint4"
-    words = pack_codes(codes.view(len(codes), inputs), code_bits(book))
-    return QuantizedWeight(book, inputs, GROUP, words, scales.to(torch.float16), zeros.to(torch.float16))
+    return scales.to(torch.float16), zeros.to(torch.float16)
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
