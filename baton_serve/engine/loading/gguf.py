@@ -1,8 +1,9 @@
 """Reads weights from a GGUF file, under the names that transformers has for them.
 
 The file is in a folder in Hugging Face format, whose config and tokenizer are used (gguf_folder makes such a folder).
-Linear layers keep their codes (quantization.checkpoints.gguf). Dense decoders of known families need no transformers. For architectures whose tensors transformers splits or
-stacks, such as mixtures of experts, the weights become floats in host memory instead.
+Linear layers keep their codes (quantization.checkpoints.gguf). Dense decoders of known families need no transformers.
+For architectures whose tensors transformers splits or stacks, such as mixtures of experts, the weights become floats in
+host memory instead.
 """
 
 import importlib.util

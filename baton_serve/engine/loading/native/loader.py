@@ -1,5 +1,7 @@
 """Loads dense decoders directly from safetensors files: mapped on hosts, copied to devices by several threads."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,10 +37,8 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
     dtype = devices.select_dtype(target, config.dtype, asked)
     max_model_len = max_model_len_of(config, dense)
     gguf = gguf_file(config)
-    if gguf is None:
-        module = _load(folder, dense, dtype, target, progress)
-    else:
-        module = _load_gguf(gguf, dense, dtype, target)
+    parts = (dense, dtype, target)
+    module = _load(folder, *parts, progress) if gguf is None else _load_gguf(gguf, *parts)
     if module is None:
         return None
     progress("loading weights", 1.0)
@@ -97,12 +97,27 @@ def _load_gguf(file: Path, dense: DenseConfig, dtype: torch.dtype, target: torch
     """Load the weights of a GGUF file with their codes, or return None if it has not exactly the model's tensors."""
     with torch.device("meta"):
         module = DenseModel(dense)
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread():
         stored = dense_layers(file, module, dense)
         if stored is None or not fill_stored(module, stored, target, dtype):
             return None
     module.model.rotary_emb = Rotary(dense, target)
     return module.eval().requires_grad_(False)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch's operations on the host in one thread.
+
+    Decoding runs thousands of short ones. On a busy host, each would wait for the slowest of its threads: minutes for
+    a file that one thread decodes in less than a second.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
