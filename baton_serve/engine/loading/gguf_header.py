@@ -135,9 +135,7 @@ def _parse(cursor: _Cursor) -> GgufFile:
         key = cursor.string()
         metadata[key] = cursor.value(int(cursor.number("I")))
     if (parts := metadata.get("split.count", 1)) not in (0, 1):
-        raise GgufFormatError(
-            f"it is one of {parts} parts of a split model: `llama-gguf-split --merge` joins them"
-        )
+        raise GgufFormatError(f"it is one of {parts} parts of a split model: `llama-gguf-split --merge` joins them")
     places = [_tensor_place(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
