@@ -47,7 +47,7 @@ def test_prefill_and_decode_workers_serve_a_file_and_answer_right(file: Path) ->
         async with asyncio.timeout(120), served(model, transport="usm", instance={"max_model_len": 256}) as client:
             await until_ready(client)
             body = {"messages": QUESTION, "temperature": 0, "max_tokens": 16}
-            answer = await client.post("/v1/chat/completions", json=body)
+            answer = await client.post("/v1/chat/completions", json=body, timeout=60.0)
             assert answer.status_code == 200, answer.text
             return str(answer.json()["choices"][0]["message"]["content"])
 
