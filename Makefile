@@ -60,7 +60,8 @@ demo: setup
 # Processes, half of whose time is waiting, beside computations that take one core and have no deadlines. Each of the two
 # says what it has to say when it has ended. All in one process: .venv/bin/python -m pytest
 COMPUTATIONS := tests/unit tests/engine tests/contract/kernels tests/contract/test_state_machines.py \
-	tests/e2e/test_demo_model.py tests/e2e/test_families.py tests/helm/test_image_install.py
+	tests/e2e/test_demo_model.py tests/e2e/test_families.py tests/structure \
+	tests/helm/test_image_install.py tests/helm/test_wheel_install.py tests/helm/test_resolution.py
 
 test: setup-tests
 	@./tools/install_system_packages.sh
