@@ -101,7 +101,7 @@ class NodeContext:
 
 
 def limits_of(settings: TransferSettings) -> SessionLimits:
-    """Return the time and retry limits that the pure sessions need, taken from the settings of the node."""
+    """Return the time and retry limits for the session state machines, taken from the settings of the node."""
     return SessionLimits(
         connect_timeout_s=settings.connect_timeout_s,
         answer_timeout_s=settings.answer_timeout_s,

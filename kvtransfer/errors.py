@@ -24,7 +24,7 @@ class TransferError(Exception):
 
 
 class LocalTransferError(TransferError):
-    """The caller or this node made a mistake. A retry does not help."""
+    """The call was wrong or this node could not carry it out. A retry does not help."""
 
 
 class UnknownTicket(LocalTransferError):

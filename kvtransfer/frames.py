@@ -43,7 +43,7 @@ Outcome = Literal["received", "cancelled", "failed", "unknown"]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The data that a consumer needs to reach the producer by one transport."""
+    """The data by which a consumer reaches the producer with one transport, such as an address and a secret."""
 
     name: Id
     address: Annotated[bytes, Meta(max_length=512)] = b""
@@ -217,9 +217,9 @@ class Bytes(msgspec.Struct, frozen=True, tag="bytes"):
 
 
 class Got(msgspec.Struct, frozen=True, tag="got"):
-    """Return credit: the consumer has taken `num_bytes` out of this connection, whether it used or discarded them.
-
-    If `parcel` is set, the consumer no longer reads that parcel from the producer's staging memory.
+    """Return credit: the consumer has read `num_bytes` from this connection, whether it used or discarded them, so the
+    producer may send as many more. If `parcel` is set, the consumer no longer reads that parcel from the producer's
+    staging memory.
     """
 
     num_bytes: Natural
@@ -300,7 +300,7 @@ class Probing(msgspec.Struct, frozen=True, kw_only=True, tag="probing"):
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
-    """Report that the producer may end the process of this probe."""
+    """Report that the consumer has finished this probe, so that the producer can end the probe's process."""
 
     number: Natural
 
@@ -313,5 +313,5 @@ consumer_decoder = Decoder[ToConsumer](ToConsumer, max_bytes=MAX_CONTROL_BYTES)
 
 
 def peer_of(message: Hello | Welcome) -> tuple[InstanceId, Generation]:
-    """Return the instance and generation of the sender."""
+    """Return the instance id and the generation of the node that sent this first message."""
     return message.instance, message.generation

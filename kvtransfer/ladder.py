@@ -39,7 +39,7 @@ class Rung(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The result of probing one rung, with the measured speed if it was proved."""
+    """The result of probing one rung: whether it works, and the measured speed if it does."""
 
     rung: Rung
     outcome: ProbeOutcome
@@ -49,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LadderLimits:
-    """Time limits of a ladder, and the gain in speed for which it changes the transport."""
+    """The times between probes, and how much faster another transport must be before a ladder changes to it."""
 
     retry_s: float = 30.0
     """Seconds until a failed rung is probed again; they double with each further failure."""
@@ -69,7 +69,9 @@ class LadderLimits:
 
 @dataclass(slots=True)
 class Standing:
-    """The state of one rung of a ladder. Only its `Ladder` changes it."""
+    """The state of one rung in a ladder: whether it is barred and why, when it may be tried again, and its measured
+    speed. Only its `Ladder` changes it.
+    """
 
     is_usable: bool
     needs_proof: bool
@@ -130,11 +132,11 @@ class Ladder:
         self.current = rung
 
     def missing(self, rung: Rung, reason: str, now: float) -> None:
-        """Bar a rung because the two instances could not connect by it."""
+        """Bar a rung for a time because the two instances could not connect by it."""
         self._bar(rung, reason, now)
 
     def demoted(self, rung: Rung, reason: str, now: float) -> None:
-        """Bar the rung in use because it broke or damaged blocks."""
+        """Bar the rung in use until a probe has proved it again, because it broke or damaged blocks."""
         self._bar(rung, f"demoted, {reason}", now)
 
     def due(self, now: float) -> list[Rung]:
@@ -177,7 +179,7 @@ class Ladder:
         return self._move_to(proved)
 
     def choice(self) -> Choice:
-        """Return why the current rung is used."""
+        """Return the reason why the current rung is used, as text for operators."""
         if self.current is None:
             return "none"
         if self.current.transport in self._forced:

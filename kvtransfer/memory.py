@@ -21,11 +21,9 @@ F_SEAL_GROW_SHRINK = 0x0002 | 0x0004
 
 
 class BlockMemory(Protocol):
-    """The memory of an instance's blocks. `host_view` shows all bytes if the host can address them, otherwise it is
-    None.
-
-    `shared_fd` is a memfd with the same bytes from offset 0, or None. Memory of a device has neither and implements
-    `DeviceMemory`.
+    """The memory that holds an instance's KV blocks. `host_view` shows all its bytes if the CPU can address them,
+    otherwise it is None. `shared_fd` is a memfd with the same bytes from offset 0, or None. Memory of a device has
+    neither of them and implements `DeviceMemory`.
     """
 
     @property
@@ -74,10 +72,9 @@ def _counts_versions(kind: Any) -> bool:
 
 
 class PartitionedMemory:
-    """Shows each block of `memory` as `count` neighbours that can travel one by one. Part `p` of block `b` has the
-    number `b * count + p`.
-
-    It implements `DeviceMemory` if `memory` does, and it returns None as version if `memory` counts none.
+    """Presents each block of `memory` as `count` smaller blocks that can travel one by one. Part `p` of block `b` has
+    the number `b * count + p`. It implements `DeviceMemory` if `memory` does. `version` returns None if `memory` counts
+    no versions.
     """
 
     def __init__(self, memory: BlockMemory, count: int) -> None:

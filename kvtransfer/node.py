@@ -52,9 +52,7 @@ TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dic
 @dataclass(frozen=True, slots=True)
 class NodePorts:
     """Optional dependencies of a node. `transports` replaces the transports that the settings name; `in_process`
-    enables the transport `memory`.
-
-    `probe_command` is the command line of the throw-away process that probes a transport.
+    enables the transport `memory`. `probe_command` is the command line that starts the separate process of a probe.
     """
 
     observer: TransferObserver = field(default_factory=SilentObserver)

@@ -130,11 +130,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (LADDER[0], PROBED, *LADDER[1:]) if self.peer_access == "1" else (*LADDER, PROBED)
 
     def unproved(self) -> tuple[str, ...]:
-        """Return the transports that need a probe before their first use."""
+        """Return the names of the transports that must pass a probe before their first use."""
         return (PROBED,) if "auto" in self.transports and self.peer_access != "1" else ()
 
     def forced(self) -> dict[str, str]:
-        """Return the setting by which the operator demands a transport, by the name of the transport."""
+        """Return the transports that the operator demands, each with the setting that demands it."""
         if "auto" in self.transports:
             return {PROBED: "CCL_TOPO_P2P_ACCESS=1"} if self.peer_access == "1" else {}
         return {name: f"--kv-transport {name}" for name in self.transports} if len(self.transports) == 1 else {}

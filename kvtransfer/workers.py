@@ -14,7 +14,7 @@ Job = Callable[[], None]
 
 
 class Workers:
-    """A pool of `count` threads that belongs to one `TransferNode`. `close` ends it."""
+    """A thread pool of one `TransferNode`, with `count` threads. `close` ends it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
         self._loop = loop
@@ -31,8 +31,8 @@ class Workers:
         self._jobs.put(job)
 
     def post(self, result: Callable[[], None]) -> None:
-        """Run `result` on the event loop. Call it from a worker thread; results run in the order in which they were
-        posted.
+        """Run the callback `result` on the event loop. Worker threads call this; callbacks run in the order in which
+        they were posted.
         """
         with self._lock:
             self._results.append(result)

@@ -55,8 +55,9 @@ class BeamSearch:
         return not self.running
 
     def advance(self, answers: Sequence[TokenLogprobs]) -> None:
-        """Extend the running beams by one token. `answers` has one entry per beam of `running`, in their order: the
-        most likely next tokens."""
+        """Extend each running beam by one token. `answers` has one entry for each beam of `running`, in the same order:
+        the most likely next tokens with their logprobs.
+        """
         continuing: list[Beam] = []
         for beam, answer in zip(self.running, answers, strict=True):
             for candidate in self._extended(beam, answer):

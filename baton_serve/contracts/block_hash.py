@@ -52,10 +52,9 @@ def hash_blocks(
     media: Sequence[MediaSpan] = (),
     start: int = 0,
 ) -> list[BlockHash]:
-    """Return the hashes of all blocks of `token_ids`, including a partly filled last block.
-
-    With `parent`, `token_ids` continue after the block with that hash instead of after the root: they begin at token
-    `start` of the prompt. `media` has positions within the whole prompt.
+    """Return the chained hashes of all blocks of `token_ids`, including the last one if it is only partly filled. With
+    `parent`, `token_ids` continue after the block with that hash instead of after the root: they begin at token `start`
+    of the prompt. `media` lists the images; its positions count from the start of the prompt.
     """
     # An array converts all ids by one call: hashing a long prompt is on the way to its first token.
     words = array("I", token_ids)

@@ -52,7 +52,7 @@ WORKER_STACK_BYTES = 4 * STACK_BYTES
 
 
 class ParserLimits(TypedDict):
-    """The fields of llguidance's `LLParserLimits` that Baton sets."""
+    """The limits of llguidance's parser (`LLParserLimits`) that Baton sets."""
 
     max_items_in_row: int
     initial_lexer_fuel: int

@@ -12,8 +12,9 @@ Role = Literal["prefill", "decode", "unified"]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the load. The instance measures its rates itself; before any work they are estimates of its
-    warm-up."""
+    """How busy an instance is at one moment. The instance measures its rates (tokens per second) itself; until it has
+    worked, they are estimates from warm-up.
+    """
 
     free_blocks: int
     total_blocks: int

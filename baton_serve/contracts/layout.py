@@ -49,10 +49,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 
 def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
-    """Return why blocks of `source` cannot be converted to blocks of `sink`, or None if they can.
-
-    Block sizes may differ. Data types may differ if the conversion rounds at most once: one-byte types are not
-    converted to other one-byte types.
+    """Return the reason why blocks of the layout `source` cannot be converted to `sink`, or None if they can. Block
+    sizes may differ. Data types may differ if values are rounded at most once: one-byte types are not converted to
+    other one-byte types.
     """
     if source == sink:
         return None

@@ -73,5 +73,5 @@ def end_of(spans: Sequence[MediaSpan]) -> int:
 
 
 def within(spans: Iterable[MediaSpan], start: int, end: int) -> list[MediaSpan]:
-    """Return the spans that have at least one token in [start, end)."""
+    """Return the spans of which at least one token lies in [start, end)."""
     return [span for span in spans if span.start < end and start < span.end]

@@ -109,7 +109,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
-    """Compute a vector for each input. Sent only to instances whose `InstanceRecord` has a `pooling` profile."""
+    """Compute the result of a pooling model (embedding, score or class probabilities) for each input. Sent only to
+    instances whose `InstanceRecord` has a `pooling` profile.
+    """
 
     request_id: RequestId
     inputs: list[PoolingInput]
@@ -137,10 +139,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
-    """Fetch the most used blocks of `ticket.source`, an instance that is draining (drain migration).
-
-    `names` are the hashes of these blocks. The instance that gets this message fetches the blocks that it does not
-    have. It sends the `Fetch` even if it has all of them, because the source waits for it.
+    """Drain migration: fetch the most used blocks of `ticket.source`, an instance that is draining. `names` are the
+    hashes of these blocks. The receiver fetches the blocks that it does not have. It sends the `Fetch` even if it has
+    all of them, because the source waits for it.
     """
 
     ticket: Ticket
@@ -164,7 +165,9 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=T
 
 
 class Heirs(msgspec.Struct, frozen=True, tag="heirs"):
-    """The answer to `HotBlocks`: the tickets of the instances that will fetch the blocks; empty if there are none."""
+    """The router's answer to `HotBlocks`: the tickets by which other instances will fetch the blocks; empty if there is
+    no such instance.
+    """
 
     tickets: list[TicketId]
 
@@ -201,10 +204,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", kw_only=True):
-    """New tokens of one sequence. `position` is the index of the first of them among the generated tokens.
-
-    With it the router detects repeated or lost tokens. `finish_reason` is set on the last message of a sequence. A
-    token that ended the sequence (end of sequence, stop token) is included, and `stop_token_id` names it.
+    """New tokens of one sequence. `position` is the index of the first of them among all generated tokens, so that the
+    router detects repeated or lost tokens. `finish_reason` is set on the last message of a sequence. If a token ended
+    the sequence (end of sequence or a stop token), it is included, and `stop_token_id` is its id.
     """
 
     request_id: RequestId
@@ -272,7 +274,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", kw_only=True):
-    """Hashes of all cached blocks, as of event batch `sequence`."""
+    """The hashes of all cached blocks of an instance, after its event batch number `sequence`."""
 
     instance: InstanceId
     generation: Generation

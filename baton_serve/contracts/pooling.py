@@ -9,7 +9,9 @@ PoolingTask = Literal["embed", "token_embed", "classify"]
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to compute the result of an input. None means the model's default for normalization and activation."""
+    """How to compute the result of one input. A field that is None takes the model's default, for normalization and for
+    the activation function.
+    """
 
     task: PoolingTask
     dimensions: int | None = None
@@ -18,7 +20,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingInput(msgspec.Struct, frozen=True):
-    """One input. `token_type_ids` mark the two texts of a pair, for models that need it."""
+    """The tokens of one input. `token_type_ids` distinguish the two texts of a pair, for models that need it."""
 
     token_ids: list[int]
     token_type_ids: list[int] | None = None

@@ -27,10 +27,9 @@ Size = tuple[int, int]
 
 
 class VisionProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model converts images to tokens.
-
-    `tokens_per_image` is the number of tokens of an image, or with a `grid` the tokens of its overview in addition to
-    the tiles. `grid` lists the sizes that tiles may form together.
+    """How many tokens a model uses for an image. `tokens_per_image` is the number for one image, or with a `grid` the
+    number for its reduced overview, to which the tokens of the tiles are added. `grid` lists the sizes in pixels that
+    the tiles may form together.
     """
 
     image_token_id: int

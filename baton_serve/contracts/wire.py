@@ -27,9 +27,8 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class Decoder(Generic[T]):
-    """Decodes frames of one type, often a union of tagged structs, and refuses everything else.
-
-    Write `Decoder[ToInstance](ToInstance)`: the type parameter gives the result's type, because a union is not a
+    """Decodes frames of one message type, often a union of tagged structs, and refuses all others. Write
+    `Decoder[ToInstance](ToInstance)`: the type parameter gives the static type of the result, because a union is not a
     `type[T]`.
     """
 

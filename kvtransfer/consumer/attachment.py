@@ -23,10 +23,9 @@ before the system reports its death.
 
 
 class TransportAttachment:
-    """The transport that carries the blocks of one connection: the best of `ladder` that works, or `only`.
-
-    Each attempt to attach a transport has an epoch of its own. The attachment owns the receiver, and `ConsumerLink`
-    owns the attachment. Event loop only.
+    """Owns the transport that carries the blocks of one connection: the best one of `ladder` that works, or only the
+    transport `only` if it is set. Each attempt to attach a transport gets the next number, its epoch, so that late
+    messages of earlier attempts are recognized. It owns the receiver; `ConsumerLink` owns it. Event loop only.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class TransportAttachment:
         return self.receiver is not None and self._attaching is None
 
     def attached_with(self, epoch: int) -> Transport | None:
-        """Return the transport in use if it was attached with this epoch."""
+        """Return the transport in use if the attempt with this epoch attached it, otherwise None."""
         return self.transport if epoch == self._epoch else None
 
     def stream(self, epoch: int) -> Stream | None:
@@ -84,13 +83,15 @@ class TransportAttachment:
             await asyncio.shield(self._attaching)
 
     def answered(self, message: Attached) -> None:
-        """Handle the producer's answer to `Attach`. An answer that nothing waits for is ignored."""
+        """Handle `Attached`, the producer's answer to `Attach`. Ignore it if no attempt waits for it any more."""
         answer = self._answers.get(message.epoch)
         if answer is not None and not answer.done():
             answer.set_result(message)
 
     def demote(self, name: str, reason: str) -> bool:
-        """Stop using this transport until a probe has proved it again. Return False if it is not the one in use."""
+        """Stop using the transport `name` until a probe has proved that it works again. Return False, and do nothing,
+        if it is not the one in use.
+        """
         if self.transport is None or self.transport.name != name:
             return False
         peer = self._welcome.instance
@@ -107,7 +108,7 @@ class TransportAttachment:
         return True
 
     def lose(self, error: PeerLost) -> None:
-        """Close the receiver and fail the pending answers, because the connection is lost."""
+        """Close the receiver and fail all pending answers with `error`, because the connection is lost."""
         if self.receiver is not None:
             self.receiver.close()
         for answer in self._answers.values():

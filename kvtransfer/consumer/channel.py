@@ -59,13 +59,17 @@ class ProducerChannel:
             self._context.loop.call_soon(self._on_lost, "connection lost")
 
     def credit(self, num_bytes: int) -> None:
-        """Return credit for `num_bytes` to the producer. One message carries all credit of a turn of the event loop."""
+        """Report to the producer that `num_bytes` were received, so that it may send more. The calls of one turn of the
+        event loop are sent as one message.
+        """
         if num_bytes and not self._credit:
             self._context.loop.call_soon(self._give_credit)
         self._credit += num_bytes
 
     def widen(self, num_connections: int, secret: bytes) -> None:
-        """Open further connections up to this number. The producer uses each of them once it has joined."""
+        """Open more connections to the producer, up to `num_connections` in all. `secret`, from its `Welcome`, proves
+        that they belong together. The producer uses each of them once it has joined.
+        """
         for _ in range(num_connections - len(self._sockets)):
             joined = self._connected()
             self._sockets.append(joined)

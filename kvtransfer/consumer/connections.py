@@ -53,11 +53,11 @@ class Connections:
         return iter([*self._links.values(), *self._outgrown])
 
     def current(self) -> list[ConsumerLink]:
-        """Return the connections that new fetches use, one for each peer."""
+        """Return the connections that new fetches would use, one for each producer."""
         return list(self._links.values())
 
     def tick(self, now: float, in_use: Collection[ConsumerLink]) -> None:
-        """Close replaced connections that no fetch uses any more, and let due probes start."""
+        """Close replaced connections that are not `in_use` by a fetch any more, and start probes that are due."""
         for link in [link for link in self._outgrown if link not in in_use]:
             self._outgrown.remove(link)
             link.lose("outgrown", linger_ms=LINGER_MS)
@@ -115,8 +115,8 @@ class Connections:
                 await asyncio.sleep(RETRY_S)
 
     async def promote(self, old: ConsumerLink, rung: Rung) -> bool:
-        """Open a second connection by a better transport, which replaces `old` once it works. Return False if it cannot
-        be opened.
+        """Open a second connection to the same producer by `rung`, a better transport. It replaces `old` once it works.
+        Return False if it cannot be opened.
         """
         link = self._new_link(old.address, rung)
         try:

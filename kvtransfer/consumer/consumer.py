@@ -53,7 +53,9 @@ class ConsumerSide:
     async def fetch(
         self, ticket: Ticket, wanted: Sequence[tuple[BlockHash, int]], options: FetchOptions
     ) -> FetchResult:
-        """Fetch `wanted` blocks (hash, block number here). See `TransferNode.fetch` for the errors."""
+        """Fetch the blocks `wanted`: pairs of a block hash and the number of the block of this node that it is written
+        to. See `TransferNode.fetch` for the errors.
+        """
         self._check(ticket, wanted)
         fetching = self._begin(ticket, wanted, options)
         session, context = fetching.session, self._context
@@ -74,7 +76,7 @@ class ConsumerSide:
                 fetching.connecting.cancel()
 
     def cancel(self, ticket: TicketId) -> None:
-        """Cancel a fetch. If it has not begun yet, the tombstone that is left here ends it immediately."""
+        """Cancel a fetch. If it has not begun yet, leave a tombstone, which ends it as soon as it begins."""
         self._cancelled[ticket] = None
         # The tombstones are bounded: a ticket that is cancelled and never fetched would stay for ever.
         while len(self._cancelled) > self._context.settings.max_tombstones:

@@ -23,14 +23,16 @@ more.
 
 @dataclass(slots=True)
 class StopFlag:
-    """Asks the copies of one attempt to stop. The event loop sets it and worker threads read it."""
+    """A flag that prevents further copies of one attempt. The event loop sets it and worker threads read it."""
 
     is_set: bool = False
 
 
 @dataclass(slots=True)
 class CopyResult:
-    """Indexes of placements (`BlockPlacement.index`) by the result of their copies, and the error if a copy failed."""
+    """Which placements were copied, damaged (wrong checksum) or abandoned, as lists of `BlockPlacement.index`, and the
+    error if a copy failed.
+    """
 
     copied: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
@@ -78,8 +80,8 @@ class CopyJob:
     stop: StopFlag
 
     def run(self) -> CopyResult:
-        """Copy, and return a result for every placement. It never raises, because the session waits for
-        each placement.
+        """Copy the blocks, and return a result for every placement. It never raises, because the session waits for a
+        result of each placement.
         """
         result = CopyResult()
         # One call for all blocks: it waits for a device, or gives up the GIL, only once.
@@ -135,16 +137,18 @@ class ParcelAssembly:
 
     @property
     def has_trouble(self) -> bool:
-        """Return whether a result that was not popped yet has damaged or abandoned placements."""
+        """Return whether the results since the last `pop_result` contain damaged or abandoned placements."""
         return bool(self._result.damaged or self._result.abandoned)
 
     def pop_result(self) -> CopyResult:
-        """Return the results since the last call."""
+        """Return the results that were recorded since the last call."""
         result, self._result = self._result, CopyResult()
         return result
 
     def take(self, frame: Buffer) -> None:
-        """Place the next bytes of the parcel. A frame may end one block and begin the next."""
+        """Copy the next bytes of the parcel to their blocks. A frame may contain the end of one block and the beginning
+        of the next.
+        """
         rest = memoryview(frame)
         try:
             if (
@@ -167,12 +171,14 @@ class ParcelAssembly:
         self.num_taken += len(frame)
 
     def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
-        """Record the result of a block that the transport or the receiver has placed itself."""
+        """Record that the transport has written a block itself, and whether the bytes matched the checksum."""
         if self.open.pop(placement.position, None) is not None:
             (self._result.copied if matches else self._result.damaged).append(placement.index)
 
     def abandon(self, reason: str) -> None:
-        """Give up all placements without a result. `reason` is empty if they were stopped on purpose."""
+        """Give up all placements that have no result yet. `reason` says why; it is empty if they were stopped on
+        purpose.
+        """
         self._result.error = self._result.error or reason
         self._result.abandoned += [placement.index for placement in self.open.values()]
         self.open.clear()
@@ -267,7 +273,9 @@ class BufferedParcel:
         self._credit = 0
 
     def feed(self, frames: Sequence[Buffer]) -> bool:
-        """Queue the frames of one message. Return True if the parcel has all its bytes now. Event loop only."""
+        """Queue the frames of one message. Return True if all bytes of the parcel have been queued now. Event loop
+        only.
+        """
         self._missing -= sum(len(frame) for frame in frames)
         with self._lock:
             self._frames.extend(frames)
@@ -275,7 +283,7 @@ class BufferedParcel:
         return self._missing <= 0
 
     def schedule_run(self) -> None:
-        """Make a worker thread look at the queued frames and the stop flag, unless one is doing so already."""
+        """Let a worker thread handle the queued frames and check the stop flag, unless one is doing so already."""
         with self._lock:
             if self._is_scheduled:
                 return

@@ -59,7 +59,7 @@ class FetchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOptions:
-    """Optional arguments of `TransferNode.fetch`, which describes them."""
+    """The optional arguments of `TransferNode.fetch`, which explains each of them."""
 
     on_blocks: OnBlocks | None = None
     on_end: OnEnd | None = None
@@ -111,14 +111,14 @@ class Fetching:
         return self.session.ticket
 
     def notify(self, step: Arrived) -> bool:
-        """Report blocks to the caller. Return False if its callback raised: this ends the caller's fetch, and not the
-        node.
+        """Report newly arrived blocks to the caller by its callback. Return False if the callback raised: then this
+        fetch must end, but the node goes on.
         """
         names = list(step.names) if self.staged is None else self.staged.arrived(step.names)
         return self._on_blocks is None or not names or self._call("on_blocks", partial(self._on_blocks, names))
 
     def result(self, step: Succeed, now: float) -> FetchResult:
-        """Return the result for the caller. The fetch has ended at `now`."""
+        """Return what the caller gets when the fetch ends at `now`."""
         session = self.session
         # CLOCK_MONOTONIC is common to all processes of a kernel. From another host, use the time when `Done` arrived
         # here.
@@ -137,7 +137,9 @@ class Fetching:
         )
 
     def succeed(self, result: FetchResult) -> None:
-        """Call `on_end`, then resolve the future with the result, or with the error of a callback."""
+        """Call the caller's `on_end`, then resolve its future with the result, or with the error that a callback
+        raised.
+        """
         if self._on_end is not None and self._error is None:
             self._call("on_end", partial(self._on_end, result))
         if self._error is None:
@@ -153,7 +155,9 @@ class Fetching:
 
     @property
     def received(self) -> Sequence[BlockHash]:
-        """Return the hashes of the requested blocks that are complete and verified, as this consumer names them."""
+        """Return the hashes of the requested blocks that have arrived and match their checksums. They are hashes of
+        this node's layout.
+        """
         return self.session.received if self.staged is None else self.staged.received
 
     @property

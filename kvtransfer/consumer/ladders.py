@@ -17,7 +17,7 @@ often.
 
 
 class Ladders:
-    """Creates and remembers the ladder of each producing process. Event loop only."""
+    """Keeps one `Ladder`, the order in which transports are tried, for each producing process. Event loop only."""
 
     def __init__(self, settings: TransferSettings, transports: dict[str, Transport]) -> None:
         self._settings = settings

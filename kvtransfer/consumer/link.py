@@ -46,9 +46,8 @@ size exists.
 
 
 class ThroughputMeter:
-    """Measures the throughput of one consumer connection, `bytes_per_second`; 0 until the first sample.
-
-    A sample runs from the first announced byte until no byte is outstanding.
+    """Measures the throughput of one consumer connection in `bytes_per_second`; 0 until it has measured once. A
+    measurement begins with the first announced byte and ends when all announced bytes have arrived or were given up.
     """
 
     def __init__(self) -> None:
@@ -59,14 +58,14 @@ class ThroughputMeter:
         self._best_sample = 0
 
     def announced(self, num_bytes: int, now: float) -> None:
-        """Count bytes that the producer has announced and that are wanted here."""
+        """Count `num_bytes` that the producer has announced and that this node will receive."""
         # Time in which nothing was outstanding is not transfer time: a new sample starts.
         if self._outstanding == 0:
             self._busy_since, self._delivered = now, 0
         self._outstanding += num_bytes
 
     def delivered(self, num_bytes: int, now: float) -> None:
-        """Count announced bytes as arrived or given up: they are not outstanding any more."""
+        """Count `num_bytes` of announced bytes that have arrived or were given up."""
         self._delivered += num_bytes
         self._outstanding -= num_bytes
         seconds = now - self._busy_since
@@ -81,9 +80,8 @@ class ThroughputMeter:
 
 class ConsumerLink:
     """One connection to a producer. Call `open` once; then `receiver` belongs to the best transport that works, or to
-    `only`.
-
-    It owns its channel, its attachment and the watch on the peer's process. `Connections` owns it. Event loop only.
+    the transport `only` if it is set. It owns its channel, its attachment and the watch on the producer's process.
+    `Connections` owns it. Event loop only.
     """
 
     def __init__(
@@ -118,8 +116,8 @@ class ConsumerLink:
         self._channel = ProducerChannel(context, address, on_frames=self._receive, on_lost=self.lose)
 
     async def open(self, timeout_s: float) -> None:
-        """Connect, greet the producer and attach a transport. Raises `PeerLost`, `Refused` or
-        `TransportUnavailable`.
+        """Connect, exchange `Hello` and `Welcome` with the producer, and attach a transport. Raises `PeerLost`,
+        `Refused` or `TransportUnavailable`.
         """
         context = self._context
         self.send(
@@ -186,8 +184,8 @@ class ConsumerLink:
         return self.is_up and self._attachment is not None and self._attachment.is_ready()
 
     async def ask_probe(self, number: int, rungs: Sequence[Rung], timeout_s: float) -> Probing:
-        """Ask the producer to start a probe process, and return its answer. Raises `PeerLost`, or TimeoutError after
-        twice `timeout_s`.
+        """Ask the producer to start a process that serves known bytes by the transports `rungs`, and return its answer.
+        `number` identifies the probe. Raises `PeerLost`, or TimeoutError after twice `timeout_s`.
         """
         self._probing = self._context.loop.create_future()
         self.send(Probe(number, list(rungs)))
@@ -205,7 +203,9 @@ class ConsumerLink:
         await self._attachment.attach()
 
     def demote(self, name: str, reason: str) -> bool:
-        """Stop using this transport until a probe has proved it again. Return False if it is not the one in use."""
+        """Stop using the transport `name` until a probe has proved that it works again. Return False, and do nothing,
+        if it is not the one in use.
+        """
         return self._attachment is not None and self._attachment.demote(name, reason)
 
     def stream(self, epoch: int) -> Stream | None:
@@ -215,7 +215,7 @@ class ConsumerLink:
         return None if self._attachment is None else self._attachment.stream(epoch)
 
     def is_same_host(self) -> bool:
-        """Return whether the producer runs under the same kernel."""
+        """Return whether the producer runs on this machine, under the same kernel."""
         return self._welcome.done() and self._welcome.result().host.boot_id == self._context.host.boot_id
 
     def is_dead(self) -> bool:
@@ -227,12 +227,14 @@ class ConsumerLink:
         self._channel.send(message)
 
     def credit(self, num_bytes: int) -> None:
-        """Return credit for `num_bytes` to the producer. One message carries all credit of a turn of the event loop."""
+        """Report to the producer that `num_bytes` were received, so that it may send more. The calls of one turn of the
+        event loop are sent as one message.
+        """
         self._channel.credit(num_bytes)
 
     def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
-        """Close the connection after a failure: fail all pending answers with `PeerLost`, then call `on_lost`. Further
-        calls do nothing.
+        """Close the connection after a failure: fail all pending answers with `PeerLost`, then call `on_lost`. `dead`
+        says that the producer's process has ended. Calls after the first one do nothing.
         """
         if not self.is_up:
             return

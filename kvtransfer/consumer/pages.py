@@ -18,8 +18,9 @@ MADV_POPULATE_WRITE = 23
 
 
 class Pages:
-    """Creates the pages of one memory, in a thread of its own. Only one thread may call the methods; call `close`
-    before the memory is freed.
+    """Makes the kernel allocate the physical pages of one memory before blocks are copied there, in a thread of its
+    own, so that the copies have no page faults. Only one thread may call the methods; call `close` before the memory is
+    freed.
     """
 
     def __init__(self, memory: BlockMemory, make: Callable[[int, int], bool] | None = None) -> None:
@@ -36,8 +37,8 @@ class Pages:
         self._make = make or make_pages
 
     def make(self, blocks: Iterable[int]) -> None:
-        """Create the pages of these blocks soon, in the background. Each block is handled only once, since its pages
-        stay.
+        """Allocate the pages of these blocks soon, in the background. Each block is handled only once, since its pages
+        stay allocated.
         """
         if not self._is_of_use:
             return
@@ -53,7 +54,7 @@ class Pages:
         self._asked.put(fresh)
 
     def close(self) -> None:
-        """End the thread. Pages that were not created yet are created by the copies into them."""
+        """End the thread. Pages that it has not allocated yet are allocated by the first copies into them."""
         # The thread checks this before each block, so that closing does not wait for a long list.
         self._is_of_use = False
         if self._thread is not None:
@@ -71,11 +72,9 @@ class Pages:
 
 
 def make_pages(address: int, num_bytes: int) -> bool:
-    """Let the kernel allocate the pages of mapped bytes now, so that a later copy has no page faults.
-
-    Return False if this kernel or this kind of memory does not support it.
-
-    Other Python threads run meanwhile, because ctypes releases the GIL.
+    """Make the kernel allocate the physical pages of this range of mapped memory now (MADV_POPULATE_WRITE), so that a
+    later copy has no page faults. Return False if the kernel is too old or cannot do it for this kind of memory. Other
+    Python threads run meanwhile, because ctypes releases the GIL.
     """
     # madvise needs an address at the start of a page.
     begin = address - address % mmap.PAGESIZE

@@ -35,8 +35,8 @@ class ParcelCopier:
     def copy(
         self, fetching: Fetching, placements: Sequence[BlockPlacement], message: Blocks, frames: Sequence[zmq.Frame]
     ) -> None:
-        """Copy announced blocks: immediately if they are few bytes, otherwise in a worker thread, or as
-        their bytes arrive.
+        """Copy the blocks that `message` announces: immediately if they are few bytes, in a worker thread if there are
+        more, or piece by piece if their bytes come in later messages.
         """
         context, link, receiver = self._context, fetching.link, fetching.receiver
         assert link is not None and receiver is not None
@@ -72,8 +72,8 @@ class ParcelCopier:
         context.workers.submit(run)
 
     def skip(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
-        """Discard the bytes of blocks that are not wanted any more, because they occupy the connection or the pair's
-        channel.
+        """Read and discard the bytes of announced blocks that are not wanted any more. They must be read, because later
+        bytes of the same channel lie behind them.
         """
         link.credit(sum(len(frame) for frame in frames))
         if not message.epoch and not frames:
@@ -89,7 +89,7 @@ class ParcelCopier:
             self._expect(link, message, incoming)
 
     def take(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
-        """Take bytes of a parcel that was announced before."""
+        """Handle further bytes of a parcel that an earlier message announced."""
         receipt = link.receipts.get(message.parcel)
         if receipt is None:
             link.credit(sum(len(frame) for frame in frames))

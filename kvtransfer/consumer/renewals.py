@@ -13,8 +13,8 @@ MAX_UNCONFIRMED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """One ticket of a renewal that the producer has answered. If `is_known` is False, the producer does not serve the
-    ticket any more.
+    """One ticket of a lease renewal that the producer has confirmed. If `is_known` is False, the producer does not
+    serve the ticket any more.
     """
 
     ticket: TicketId
@@ -37,15 +37,15 @@ class Renewals:
         self._unconfirmed: OrderedDict[int, tuple[float, Mapping[TicketId, int]]] = OrderedDict()
 
     def is_due(self, now: float) -> bool:
-        """Return whether it is time to renew, and start the next interval if so."""
+        """Return whether leases must be renewed now. If so, the interval until the next renewal starts."""
         if now < self._due_at:
             return False
         self._due_at = now + self._interval_s
         return True
 
     def renew(self, attempts: Mapping[TicketId, int], now: float) -> Renew:
-        """Return the renewal for one connection. `attempts` maps each ticket that is fetched over it to its current
-        attempt.
+        """Create the renewal message for one connection. `attempts` has for each ticket that is fetched over this
+        connection the number of its current attempt.
         """
         self._sequence += 1
         self._unconfirmed[self._sequence] = (now, attempts)

@@ -27,10 +27,9 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """The producer's description of the tokens of a fetch, for a producer whose layout differs.
-
-    `names` are the producer's hashes of all blocks of the first `num_tokens` tokens. The fetch wants this node's blocks
-    from `first_block` to the end.
+    """Describes the tokens of a fetch in the producer's terms, if the producer's layout differs. `names` are the
+    producer's hashes of all blocks of the first `num_tokens` tokens. The fetch wants this node's blocks from number
+    `first_block` of the sequence to its end.
     """
 
     layout: KVLayout
@@ -40,8 +39,8 @@ class Translation:
 
 
 def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int) -> list[TokenRun]:
-    """Return the token runs that fill the sink's blocks from `first_block` on, in token order. Each run lies within one
-    block of either end.
+    """Return which tokens to copy from which block of `source` to which block of `sink`, so that all blocks of `sink`
+    from `first_block` on are filled, in token order. Each run lies within one block of either end.
     """
     pieces: list[TokenRun] = []
     token = first_block * sink.block_tokens

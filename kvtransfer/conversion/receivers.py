@@ -24,7 +24,9 @@ from baton_serve.kvtransfer.transports.port import Buffer, Intake
 
 
 class HostTensor:
-    """Adapts host memory to `kvtransfer.memory.DeviceMemory`, so that one code path serves both."""
+    """Gives host memory the interface of `kvtransfer.memory.DeviceMemory`, so that conversion needs only one
+    implementation.
+    """
 
     shared_fd = None
     host_view = None
@@ -56,7 +58,9 @@ def as_tensor(view: memoryview) -> Tensor:
 
 
 class LayoutConverter:
-    """Converts bytes of the `wire` layout into blocks of a node's memory. Any thread may call it."""
+    """Converts blocks that arrive in the layout `wire` and writes their tokens to the blocks of a node's memory. Any
+    thread may call it.
+    """
 
     def __init__(self, staging_buffers: StagingBuffers, wire: KVLayout, layout: KVLayout, memory: BlockMemory) -> None:
         self.wire = wire
@@ -67,7 +71,9 @@ class LayoutConverter:
         """True if `place` waits for a device."""
 
     def place(self, destination: int, block: memoryview) -> None:
-        """Convert one whole, verified block of the producer to its targets, and wait until they are written."""
+        """Convert one whole, verified block of the producer, write its tokens to this node's blocks, and wait until
+        they are written.
+        """
         targets = self._staging_buffers.targets(destination)
         blocks = [target.block for target in targets]
         self._blocks.check(blocks)
@@ -79,7 +85,9 @@ class LayoutConverter:
 
 
 class MappedReceiver:
-    """Converts blocks that the producer shows to this process: its whole memory, or the slots of its ring."""
+    """Converts blocks directly out of producer's memory that this process has mapped: its whole KV cache, or the slots
+    of its ring.
+    """
 
     stream = None
 

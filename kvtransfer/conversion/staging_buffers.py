@@ -24,8 +24,8 @@ class TokenTarget:
 
 
 class StagedFetch:
-    """One fetch from a producer of another layout. `wanted` pairs the producer's block hashes with their places, which
-    are numbers in `StagingBuffers`.
+    """One fetch from a producer of another layout. `wanted` pairs each block hash of the producer with a place: a
+    number that `StagingBuffers` has reserved and that stands for the block until it is converted.
     """
 
     def __init__(self, wanted: list[tuple[BlockHash, int]], parts: dict[BlockHash, list[int]], names: list[BlockHash]):
@@ -52,8 +52,8 @@ class StagedFetch:
 
 
 class StagingBuffers:
-    """The targets of all running fetches of a node. The event loop changes them, and threads that place bytes look them
-    up.
+    """Maps each place (the number of an arriving block) to the tokens of this node's blocks that it fills, for all
+    running fetches of a node. The event loop changes it, and threads that write bytes look places up.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -95,7 +95,9 @@ class StagingBuffers:
         return StagedFetch(foreign, parts, [name for name, _ in wanted])
 
     def targets(self, place: int) -> Sequence[TokenTarget]:
-        """Return the targets of a place. Raises `TransportUnavailable` if its fetch has ended."""
+        """Return where the tokens of the block that arrives at this place are written. Raises `TransportUnavailable` if
+        its fetch has ended.
+        """
         found = self._targets.get(place)
         if found is None:
             raise TransportUnavailable("the fetch has ended")

@@ -24,8 +24,8 @@ MAX_CODE_VALUE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.in
 
 
 def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory: Tensor, layout: KVLayout) -> None:
-    """Copy the tokens of `block`, uint8 [wire.block_bytes], to their targets in `memory`, uint8 [num_blocks,
-    layout.block_bytes].
+    """Copy the tokens of one arrived `block`, uint8 [wire.block_bytes], to the blocks and positions that `targets` name
+    in `memory`, uint8 [num_blocks, layout.block_bytes].
     """
     heads = block.view(_num_heads(wire), -1)
     for target in targets:

@@ -32,8 +32,8 @@ CHUNK_BYTES = 256 * 1024
 
 
 class CopyHash(Protocol):
-    """Copies and hashes blocks of `size` bytes, given by address. Other Python threads run meanwhile; the caller keeps
-    the memory alive.
+    """Copies blocks and computes their checksums. Blocks have `size` bytes and are given by address. Other Python
+    threads run meanwhile, so the caller must keep the memory alive.
     """
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:

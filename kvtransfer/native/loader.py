@@ -24,12 +24,14 @@ COMPILE_DEADLINE_S = 60.0
 
 
 class LibraryUnavailableError(Exception):
-    """No library can be built or loaded on this machine; the message states why. The caller uses its fallback."""
+    """The C++ library cannot be built or loaded on this machine; the message says why. The caller uses its Python
+    implementation instead.
+    """
 
 
 def load_library(source: Path, *, cache: Path | None = None, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
-    """Return the library of a source; compile it if no process on this machine has done so yet. Raises
-    `LibraryUnavailableError`.
+    """Load the shared library that is compiled from `source`; compile it first if no process on this machine has done
+    so. Raises `LibraryUnavailableError`.
     """
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:

@@ -26,8 +26,8 @@ CHECK_S = 0.5
 
 
 class Prober:
-    """Starts due probes for the connections of one node. `promote` opens a connection by a better transport. Event loop
-    only.
+    """Starts probes when they are due, for all connections of one node. If a probe proves a better transport, it opens
+    a connection by it (`promote`). Event loop only.
     """
 
     def __init__(self, context: NodeContext, promote: Callable[[ConsumerLink, Rung], Awaitable[bool]]) -> None:

@@ -33,10 +33,9 @@ LAYOUT = KVLayout(
 
 
 class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of a probe process. Without `address` it serves; otherwise it fetches from the process at this address.
-
-    `device` is torch's name of the device, empty for host memory. `preload` names modules that make the device known to
-    torch.
+    """The task of a probe process. Without `address` it serves blocks; otherwise it fetches them from the process at
+    this address. `device` is torch's name of the device, empty for host memory. `preload` names modules to import
+    first, because they register the device with torch.
     """
 
     rungs: list[Rung]
@@ -49,14 +48,14 @@ class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeAddress(msgspec.Struct, frozen=True):
-    """The answer of a serving process: the address that it can be fetched from."""
+    """The first answer of a probe process that serves blocks: the address from which they are fetched."""
 
     address: str
 
 
 def settings_of(settings: TransferSettings, rungs: Sequence[Rung], timeout_s: float) -> TransferSettings:
-    """Return the settings of an instance, changed for a probe of these rungs: little memory, short deadlines, and no
-    further probes.
+    """Return a copy of an instance's settings for a probe of `rungs`: little memory, short deadlines, and no probes of
+    its own.
     """
     scheme, _, rest = settings.bind.partition("://")
     dialects = {rung.dialect for rung in rungs if rung.dialect}
@@ -77,21 +76,20 @@ def settings_of(settings: TransferSettings, rungs: Sequence[Rung], timeout_s: fl
 
 
 def block_name(index: int) -> BlockHash:
-    """Return the hash of the block with this index in a fetch."""
+    """Return the made-up hash that a probe uses for the block with this index in its fetch."""
     return BlockHash(index.to_bytes(16, "big"))
 
 
 def place_of(name: BlockHash) -> int:
-    """Return the block number that a hash of `block_name` has in the memory of both probe processes.
-
-    A fetch has more hashes than the memory has blocks, so several hashes have the same number.
+    """Return the block number at which both probe processes store the block with the hash `name` (from `block_name`). A
+    fetch has more hashes than the memory has blocks, so several hashes share a number.
     """
     return int.from_bytes(name, "big") % NUM_BLOCKS
 
 
 def complete(rungs: Sequence[Rung], verdicts: Sequence[Verdict], outcome: ProbeOutcome, reason: str) -> list[Verdict]:
-    """Return one verdict for each rung. The first rung without a verdict gets `outcome`, and the ones behind it are
-    `skipped`.
+    """Add to `verdicts` one for each rung that has none, and return all. The first rung without a verdict gets
+    `outcome` and `reason`, because the probe ended there; the rungs behind it are `skipped`.
     """
     known = {verdict.rung: verdict for verdict in verdicts}
     made: list[Verdict] = []

@@ -62,7 +62,7 @@ OUTCOMES: tuple[tuple[type[BaseException], ProbeOutcome], ...] = (
 
 
 def main() -> None:
-    """Run the plan that is read from stdin, and exit without cleaning up."""
+    """Run the `ProbePlan` that is read from stdin, and exit without cleaning up, because a driver may hang in it."""
     # Libraries print to stdout. Keep it for answers, and let everything else go to stderr.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -83,7 +83,9 @@ def main() -> None:
 
 
 async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
-    """Serve every block that is asked for, until the process is ended."""
+    """Serve every block that is asked for until the process is killed. `answer` sends the address to the parent
+    process.
+    """
     memory = memory_on(plan.device, plan.preload)
     memory.write(content_of(plan.seed))
     node = _node(SOURCE, memory, plan, plan.rungs)
@@ -100,8 +102,8 @@ async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
 
 
 async def fetch(plan: ProbePlan, answer: SendAnswer) -> None:
-    """Fetch by one rung after the other, and answer with a verdict for each. The rungs that cannot hang come first and
-    leave their unused time to the others.
+    """Fetch the blocks by one transport after the other, compare their bytes, and send a verdict for each by `answer`.
+    The transports that cannot hang come first and leave their unused time to the others.
     """
     deadline = time.monotonic() + SHARE * plan.timeout_s
     memory = memory_on(plan.device, plan.preload)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProbeHost:
-    """Serves the probes of all consumers of one node. Event loop only."""
+    """Runs the processes that serve the probes of consumers, for one node. Event loop only."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
@@ -26,14 +26,14 @@ class ProbeHost:
         """Link and number of the probe that is being served."""
 
     def handle(self, link: ProducerLink, message: Probe | Probed) -> None:
-        """Start the process of a probe, or end it when the consumer has finished."""
+        """Start the serving process on a `Probe` message, or end it on a `Probed` message."""
         if isinstance(message, Probe):
             self._begin(link, message)
         elif self._task is not None and self._for == (link.number, message.number):
             self._task.cancel()
 
     def lost(self, link: ProducerLink) -> None:
-        """End the process of a consumer whose connection broke."""
+        """End the serving process of a consumer whose connection broke."""
         if self._task is not None and self._for[0] == link.number:
             self._task.cancel()
 

@@ -34,7 +34,7 @@ happened.
 
 
 class ProbeFailedError(Exception):
-    """The process of a probe failed with this outcome and reason."""
+    """The process of a probe failed. `outcome` and `reason` say how."""
 
     def __init__(self, outcome: ProbeOutcome, reason: str) -> None:
         super().__init__(reason)
@@ -42,7 +42,9 @@ class ProbeFailedError(Exception):
 
 
 class ProbeProcess:
-    """One throw-away process. Call `end` in any case, or the process and its pipes stay."""
+    """A short-lived process that may hang in a driver without harm to the instance. The owner must call `end`,
+    otherwise the process and its pipes stay.
+    """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -79,9 +81,7 @@ class ProbeProcess:
         return self._process.poll() is not None
 
     async def answer(self) -> bytes | None:
-        """Return the next answer. Return None if the process has closed its output, after giving it a
-        moment to exit.
-        """
+        """Return the next answer of the process. None if it closed its output; it has had a moment to exit."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -113,7 +113,7 @@ class ProbeProcess:
         return is_gone
 
     def fate(self) -> str:
-        """Return how the process ended, with its last line of output. Call it after `end`."""
+        """Return how the process ended (exit status or signal) with its last line of output. Call it after `end`."""
         status = self._process.poll()
         output = self._error_output.decode(errors="replace")[-200:]
         how = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
@@ -139,8 +139,8 @@ class ProbeRunner:
 
     @property
     def is_blocked(self) -> bool:
-        """Return whether a process of an earlier probe still exists: a driver holds it and would hold
-        the next one too.
+        """Return whether a process of an earlier probe could not be killed: a driver holds it, and would hold the next
+        process too.
         """
         self._stuck = [process for process in self._stuck if not process.is_gone]
         return bool(self._stuck)

@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerConnections:
-    """Accepts consumers, and finds the link that a message or a broken connection belongs to. Event loop only.
-
-    `on_message` receives each message of an accepted consumer. `on_lost` is called for each link that breaks, with True
-    if its process has ended. It is called again if a process ends whose link was lost before.
+    """Accepts connections of consumers, and finds the link to which a message or a broken connection belongs. Event
+    loop only. `on_message` receives each message of an accepted consumer. `on_lost` is called for each link that
+    breaks; its second argument is True if the consumer's process has ended. If the process of an already lost link ends
+    later, it is called once more.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class Handoff:
 
 
 class HandoffTable:
-    """The handoffs of one node by ticket and consumer, and the tombstones of ended and of cancelled tickets, so that
-    late calls and messages have no effect. Each list of tombstones has at most `max_tombstones` tickets.
+    """The handoffs of one node by ticket and consumer. It also keeps tombstones of ended and cancelled tickets, so that
+    late calls and messages have no effect; each of the two lists keeps the last `max_tombstones` tickets.
     """
 
     def __init__(self, max_tombstones: int) -> None:
@@ -59,7 +59,9 @@ class HandoffTable:
         return handoff
 
     def expect(self, ticket: TicketId, released: "asyncio.Future[ReleaseReason]") -> None:
-        """Remember the future of a ticket that is being opened. Raises `LocalTransferError` if it was opened before."""
+        """Store `released`, the future of a ticket that is being opened, before the ticket is served. Raises
+        `LocalTransferError` if it was opened before.
+        """
         if ticket in self._outcomes:
             raise LocalTransferError(f"ticket {ticket} was opened before")
         self._outcomes[ticket] = released
@@ -70,7 +72,7 @@ class HandoffTable:
             del self._outcomes[oldest]
 
     def open(self, handoff: Handoff, released: "asyncio.Future[ReleaseReason]") -> None:
-        """Let the owner of a ticket publish its blocks. `released` resolves when they may be freed."""
+        """Mark a handoff as opened, so that `publish` finds it. `released` resolves when its blocks may be freed."""
         handoff.released = released
         self._opened[handoff.key[0]] = handoff
 
@@ -114,11 +116,11 @@ class HandoffTable:
         return self._tombstones.get(key)
 
     def entomb(self, key: SinkKey, reason: ReleaseReason) -> None:
-        """Leave a tombstone, so that a later fetch or `open` of this ticket ends immediately."""
+        """Leave a tombstone with this reason, so that a later fetch or `open` of the ticket ends immediately."""
         self._remember(self._tombstones, key, reason)
 
     def release(self, handoff: Handoff, reason: ReleaseReason) -> None:
-        """Resolve the future of a ticket: its blocks may be freed."""
+        """Resolve the future of a ticket with `reason`: its blocks may be freed."""
         self._opened.pop(handoff.key[0], None)
         if handoff.released is not None and not handoff.released.done():
             handoff.released.set_result(reason)

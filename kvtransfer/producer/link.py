@@ -103,14 +103,16 @@ class ProducerLink:
         self._watch = watch_process(hello.host, context.host, lambda: on_lost(self, True))
 
     def admits(self, join: Join) -> bool:
-        """Return whether this secret belongs to the link and it may have one more connection."""
+        """Return whether a further connection may join this link: its secret is right and the limit of connections is
+        not reached.
+        """
         is_wanted = self.is_up and len(self.identities) < self.connections
         # `compare_digest` takes the same time for every secret, so its duration does not reveal how much of a guess is
         # right.
         return is_wanted and hmac.compare_digest(self.secret, join.secret)
 
     def join(self, identity: bytes, fd: int) -> None:
-        """Add a connection, which carries bytes of blocks from now on."""
+        """Add a further connection, by its ZeroMQ identity and file descriptor. It carries only bytes of blocks."""
         self.identities.append(identity)
         self.fds.add(fd)
 
@@ -135,7 +137,9 @@ class ProducerLink:
             task.cancel()
 
     def serve(self, transport: str, parcel: SendBatch) -> int:
-        """Queue blocks and send as many as the window allows. Return the bytes that were queued."""
+        """Queue the blocks of a parcel and send as many as the window allows. Return the number of bytes that were
+        queued.
+        """
         attached = self._attached_transports.get(transport)
         if attached is None:  # it broke, and `_broke` has reported that to the consumer
             return 0
@@ -149,7 +153,9 @@ class ProducerLink:
             attached.queue.drop(ticket)
 
     def credit(self, message: Got) -> None:
-        """Free room in the windows, and staging memory of a parcel that the consumer has read; then send what fits."""
+        """Handle `Got`: free that many bytes of the window, or the staging memory of the parcel that was read, then
+        send what fits now.
+        """
         # ZeroMQ sends in order, so finished frames are at the front.
         while self._in_flight and self._in_flight[0][1].done:
             self._in_flight.popleft()
@@ -325,5 +331,7 @@ def welcome(context: NodeContext, link: ProducerLink) -> Welcome:
 
 
 def parts_for(context: NodeContext, hello: Hello) -> int:
-    """Return the number of parts in which this consumer takes blocks. Blocks that are converted stay whole."""
+    """Return into how many parts each block is divided for this consumer. It is 1 if blocks are converted, because they
+    travel whole.
+    """
     return context.settings.parts if hello.layout == context.layout else 1

@@ -17,8 +17,8 @@ SAMPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Blocks of one ticket that travel in one message, or parts of them: (index among the wanted, number in this
-    memory).
+    """Blocks of one ticket, or parts of them, that one message announces: pairs of their index in the fetch and their
+    number in this node's memory.
     """
 
     ticket: TicketId
@@ -28,8 +28,8 @@ class SendBatch:
 
 
 class SendQueue:
-    """Decides which blocks leave next. With `window_bytes` None, the transport buffers nothing and no block is held
-    back.
+    """Decides which blocks are sent next on one connection. With `window_bytes` None, the transport queues nothing
+    itself and no block waits for credit.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class SendQueue:
         del self._gone[ticket]
 
     def window_bytes_of(self, count: int, parts: int) -> int:
-        """Return the bytes of the window that this number of blocks, or of parts, occupies."""
+        """Return how many bytes of the window `count` blocks, or parts if each block has several `parts`, occupy."""
         return (-(-count // parts) * parts if self._in_blocks else count) * self._block_bytes // parts
 
     def credit(self, num_bytes: int) -> None:
-        """Free bytes of the window."""
+        """Free `num_bytes` of the window, because the consumer has read them."""
         # Credit comes from the peer: too much of it must not enlarge the window.
         self._travelling = max(self._travelling - num_bytes, 0)
 
@@ -129,10 +129,9 @@ class SendQueue:
 
 
 def is_checked(mode: ChecksumMode, index: int, parts: int) -> bool:
-    """Return whether a piece carries a checksum. `index` is its number in the fetch; it is one of `parts` of its block.
-
-    In the mode `sampled` one piece in `SAMPLE` carries one. Which part of a block that is differs from block to block,
-    so that every part is checked sometimes.
+    """Return whether a block or part is sent with a checksum. `index` is its number in the fetch, and each block has
+    `parts` parts. In the mode `sampled`, one of `SAMPLE` has a checksum; which part of a block that is differs from
+    block to block, so that every part is checked sometimes.
     """
     block, part = divmod(index, parts)
     return mode == "full" or (mode == "sampled" and (block + part) % SAMPLE == 0)

@@ -43,8 +43,8 @@ of this node: it does not matter which clock noticed the deadline first.
 
 
 class Link(NamedTuple):
-    """The connection of the next attempt: its transport, whether copies read the producer's memory, and parts for each
-    block.
+    """The properties of the connection for the next attempt: the transport's name, whether copies read the producer's
+    memory directly, and the number of parts of each block.
     """
 
     transport: str
@@ -53,7 +53,7 @@ class Link(NamedTuple):
 
 
 class Copying(NamedTuple):
-    """A placement whose copy runs: its attempt, and the number of its parts."""
+    """A placement whose copy is running: the attempt that started it, and the number of parts it consists of."""
 
     attempt: int
     num_parts: int
@@ -103,8 +103,8 @@ class ConsumerSession:
         self._end: Give | None = None
 
     def linked(self, transport: str, *, pulls: bool, now: float, parts: int = 1) -> list[ConsumerStep]:
-        """Start an attempt over a connection that is ready. With `pulls`, copies read the producer's memory, so its
-        lease must hold until they end.
+        """Start an attempt over a connection that is ready, by `transport`. With `pulls`, copies read the producer's
+        memory directly, so the producer's lease must last until they end.
         """
         if self.state is not State.LINKING:
             return []
@@ -145,11 +145,13 @@ class ConsumerSession:
                 return []
 
     def renewed(self, sent_at: float) -> None:
-        """Extend the lease: the producer has confirmed a renewal that was sent at `sent_at`."""
+        """Extend the lease: the producer has confirmed a renewal that this node sent at `sent_at`."""
         self._lease_until = max(self._lease_until, sent_at + self._limits.lease_s)
 
     def forgotten(self, attempt: int, now: float) -> list[ConsumerStep]:
-        """Retry, because the producer does not know the ticket any more."""
+        """Start another attempt, because the producer does not know the ticket any more; ignore it if `attempt` is not
+        the current one.
+        """
         if attempt != self.attempt or self.state not in LIVE or self.state is State.LINKING:
             return []
         return self._retry("the producer forgot the ticket", now)

@@ -24,7 +24,7 @@ class Progress:
         self.missing = {index * parts + part for index in self.lacking for part in range(parts)}
 
     def arrived(self, parts: Sequence[int]) -> list[int]:
-        """Mark parts as arrived. Return the parts that were missing until now."""
+        """Mark parts as arrived. Return those of them that had not arrived before."""
         # A part may arrive twice, if an attempt was given up while its copy ran.
         fresh = [part for part in parts if part in self.missing]
         self.missing.difference_update(fresh)

@@ -113,7 +113,7 @@ class Succeed:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """End the fetch with an error. No copy runs any more."""
+    """End the fetch with an error. No copy writes to its blocks any more."""
 
     fault: Fault
     reason: str

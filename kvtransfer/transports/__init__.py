@@ -31,7 +31,7 @@ from baton_serve.kvtransfer.transports.zeromq import ZeromqTransport
 
 
 def build(facts: NodeFacts, settings: TransferSettings, in_process: InProcess | None) -> dict[str, Transport]:
-    """Return the transports that a node may use, by name, in order of preference. `memory` is left out if `in_process`
+    """Create the transports that a node may use, by name, in order of preference. `memory` is left out if `in_process`
     is None.
     """
     made: dict[str, Transport] = {}

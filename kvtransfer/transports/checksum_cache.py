@@ -10,8 +10,8 @@ from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 
 class ChecksumCache:
-    """The checksums of one node, for all its connections. Several threads use it without a lock: two threads that
-    compute a checksum at the same time get the same value.
+    """Remembers the checksums of a node's blocks, so that each is computed once for all connections. Several threads
+    use it without a lock: if two compute the same checksum at the same time, they get the same value.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ChecksumCache:
         return [value for value in sums if value is not None]
 
     def knows(self, memory: BlockMemory, blocks: Sequence[int]) -> bool:
-        """Return whether `of` would compute none of these checksums."""
+        """Return whether the checksums of all these blocks are cached, so that `of` reads no bytes."""
         return all(self._find(memory.block_bytes, block, version_of(memory, block)) is not None for block in blocks)
 
     def _find(self, size: int, block: int, version: int | None) -> int | None:

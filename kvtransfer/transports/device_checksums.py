@@ -21,7 +21,9 @@ SAMPLE_WORDS = 512
 
 
 def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> list[int]:
-    """Return the sums of blocks. It waits for the device, on this thread's own stream."""
+    """Compute the checksums of the blocks `chosen` on the device, and return them without a salt. Wait for the device,
+    on this thread's own stream. With `sample`, a checksum covers a sample of the bytes only.
+    """
     if not chosen:
         return []
     blocks.check(chosen)
@@ -33,12 +35,16 @@ def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> lis
 
 
 def new_salt(*, sample: bool) -> int:
-    """Return a random salt whose lowest bit is `sample`."""
+    """Return a random number that a sender adds to its checksums. Its lowest bit is `sample`: whether the checksums
+    cover a sample of the bytes only.
+    """
     return secrets.randbits(61) * 2 + sample
 
 
 def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> Tensor:
-    """Return the sums of blocks, int64 `[len(chosen)]`, on the device. They are computed on the current stream."""
+    """Queue the computation of the checksums of the blocks `chosen` on the current stream. Return them as int64
+    `[len(chosen)]` on the device.
+    """
     words = blocks.tensor.view(torch.int64)
     if sample:
         # Words from all parts of the block, so that a block that arrived only in part is noticed.
@@ -72,8 +78,8 @@ _weights: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def weights(count: int, device: torch.device) -> Tensor:
-    """Return different odd numbers that use all 64 bits, int64 `[count]`. They are complete on the device when
-    returned.
+    """Return `count` different odd 64-bit numbers by which a checksum multiplies the words of a block, int64 `[count]`.
+    They are complete on the device when returned.
     """
     made = _weights.get((count, device))
     if made is None:

@@ -27,8 +27,8 @@ MAX_COPIES = 16
 
 
 class DeviceBlocks:
-    """Gives access to the blocks of a device by number, and checks the bounds. Several threads use it, each on its own
-    stream.
+    """Gives access to blocks in a device's memory by number, and checks that the numbers exist. Several threads use it,
+    each on its own stream.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -89,7 +89,7 @@ class DeviceBlocks:
                 yield
 
     def mark(self, stream: Any = None) -> Any:
-        """Record an event behind the work that is queued on the stream so far, and return it; None on the CPU."""
+        """Record an event on the stream, behind the work that is queued so far, and return it; None on the CPU."""
         return None if self._module is None else (stream or self.stream()).record_event()
 
     def after_computing(self, blocks: Sequence[int], stream: Any = None) -> None:
@@ -161,7 +161,9 @@ class DeviceBlocks:
 
 
 class HostArea:
-    """Host memory as rows of `block_bytes`. Memory that two processes map is pinned by `pin` if possible."""
+    """Host memory that is divided into rows of `block_bytes`. Memory that two processes map is pinned by `pin` if
+    possible.
+    """
 
     def __init__(self, view: memoryview, block_bytes: int, device: torch.device, *, is_pinned: bool = False) -> None:
         self._view = view
@@ -182,11 +184,11 @@ class HostArea:
             self._is_pinned = self._is_registered = self._register()
 
     def fill(self, place: int, source: Tensor, blocks: DeviceBlocks) -> None:
-        """Copy blocks from the device to rows, on the current stream."""
+        """Copy blocks of the device to consecutive rows from `place` on, on the current stream."""
         self._copy(self._rows_for(source)[place : place + len(source)], source, blocks, to_host=True)
 
     def empty(self, place: int, target: Tensor, blocks: DeviceBlocks) -> None:
-        """Copy rows to blocks on the device, on the current stream."""
+        """Copy consecutive rows from `place` on to blocks of the device, on the current stream."""
         self._copy(target, self._rows_for(target)[place : place + len(target)], blocks, to_host=False)
 
     def close(self) -> None:
@@ -242,12 +244,14 @@ def _runtime() -> Any:
 
 
 def is_run(places: Sequence[int]) -> bool:
-    """Return whether these places are consecutive and in order."""
+    """Return whether these row numbers are consecutive and ascending, so that one copy moves all rows."""
     return all(place == places[0] + i for i, place in enumerate(places))
 
 
 def index_of(places: Sequence[int], device: torch.device) -> Tensor:
-    """Return an index tensor, int64, for kernels of the current stream. The host does not wait for its copy."""
+    """Return row numbers as an index tensor on the device, int64, for kernels of the current stream. The host does not
+    wait for its copy.
+    """
     if device.type == "cpu":
         return torch.tensor(places)
     return torch.tensor(places, pin_memory=True).to(device, non_blocking=True)

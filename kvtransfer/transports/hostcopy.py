@@ -19,7 +19,9 @@ are prepared or copied.
 
 
 class HostBlocks:
-    """Gives access to the blocks of a buffer by number, and checks the bounds. The numbers may come from a peer."""
+    """Gives access to blocks in host memory by number, and checks that the numbers exist, because they may come from a
+    peer.
+    """
 
     def __init__(self, view: memoryview, num_blocks: int, block_bytes: int) -> None:
         if view.nbytes < num_blocks * block_bytes:
@@ -107,15 +109,15 @@ class HostSender:
 
 
 def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
-    """Copy blocks, or parts of one size, and return for each whether it matches its checksum; a block without one
-    always does.
+    """Copy blocks, or parts of equal size, from `source` to `target`. Return for each whether it matches its checksum,
+    or True if it has none.
     """
     source = source.in_parts(placements[0].parts)
     return copy_from([source.address(placement.source) for placement in placements], target, placements)
 
 
 def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
-    """Copy as `copy_blocks` does, from one address for each placement."""
+    """Do the same as `copy_blocks`, but read each block from an address: `starts` has one for each placement."""
     target = target.in_parts(placements[0].parts)
     size, sums = target.block_bytes, dict[int, int]()
     ends = [target.address(placement.destination) for placement in placements]

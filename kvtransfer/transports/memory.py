@@ -26,7 +26,9 @@ from baton_serve.kvtransfer.transports.port import (
 
 
 class InProcess:
-    """The memories of all nodes of one process. Give the same object to each node."""
+    """The memories of all nodes of one process, by which the transport `memory` finds them. Give the same object to
+    each node.
+    """
 
     def __init__(self) -> None:
         self.memories: dict[tuple[InstanceId, Generation], BlockMemory] = {}
@@ -67,7 +69,9 @@ class HostReceiver:
 
 
 def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> Receiver:
-    """Return a receiver for a consumer whose layout differs. It imports torch."""
+    """Create a receiver for a consumer whose layout differs from the producer's. `is_ring` says that `source` is a ring
+    and not the KV cache. It imports torch.
+    """
     module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
     receiver: Receiver = module.MappedReceiver(source, converter, is_ring=is_ring)
     return receiver

@@ -59,7 +59,7 @@ class Converter(Protocol):
 
     @property
     def wire(self) -> KVLayout:
-        """Return the layout of the blocks that arrive."""
+        """Return the layout in which the producer's blocks arrive."""
         ...
 
     @property
@@ -74,7 +74,7 @@ class Converter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveTarget:
-    """The destination of a consumer's blocks: `memory`, or `converter` if the layouts differ."""
+    """The destination of received blocks: `memory`, or `converter` if the layouts differ."""
 
     memory: BlockMemory
     converter: Converter | None = None
@@ -86,7 +86,7 @@ class ReceiveTarget:
 
 
 class Intake(Protocol):
-    """One block whose bytes arrive piece by piece."""
+    """Receives the bytes of one block that arrive piece by piece."""
 
     def take(self, frame: Buffer) -> None:
         """Place the next bytes of the block."""
@@ -104,7 +104,7 @@ class IncomingParcel(Protocol):
 
     @property
     def parts(self) -> int:
-        """Return the number of parts of each block that the parcel's pieces count in; 1 for whole blocks."""
+        """Return into how many parts each block of this parcel is divided; 1 for whole blocks."""
         ...
 
     @property
@@ -149,8 +149,9 @@ class Receiver(Protocol):
 
     @property
     def stages(self) -> bool:
-        """Return whether the producer has to learn when a parcel is not read any more, because its bytes are staged
-        there. It is also True if `receive` waits for a device, so that it never runs on the event loop.
+        """Return whether the producer must be notified when a parcel has been read, because its bytes are in the
+        producer's staging memory until then. It is also True if `receive` waits for a device, so that it never runs on
+        the event loop.
         """
         ...
 
@@ -183,16 +184,14 @@ class ParcelContent:
     parts: int = 1
 
     def to_sum(self) -> list[int]:
-        """Return the blocks that need a checksum."""
+        """Return the blocks of the parcel that need a checksum."""
         return [block for block, is_checked in zip(self.blocks, self.checked, strict=True) if is_checked]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A parcel that can be sent.
-
-    For each piece, `sources` has the number under which the consumer finds it and `checksums` its checksum. `views` are
-    the bytes if they are staged.
+    """A parcel that is ready to be sent. For each block or part, `sources` has the number under which the consumer
+    finds it in the shown memory, and `checksums` its checksum or None. `views` are the bytes if they are staged.
     """
 
     sources: Sequence[int]
@@ -216,8 +215,8 @@ class Sender(Protocol):
 
     @property
     def taper_bytes(self) -> int | None:
-        """Return the size in bytes of the first and last parcels of a prompt, or None if they are as large as the
-        others.
+        """Return the size in bytes of the first and last parcels of a prompt, which may be smaller so that copying
+        starts and ends earlier. None means that they are as large as the others.
         """
         ...
 
@@ -228,7 +227,9 @@ class Sender(Protocol):
 
     @property
     def stages(self) -> bool:
-        """Return whether `prepare` stages bytes, in places for whole blocks, which stay in use until `taken`."""
+        """Return whether `prepare` copies the bytes to staging memory. Its places, each for a whole block, stay in use
+        until `taken`.
+        """
         ...
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
@@ -268,7 +269,7 @@ class Transport(Protocol):
 
     @property
     def pulls(self) -> bool:
-        """Return whether the consumer's copies read the producer's memory."""
+        """Return whether the consumer reads the producer's memory directly, so that nothing is sent."""
         ...
 
     @property
@@ -302,7 +303,9 @@ class Transport(Protocol):
         ...
 
     def serves(self, hello: Hello) -> bool:
-        """Return whether this consumer could use the transport."""
+        """Return whether a consumer with this `hello` can be reached by this transport, such as a process on the same
+        host.
+        """
         ...
 
     async def sender(self, request: AttachRequest, on_failed: Callable[[str], None]) -> Sender:

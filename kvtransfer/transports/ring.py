@@ -26,8 +26,8 @@ BATCHES = 16
 
 
 class Ring:
-    """Slots for `num_slots` blocks in a memfd that is pinned for the device. `RingSender` owns it; `close` frees it
-    when no block is being staged.
+    """Pinned memory in a memfd with `num_slots` slots, each for one block. Blocks of a device are staged in it, and
+    consumers on the same host map it. `RingSender` owns it; `close` frees it when no block is being staged.
     """
 
     def __init__(self, memory: DeviceMemory, ring_bytes: int) -> None:
@@ -83,9 +83,8 @@ class Ring:
             self._free.extend(places if parts == 1 else sorted({place // parts for place in places}))
 
     def view_of(self, place: int, parts: int) -> memoryview:
-        """Return the bytes of a place, if each block of the ring is divided into `parts` places of equal size.
-
-        Places are counted from 0 over the whole ring. The ring owns the memory.
+        """Return the bytes at the number `place`. Each slot is divided into `parts` places of equal size, which are
+        numbered from 0 over the whole ring. The ring owns the memory.
         """
         size = self.block_bytes // parts
         return self.view[place * size : (place + 1) * size]
@@ -103,7 +102,7 @@ class Ring:
 
 
 class RingSender:
-    """Stages blocks in the ring and announces their places."""
+    """Sends blocks of a device to consumers on the same host: it stages them in the ring and announces their places."""
 
     stages = True
 

@@ -72,7 +72,7 @@ class StagedFrameSender(StagedFrames):
 
 
 def hashed(views: Sequence[Buffer], checked: Sequence[bool]) -> list[int | None]:
-    """Return the xxh3_64 of each view that is to be checked, and None for the others."""
+    """Return the xxh3_64 checksum of each view for which `checked` is true, and None for the others."""
     return [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
 
 

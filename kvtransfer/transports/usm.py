@@ -44,7 +44,9 @@ TIMEOUT_S = 2.0
 
 
 class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The message that comes with a descriptor: the size of the memory, and whether it is a ring."""
+    """The message that is sent together with a file descriptor to map: the size of the memory in bytes, and whether it
+    is a ring.
+    """
 
     num_blocks: Annotated[int, Meta(ge=1, le=2**40)]
     block_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -53,7 +55,7 @@ class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """Memory that a process which knows its secret may map."""
+    """Memory of this process that another process of the same host may map if it knows the secret."""
 
     fd: int
     num_blocks: int

@@ -41,7 +41,7 @@ def frame_step(num_bytes: int, block_bytes: int, longest: int) -> int:
 
 
 class FrameSender(HostSender):
-    """Sends blocks of host memory as frames without copying them."""
+    """Sends blocks of host memory as ZeroMQ frames without copying them."""
 
     def __init__(self, offer: Offer, request: AttachRequest, settings: TransferSettings) -> None:
         super().__init__(offer, request, settings, has_window=True)
@@ -71,7 +71,7 @@ class FrameSender(HostSender):
 
 
 class FrameReceiver:
-    """Places frames in host memory."""
+    """Writes the blocks that arrive as ZeroMQ frames to host memory."""
 
     stream = None
     stages = False

@@ -26,8 +26,8 @@ def host_backends(library_folder: str = "") -> list[Backend]:
 
 
 def device_backends(blocks: Any) -> list[Backend]:
-    """Return the backends for a `devicecopy.DeviceBlocks`, one for each dialect. A library that cannot be interrupted
-    has only a `+staging` dialect: it never receives directly into blocks.
+    """Return the libraries that can move blocks of a device, one backend for each dialect. For a library whose calls
+    cannot be interrupted there is only the dialect `+staging`, which never receives directly into blocks.
     """
     kind = blocks.device.type
     name = "gloo" if kind == "cpu" else device_backend(kind)

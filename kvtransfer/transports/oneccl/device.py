@@ -99,20 +99,24 @@ class DeviceSender:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMessage:
-    """The shape of a message: the number of blocks or parts, and whether their checksums follow them."""
+    """The shape of one message of a collective library: the number of blocks or parts, and whether their checksums
+    follow them.
+    """
 
     count: int
     is_summed: bool
 
     def tensors(self, part: Tensor, lane: Lane) -> list[Tensor]:
-        """Return the tensors of a message: `part`, and memory of the lane for the sums."""
+        """Return the tensors that are sent or received as this message: `part`, which holds the blocks, and memory of
+        the lane for the checksums.
+        """
         return [part.view(-1), *([lane.sums(self.count).view(torch.uint8)] if self.is_summed else [])]
 
 
 class PairStream:
-    """Base of receivers. It keeps the expected parcels in order, and abandons them if the pair breaks.
-
-    The event loop announces parcels and closes; the pair's thread receives. `lock` guards what both change.
+    """Base of receivers for device memory. It keeps the announced parcels in order, and abandons them if the pair
+    breaks. The event loop announces parcels and closes the receiver; the pair's thread receives. `lock` guards what
+    both change.
     """
 
     stages = False

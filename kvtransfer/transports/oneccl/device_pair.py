@@ -33,7 +33,9 @@ NCCL = "libnccl"
 
 
 class DeviceChannel(Protocol):
-    """A connection of two ranks. Both must exchange messages of the same sizes in the same order."""
+    """A connection of two processes (ranks) in a collective library. Both must exchange messages of the same sizes in
+    the same order.
+    """
 
     def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> Sequence[Any] | None:
         """Send or receive tensors as one message. Return the work to wait for on the CPU, or None on a device, where it
@@ -113,8 +115,7 @@ class DeviceBackend:
 
 class DevicePair:
     """A connection of two processes through a collective library, for tensors in device memory. One thread uses it.
-
-    `store` is the key-value store through which the two processes found each other.
+    `store` is the torch key-value store through which the two processes found each other.
     """
 
     def __init__(self, channel: DeviceChannel, blocks: DeviceBlocks, store: Any) -> None:
@@ -124,10 +125,9 @@ class DevicePair:
         self._is_abandoned = threading.Event()
 
     def post(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> "Wait":
-        """Give a message to the library, behind all earlier work of `stream`, which must be the current stream.
-
-        Call the result to wait for it; on a device call `Wait.until` first. Waiting raises `PairBrokenError` if the
-        pair breaks.
+        """Queue a message in the library, behind all earlier work of `stream`, which must be the current stream. Call
+        the returned `Wait` to wait until the message is complete; on a device, call `Wait.until` before that. Waiting
+        raises `PairBrokenError` if the pair breaks.
         """
         if self._is_abandoned.is_set():
             raise PairBrokenError("the pair was given up")
@@ -163,8 +163,8 @@ class DevicePair:
 
 
 class Wait:
-    """Waits for an event of a device, or for work on the CPU. If `is_ordered` is true, later work of the stream runs
-    after the message.
+    """Waits until a message is complete: for an event of a device, or for work on the CPU. If `is_ordered` is true,
+    later work of the stream runs after the message.
     """
 
     def __init__(

@@ -42,8 +42,9 @@ class Region:
 
 
 def groups(pieces: Sequence[Piece], block_bytes: int, limit: int = MESSAGE_BYTES) -> list[list[Region]]:
-    """Return the messages of a parcel. Regions are in the order of the pieces, neighbours in memory are joined, and
-    each message has at most `limit` bytes. Both ends compute it from the announcement.
+    """Divide a parcel into messages, and return their regions of the producer's memory. Regions are in the order of the
+    pieces, pieces that are adjacent in memory are joined, and each message has at most `limit` bytes. Both ends compute
+    this from the announcement.
     """
     made: list[list[Region]] = []
     room = 0

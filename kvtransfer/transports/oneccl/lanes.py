@@ -16,8 +16,8 @@ MIN_SUMS = 1024
 
 
 class Lane:
-    """A stream with its memory. In a `with` statement, the body runs on the stream, in order. It belongs to the pair's
-    thread.
+    """A device stream with staging memory of its own. The body of a `with` statement runs on the stream. It belongs to
+    the pair's thread.
     """
 
     def __init__(self, blocks: DeviceBlocks) -> None:
@@ -53,7 +53,9 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one pair, used alternately. Any thread may create it; one thread uses it."""
+    """The streams of one pair, which are used in turn so that messages overlap. Any thread may create it; one thread
+    uses it.
+    """
 
     def __init__(self, blocks: DeviceBlocks) -> None:
         self._blocks = blocks
@@ -73,7 +75,7 @@ class Lanes:
 
 
 def neighbours(blocks: DeviceBlocks, places: Sequence[int]) -> Tensor | None:
-    """Return these blocks as one tensor if they are neighbours in memory, otherwise None."""
+    """Return the blocks at `places` as one tensor without a copy if they are adjacent in memory, otherwise None."""
     if not places or not is_run(places):
         return None
     return blocks.tensor[places[0] : places[0] + len(places)]

@@ -168,8 +168,8 @@ class Api:
         return made
 
     def join(self, unique_id: OneCclUniqueId, *, rank: int, timeout_s: float) -> ctypes.c_void_p:
-        """Create a communicator of two ranks. Calls are serialized: the library aborts the process if several peers die
-        while it waits for them.
+        """Create a communicator of two ranks from the `unique_id` that both know. Only one call runs at a time: the
+        library aborts the process if several peers die while it waits for them.
         """
         if not self._joining.acquire(timeout=timeout_s):
             raise PairBrokenError("oneCCL still waits for the peer of another pair")

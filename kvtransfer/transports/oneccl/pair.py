@@ -19,8 +19,8 @@ class PairBrokenError(TransportUnavailable):
 
 
 class Pair(Protocol):
-    """A channel to one peer, used by one thread at a time. Both ends must use the same sizes in the same order. Raises
-    `PairBrokenError`.
+    """A connection to one peer, used by one thread at a time. Both ends must send and receive messages of the same
+    sizes in the same order. Its methods raise `PairBrokenError`.
     """
 
     def send(self, parts: Sequence[memoryview]) -> None:
@@ -50,7 +50,9 @@ class Meeting(Protocol):
 
 
 class Backend(Protocol):
-    """A library, and the way it is used, by which pairs can be made. Its name is a dialect of the transport."""
+    """One way of connecting two processes: a collective library and how it is used. Its name is a dialect of the
+    transport `oneccl`.
+    """
 
     @property
     def name(self) -> str: ...

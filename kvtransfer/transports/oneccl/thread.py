@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class Finish(Protocol):
-    """The rest of a job after the library has got its work. It runs in the second thread."""
+    """The second half of a job: it waits for the library after the message was queued. It runs in a second thread, so
+    that the next job can start.
+    """
 
     def __call__(self) -> None:
         """Wait for the end of the message. Raises `PairBrokenError`."""
@@ -33,11 +35,9 @@ cannot be used any more.
 
 
 class PairThread:
-    """Runs `open_pair`, then jobs in order. A job may start before earlier ones have finished; up to `LANES` are in
-    flight.
-
-    `on_failed` is called on the event loop at most once, and not after `close`. A job that does not end within
-    `stall_timeout_s` counts as a failure: the peer or the library is stuck.
+    """Runs `open_pair`, then jobs in order. A job may start before earlier ones have finished; up to `LANES` run at the
+    same time. `on_failed` is called on the event loop at most once, and not after `close`. A job that does not end
+    within `stall_timeout_s` counts as a failure: the peer or the library hangs.
     """
 
     def __init__(
