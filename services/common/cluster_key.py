@@ -26,7 +26,9 @@ _VALID_FROM, _VALID_UNTIL = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12,
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterKey:
-    """The keys that are derived from the secret: for ZeroMQ, for TLS, and for operators."""
+    """The keys that are derived from a cluster's one secret: for ZeroMQ's encryption, for TLS, and the token with which
+    operators authenticate.
+    """
 
     secret: bytes
     """CURVE secret key in ZeroMQ's Z85 encoding; `public` is the key that belongs to it."""
@@ -73,7 +75,7 @@ def self_signed_certificate(seed: bytes) -> bytes:
 
 
 def identity_pem(seed: bytes, certificate: bytes) -> bytes:
-    """Return the private key of a seed and its certificate as the text that `ssl` reads."""
+    """Return the Ed25519 private key of `seed` and its `certificate` as PEM text, the form that `ssl` reads."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat

@@ -14,7 +14,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Arrange the signal, then run the module as `__main__` with the remaining arguments."""
+    """Ask the kernel to kill this process when its parent dies, then run the module that is named in the arguments as
+    `__main__`.
+    """
     parent, module = int(sys.argv[1]), sys.argv[2]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # If the parent died before `prctl`, the kernel sends no signal.

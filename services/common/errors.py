@@ -15,7 +15,7 @@ class ServiceError(Exception):
 
 
 class LocalError(ServiceError):
-    """This process is at fault, so a retry cannot help."""
+    """This process or its configuration caused the error, so a retry cannot help."""
 
 
 class ConfigurationError(LocalError):
@@ -23,7 +23,7 @@ class ConfigurationError(LocalError):
 
 
 class RemoteError(ServiceError):
-    """A peer or the connection to it is at fault, so a retry may help."""
+    """A peer or the connection to it caused the error, so a retry may help."""
 
 
 class RegistryUnavailable(RemoteError):  # noqa: N818 - it names a state of the cluster
@@ -31,7 +31,9 @@ class RegistryUnavailable(RemoteError):  # noqa: N818 - it names a state of the 
 
 
 class Superseded(RemoteError):  # noqa: N818
-    """Another process has registered under the id of this instance later. The older process should stop."""
+    """Another process has registered under the same instance id later. The older process, which gets this error, should
+    stop.
+    """
 
 
 class PeerUnreachable(RemoteError):  # noqa: N818

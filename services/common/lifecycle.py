@@ -21,9 +21,9 @@ from baton_serve.services.common.errors import ConfigurationError
 
 
 def call_each(what: str, callbacks: Iterable[Callable[[], object]]) -> None:
-    """Call all of `callbacks` in order. Log an exception of a callback with its traceback and the text `what`.
-
-    `asyncio.CancelledError` and other exceptions that end a task or the process are raised.
+    """Call all of `callbacks` in order. An exception of one of them is logged with its traceback and the text `what`,
+    and does not affect the others. `asyncio.CancelledError` and other exceptions that end a task or the process are
+    raised.
     """
     for callback in callbacks:
         try:
@@ -67,9 +67,8 @@ STABLE_LIFE_S = 20.0
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Decides when a process that has died is started again. There is one per process, for all its runs.
-
-    `has_served` is True once the process has become ready in any of its runs.
+    """Decides after which delay a process that has died is started again. There is one for each process, for all its
+    runs. `has_served` is True once the process has become ready in any of its runs.
     """
 
     short_lives: int = 0
@@ -77,9 +76,8 @@ class RestartPolicy:
     has_served: bool = False
 
     def next_delay_s(self, *, lived_s: float, has_served: bool) -> float | None:
-        """Return the delay before the next start in seconds, or None if the process should not be restarted.
-
-        `lived_s` is how long the run that has ended took, and `has_served` whether it became ready.
+        """Return the delay before the next start in seconds, or None if the process should not be started again.
+        `lived_s` is the duration of the run that has ended, and `has_served` whether the process was ready in that run.
         """
         self.has_served = self.has_served or has_served
         self.short_lives = 1 if lived_s >= STABLE_LIFE_S else self.short_lives + 1
@@ -99,16 +97,17 @@ the model is loaded between two of them."""
 
 @dataclass(slots=True)
 class HangPolicy:
-    """Decides when a device that hangs again and again is taken out: no process is started on it any more.
-
-    A restart helps after a single hang, for example after a reset of the card by its driver. A card that hangs at each
-    request would make every request on it wait for the limit of a step.
+    """Decides when a device is not used any more because it hangs repeatedly: no process is started on it then. After a
+    single hang a restart helps, for example if the driver has reset the card. A card that hangs at each request would
+    make every request on it wait for the time limit of a step.
     """
 
     _hung_at: dict[str, list[float]] = field(default_factory=dict)
 
     def must_take_out(self, device: str, now: float) -> bool:
-        """Count a hang of `device` at the time `now` in seconds. Return whether the device must be taken out."""
+        """Count a hang of `device` at the time `now` in seconds. Return whether no process should be started on the
+        device any more.
+        """
         recent = [at for at in self._hung_at.get(device, []) if now - at < HANG_WINDOW_S] + [now]
         self._hung_at[device] = recent
         return len(recent) >= MAX_HANGS
@@ -138,10 +137,8 @@ class _Phase:
 
 
 class Lifecycle:
-    """Collects how to stop the parts of a process, and ends the process.
-
-    `run` passes it to the process's `start`, which calls `on_stop` right after it has started each part. All methods
-    run on the event loop.
+    """Collects the actions that stop the parts of a process, and ends the process. `run` passes it to the process's
+    `start`, which calls `on_stop` right after it has started each part. All methods run on the event loop.
     """
 
     def __init__(self) -> None:
@@ -153,9 +150,8 @@ class Lifecycle:
         self.error: BaseException | None = None
 
     def on_stop(self, name: str, stop: Callable[[], Awaitable[None]], *, deadline_s: float = 5.0) -> None:
-        """Register a phase of the stop. The phase that was registered last runs first.
-
-        A phase that misses its deadline is cancelled, and the next one runs.
+        """Register an action of the stop, `stop`, with its name for the log. The action that was registered last runs
+        first. An action that misses its deadline is cancelled, and the next one runs.
         """
         self._phases.append(_Phase(name, stop, deadline_s))
 
@@ -208,7 +204,7 @@ class Lifecycle:
             self._exit_timer.cancel()
 
     async def stop_all(self) -> None:
-        """Run all phases, the last registered one first."""
+        """Run all registered actions, the last registered one first."""
         while self._phases:
             await self._stop_one(self._phases.pop())
 

@@ -24,9 +24,8 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class OpenTelemetryTracing(Tracing):
-    """Records spans. One per process.
-
-    `url` is that of the collector with its path. `service` and `instance` name this process in traces.
+    """Records spans and sends them to an OpenTelemetry collector. There is one for each process. `url` is that of the
+    collector with its path. `service` and `instance` name this process in traces.
     """
 
     def __init__(self, url: str, *, service: str, instance: str) -> None:

@@ -24,7 +24,7 @@ _KILL_S = 3.0
 
 
 class ProcessRun(Protocol):
-    """One run of a process, from its start to its exit."""
+    """One run of a supervised process, from its start to its exit."""
 
     is_ready: bool
     """True once the process has reported that it is ready."""
@@ -42,7 +42,9 @@ R = TypeVar("R", bound=ProcessRun)
 
 
 class ProcessSupervisor(ABC, Generic[R]):
-    """Owns the processes of one service, by name. All methods run on the event loop."""
+    """Starts the processes of one service by name, starts a process again when it has died, and stops all at the end.
+    All methods run on the event loop.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, R] = {}

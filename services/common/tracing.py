@@ -22,9 +22,8 @@ Attributes = Mapping[str, str | bool | int | float]
 
 
 class Span:
-    """A span that records nothing and passes the trace context on.
-
-    As a context manager it ends with the block: at `over_at` if that is set, and with the error that leaves the block.
+    """One span of a trace. This base class records nothing and only passes the trace context on. As a context manager
+    it ends with the block: at `over_at` if that is set, and with the error that leaves the block.
     """
 
     is_recording = False
@@ -48,7 +47,7 @@ class Span:
         """Set attributes. An attribute with the same name is replaced."""
 
     def over(self, at: float) -> None:
-        """Record that the work of this span ended at `at`. The task that ends the span may run later."""
+        """Set the time at which the span's work ended to `at`, because the task that ends the span may run later."""
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
         """End the span, with the text of an error if it failed. Nothing is recorded afterwards."""
@@ -70,7 +69,9 @@ class Tracing:
     """Makes spans that record nothing: the tracing of a process without --otlp-traces-endpoint."""
 
     def span(self, name: str, headers: Mapping[str, str], *, at: float | None = None) -> Span:
-        """Start the first span of this process for a request. `headers` are its trace context."""
+        """Start the first span of this process for a request. `headers` contain the trace context that came with the
+        request. `at` is its start; None means now.
+        """
         return Span(headers) if headers else NO_SPAN
 
     async def close(self) -> None:

@@ -39,9 +39,8 @@ class _GrantedBlocks:
 
 
 class BlockQueue:
-    """Owns the waiting handoffs of a decode instance. Event loop only.
-
-    `max_waiting` is the number of handoffs that may wait (`--max-waiting`).
+    """The queue of handoffs that wait until a decode instance has enough free blocks. Event loop only. At most
+    `max_waiting` may wait (`--max-waiting`).
     """
 
     def __init__(self, engine: EngineCalls, *, max_waiting: int) -> None:
@@ -75,7 +74,7 @@ class BlockQueue:
             ) from None
 
     def on_free_blocks(self, free_blocks: int) -> None:
-        """Query the engine again if more blocks are free than at the last refusal."""
+        """Try to reserve blocks for the waiting handoffs again, if more blocks are free than at the last attempt."""
         if self._refused_at is not None:
             if free_blocks > self._refused_at:
                 self._refused_at = None

@@ -145,8 +145,7 @@ class DecodeHandler:
 
 
 def make_translation(ticket: Ticket, work: Work, reservation: Reservation) -> Translation | None:
-    """Return how to convert blocks from the source's layout, or None if both layouts are equal.
-
+    """Return how to convert blocks from the layout of the source, the prefill instance; None if both layouts are equal.
     The source hashes the prompt with its own block size and root, so its block hashes are computed here from the
     tokens.
     """

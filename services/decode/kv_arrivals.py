@@ -48,10 +48,8 @@ class ArrivedBlocks:
 
 
 class HandoffAdmission:
-    """Starts decoding one request at the end of its fetch.
-
-    `begin` is called directly by the transfer, in the same iteration of the event loop: waiting until the request's
-    task runs would delay the second token.
+    """Starts to decode one request as soon as all its blocks have been fetched. The transfer calls `begin` directly, in
+    the same iteration of the event loop: to wait until the request's task runs would delay the second token.
     """
 
     def __init__(

@@ -29,7 +29,9 @@ class DeviceFacts(msgspec.Struct, frozen=True):
 
 
 class PeerFacts(msgspec.Struct, frozen=True):
-    """A copy between two accelerators of this machine."""
+    """The result of a test copy between two accelerators of this machine: whether the bytes arrived intact, and the
+    speed.
+    """
 
     source: int
     target: int
@@ -41,7 +43,7 @@ class PeerFacts(msgspec.Struct, frozen=True):
 
 
 class ProbeFacts(msgspec.Struct, frozen=True):
-    """Everything that the probe has found."""
+    """The results of the whole probe: all accelerators, and the copies between them."""
 
     torch: str
     """The version string of torch."""

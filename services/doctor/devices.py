@@ -33,7 +33,9 @@ async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncI
 
 
 def probe_ends(facts: ProbeFacts | None) -> tuple[str, str]:
-    """Return the two devices between which transports are tried; two empty texts mean host memory."""
+    """Return the two devices between which transports are tried, by torch's names. Two empty strings mean
+    host memory.
+    """
     if facts is None or not facts.devices:
         return "", ""
     names = [f"{facts.kind}:{device.index}" for device in facts.devices]

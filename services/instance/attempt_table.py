@@ -19,7 +19,9 @@ from baton_serve.services.instance.ports import StepResult
 
 
 class RequestObserver(Protocol):
-    """Receives the engine's events of one request for its role. Called on the event loop; must not block."""
+    """The callbacks by which a role (prefill, decode, unified) follows one request in the engine. They are called on
+    the event loop and must not block.
+    """
 
     def completed(self, blocks: CompletedBlocks) -> None: ...
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
@@ -46,9 +48,8 @@ class PulledPrefix:
 
 @dataclass(eq=False, slots=True)
 class AttemptEntry:
-    """One attempt at a request, from its acceptance until its resources are free.
-
-    `request_id` is the router's id; `work.request_id` is the id inside this process.
+    """One attempt at a request, from its acceptance until its resources are free. `request_id` is the router's id;
+    `work.request_id` is the id that is unique inside this process.
     """
 
     router: RouterId
@@ -101,7 +102,9 @@ class AttemptTable:
         return self._by_router.get(router, {}).get(request_id)
 
     def detach(self, request: AttemptEntry) -> None:
-        """Stop sending messages about this attempt. The router has given it up and may use the id again."""
+        """Send no more messages about this attempt. The router has given it up and may use the id again; the attempt's
+        resources are not free yet.
+        """
         attempts = self._by_router.get(request.router, {})
         # After a repeated id the entry may belong to the newer attempt, which must stay.
         if attempts.get(request.request_id) is request:
@@ -124,9 +127,8 @@ class AttemptTable:
         return list(self._by_id.values())
 
     def apply(self, result: StepResult, at: float) -> dict[RouterId, list[Answer]]:
-        """Notify each request's observer of the step's results, and return the answers to send to each router.
-
-        Completed blocks are reported first, because a handoff waits for them. `at` is when the step ended
+        """Pass the results of one step to the observers of their requests, and return the answers to send to each
+        router. Completed blocks are reported first, because a handoff waits for them. `at` is when the step ended
         (`time.monotonic()`).
         """
         for blocks in result.completed:
@@ -149,7 +151,7 @@ class AttemptTable:
         return answers
 
     def apply_layer_groups(self, tail: CompletedLayerGroups) -> None:
-        """Notify observers of computed layer groups while the step is still running."""
+        """Pass layer groups that are computed to the observers of their requests, while the step is still running."""
         for blocks in tail.blocks:
             if progress := self._progress(blocks.request_id):
                 progress.completed_layer_groups(blocks, tail.parts)
@@ -187,7 +189,9 @@ def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
 
 
 def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport:
-    """Make the report of a finished prompt for its router: queueing, computation, cached and pulled tokens."""
+    """Return the message that reports a finished prompt to its router: time in the queue and of the computation, cached
+    and pulled tokens.
+    """
     cached: dict[Tier, int] = {"device": info.cached_tokens - info.host_tokens}
     if info.host_tokens:
         cached["host"] = info.host_tokens

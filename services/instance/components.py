@@ -18,7 +18,7 @@ from baton_serve.services.instance.request_server import RoleHandler
 
 @dataclass(frozen=True, slots=True)
 class RoleDependencies:
-    """Everything that a role's handler needs; made once by `InstanceProcess`."""
+    """The parts of the process that a role's request handler uses; created once by `InstanceProcess`."""
 
     engine: EngineThread[Engine]
     transfer: TransferNode

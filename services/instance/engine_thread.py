@@ -50,7 +50,7 @@ class TimedStepResult:
 
 
 class EngineCalls(Protocol):
-    """The calls of request handling into the engine; implemented by `EngineThread`, which documents them."""
+    """The methods of the engine thread that request handling calls; `EngineThread` implements and documents them."""
 
     def call(
         self, action: Callable[[EnginePort], T], *, then: Callable[[T], None] | None = None

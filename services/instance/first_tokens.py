@@ -21,7 +21,9 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstTokens(msgspec.Struct, frozen=True):
-    """Payload of a handoff. `since_end_s` is the time from the end of the prompt's computation to the encoding."""
+    """The data that travel behind the last block of a handoff: the first token of each sequence. `since_end_s` is the
+    time in seconds from the end of the prompt's computation to the encoding.
+    """
 
     tokens: list[FirstToken]
     since_end_s: float

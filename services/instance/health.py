@@ -106,7 +106,9 @@ def create_app(
     drain: Callable[[bool], Awaitable[None]],
     key: ClusterKey | None,
 ) -> Starlette:
-    """Make the HTTP application. `drain(exit_afterwards)` returns as soon as new work is refused."""
+    """Make the HTTP application of an instance: health, metrics and drain. `drain(exit_afterwards)` returns as soon as
+    new work is refused. `key` authenticates operators.
+    """
 
     async def show_health(_: Request) -> Response:
         found = health()

@@ -19,7 +19,7 @@ from baton_serve.services.instance.ports import EngineStats
 
 
 class EngineCollector(Collector):
-    """Yields the engine's last statistics as samples, labelled with `model_name` as in vLLM."""
+    """Presents the engine's last statistics as Prometheus metrics, labelled with `model_name` as in vLLM."""
 
     def __init__(
         self,

@@ -220,7 +220,9 @@ class PoolingServer(DrainableServer):
 
 
 def frames(pooled: Sequence[Pooled]) -> list[Sequence[Pooled]]:
-    """Group results, in order, so that the vectors of each group have at most `MAX_BATCH_BYTES`."""
+    """Divide results, in order, into groups whose vectors have at most `MAX_BATCH_BYTES` together, so that each group
+    fits into one message.
+    """
     groups: list[list[Pooled]] = []
     size = 0
     for answer in pooled:

@@ -22,10 +22,9 @@ from baton_serve.services.local.plan import Process
 
 
 class Console:
-    """Prints the output of all processes to one stream, each line behind the name of its process.
-
-    `names` are the names of the processes; the longest one sets the width of the column. Without `is_named` lines are
-    printed unchanged: a JSON log must stay parseable.
+    """Prints the output of all processes to one stream, each line behind the name of its process. `names` are the names
+    of the processes; the longest one sets the width of the column. Unless `is_named`, lines are printed unchanged,
+    because a JSON log must stay parseable.
     """
 
     def __init__(
@@ -41,7 +40,9 @@ class Console:
         self._has_moving_line = False
 
     def line(self, name: str, text: str) -> None:
-        """Print one line of the process `name`. An error that another process has printed is only referred to."""
+        """Print one line of the process `name`. If another process has printed the same error before, print only a
+        reference to it.
+        """
         self._clear()
         if self._is_named and (first := self._first_with(text, name)) != name:
             text = f"the same error as {first}"
@@ -57,7 +58,9 @@ class Console:
         return self._errors.setdefault(key, (name, now))[0]
 
     def moving(self, name: str, text: str) -> None:
-        """Show a progress bar in place of the last one. Do nothing if the stream is not a terminal."""
+        """Show a progress bar of the process `name` in place of the last one. Do nothing if the stream is not a
+        terminal.
+        """
         if self._is_interactive and text:
             self._clear()
             # A line that wraps could not be erased: `_clear` reaches only the row of the cursor.
@@ -95,13 +98,17 @@ def _error_key(text: str) -> str | None:
 
 
 class LineSplitter:
-    r"""Turns pieces of output into lines. Text that ends with `\r` alone is a moving line (a progress bar)."""
+    r"""Divides output into lines. Text that ends with `\r` alone is a moving line, which the next one replaces on a
+    terminal (a progress bar).
+    """
 
     def __init__(self) -> None:
         self._rest = ""
 
     def feed(self, text: str) -> list[tuple[str, bool]]:
-        r"""Return complete lines with True and moving lines with False. A terminal's `\r\n` is one end of line."""
+        r"""Add a piece of output and return the lines that are complete now, each with True, or with False for a moving
+        line. A terminal's `\r\n` is one end of line.
+        """
         # The marker \0 behind each end of line lets one split keep the ends, which say what kind of line it was.
         pieces = (self._rest + text).replace("\r\n", "\n").replace("\r", "\r\0").replace("\n", "\n\0").split("\0")
         self._rest = pieces.pop()
@@ -180,7 +187,7 @@ class Child:
 
     @property
     def has_hung(self) -> bool:
-        """Return whether it has ended because it hung: in a step of its engine, or while it started."""
+        """Return whether the process has ended because it hung, in a step of its engine or during its start."""
         is_ended_by_timer = self._has_timed_out and self.status == EXIT_FAILURE
         return self.status == EXIT_HUNG or is_ended_by_timer or self.is_killed_unready
 

@@ -73,7 +73,9 @@ class DemoPrompt:
 
     @property
     def asked(self) -> tuple[Fact, Fact]:
-        """Return one fact of the first blocks and one of the last: a lost block at either end makes an answer wrong."""
+        """Return the two facts that the demo asks for: one from the first blocks and one from the last, so that a lost
+        block at either end makes an answer wrong.
+        """
         return self.facts[3], self.facts[-9]
 
 
@@ -200,7 +202,9 @@ async def run_demo(url: str) -> None:
 
 
 async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> None:
-    """Print a question, its answer as it is generated, whether it contains `expected`, and the time split."""
+    """Print a question, its answer while it is generated, whether the answer contains `expected`, and where the time
+    went.
+    """
     shown = question if len(question) < 100 else f"{question[:60]} [...] {question[-40:].partition(' ')[2]}"
     say(f"> {shown}")
     answer, usage, split = "", DemoUsage(0, 0), None

@@ -100,9 +100,9 @@ class _Program:
 
 
 class ForkLauncher:
-    """Forks processes from a server that has imported `preload` and `modules`; each calls `main(argv)` of `module`.
-
-    Modules that do not exist are skipped. If the server cannot be started or forked, `otherwise` starts the process.
+    """Forks processes from a server process that has already imported the modules `preload` and `modules`, so that they
+    start faster; each process calls `main(argv)` of `module`. Modules that do not exist are skipped. If the server
+    cannot be started or forked, the launcher `otherwise` is used.
     """
 
     def __init__(

@@ -50,9 +50,8 @@ class _KindOptions(TypedDict):
 
 
 def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Option]) -> int:
-    """Serve until a signal comes and return the exit status.
-
-    `router` and `instance` are the options of those processes. The command line takes them too and passes them on.
+    """Run `baton serve` until a signal comes and return the exit status. `router` and `instance` are the options of
+    those processes; the command line accepts them too and passes them on.
     """
     own_router = [option for option in router if option.name not in MANAGED_ROUTER_OPTIONS]
     own_instance = [option for option in instance if option.name not in MANAGED_INSTANCE_OPTIONS]
@@ -158,9 +157,8 @@ def _downloaded(name: str, environ: Mapping[str, str], *, is_offline: bool) -> s
 
 
 def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
-    """Return the settings without decode instances if the model does not generate text, such as an embedding model.
-
-    Raises `ConfigurationError` if the remaining pools cannot serve the model.
+    """Return the settings without decode instances if the model computes vectors, such as an embedding model. Raises
+    `ConfigurationError` if the remaining pools cannot serve the model.
     """
     if kind != "generate":
         if not settings.prefill and not settings.unified:

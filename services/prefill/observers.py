@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillObserver:
-    """Implements `RequestObserver` for a prompt without handoff."""
+    """Follows a prompt that is computed without a handoff. Implements `RequestObserver`."""
 
     def __init__(self) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,9 +53,8 @@ class PrefillObserver:
 
 
 class HandoffObserver(PrefillObserver):
-    """Publishes the blocks of a prompt to the sink of a ticket.
-
-    The owner sets `is_open` to False when the handoff is over; later blocks are not published.
+    """Follows a prompt in the engine and offers its blocks to the decode instance that the ticket names, as they are
+    computed. The owner sets `is_open` to False when the handoff is over; later blocks are not offered.
     """
 
     def __init__(self, transfer: SourcePort, ticket: Ticket, clock: Callable[[], float]) -> None:

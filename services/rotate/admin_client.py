@@ -35,7 +35,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an instance's own /health that is needed here: `routers` and `requests` are numbers."""
+    """The fields of an instance's own /health that `baton rotate` needs: `routers` and `requests` are numbers."""
 
     status: str
     generation: int

@@ -50,7 +50,7 @@ class HostCpus:
 
 @dataclass(frozen=True, slots=True)
 class CpuAllocation:
-    """The cores of one instance."""
+    """The cores that one instance may use."""
 
     threads: int
     cpus: tuple[int, ...] = ()

@@ -7,7 +7,9 @@ from baton_serve.services.common.cpus.allocation import Cpu, HostCpus
 
 
 def this_host(root: Path = Path("/")) -> HostCpus:
-    """Return the hardware threads and the quota of this process. `root` is the folder with `sys` and `proc`."""
+    """Return the hardware threads that this process may use and the limit of its CPU time. `root` is the folder that
+    contains `sys` and `proc`.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     return HostCpus(tuple(_cpu(root, number) for number in allowed), _quota(root))
 

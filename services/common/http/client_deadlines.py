@@ -10,9 +10,9 @@ OnExpiry = Callable[[], object]
 
 
 class ClientDeadlines:
-    """Sets the deadline for the client's next action, and reports to the slot what the connection is doing.
-
-    One deadline is set at a time; each method replaces it. After it the event loop calls `on_expiry`.
+    """Limits how long one client may take for its next action (to send a head, a piece of a body or a request, or to
+    read). It also records in the connection's `Slot` what the connection is doing. There is one deadline at a time;
+    each method replaces it. When it passes, `on_expiry` is called.
     """
 
     def __init__(self, limits: HttpLimits, slot: Slot, loop: asyncio.AbstractEventLoop) -> None:
@@ -30,7 +30,9 @@ class ClientDeadlines:
         return self._timer.is_set
 
     def await_server(self) -> None:
-        """Set no deadline: a request is being answered, or the client waits to send the rest of its body."""
+        """Remove the deadline, because the client waits for this server: a request is being answered, or the body may
+        not be sent yet.
+        """
         self._slot.works()
         self._timer.clear()
 
@@ -45,12 +47,12 @@ class ClientDeadlines:
         self._timer.set(since + self._limits.head_timeout_s, on_expiry)
 
     def await_body(self, on_expiry: OnExpiry) -> None:
-        """Limit the time for the next piece of a body."""
+        """Limit the time until the next piece of a request's body arrives."""
         self._slot.works()
         self._timer.set(self._loop.time() + self._limits.body_timeout_s, on_expiry)
 
     def await_request(self, on_expiry: OnExpiry) -> None:
-        """Limit the time of an idle connection."""
+        """Limit how long a connection may stay open without a request."""
         self._slot.idles()
         self._timer.set(self._loop.time() + self._limits.keep_alive_s, on_expiry)
 
@@ -60,13 +62,15 @@ class ClientDeadlines:
         self._timer.set(self._loop.time() + self._limits.send_timeout_s, on_expiry)
 
     def begin_lingering(self) -> None:
-        """Count and limit the input from now on, which is discarded."""
+        """Start to discard the rest of the client's input, and to limit its size and time: the request was answered
+        before all of it had arrived.
+        """
         self.is_lingering = True
         self._lingers_until = self._loop.time() + self._limits.lingering_time_s
         self._discarded_bytes = 0
 
     def end_lingering(self) -> None:
-        """Discard no more input: the answered request is complete."""
+        """Stop discarding input: the whole answered request has arrived."""
         self.is_lingering = False
 
     def discard(self, num_bytes: int) -> bool:
@@ -80,6 +84,6 @@ class ClientDeadlines:
         self._timer.set(min(self._loop.time() + self._limits.lingering_timeout_s, self._lingers_until), on_expiry)
 
     def close(self) -> None:
-        """End all deadlines and release the slot."""
+        """Remove the deadline and release the connection's slot."""
         self._slot.release()
         self._timer.close()

@@ -31,22 +31,21 @@ class HttpConnection(Protocol):
     """True while the client takes data more slowly than it is written."""
 
     def default_head(self) -> bytes:
-        """Return the header lines that every response has."""
+        """Return the header lines that this server adds to every response."""
 
     def write(self, data: bytes) -> None:
         """Write `data` at the end of this iteration of the event loop."""
 
     async def writable(self) -> None:
-        """Wait until the client takes data fast enough again (`is_write_paused` is False).
-
-        A client that takes no data for too long loses its connection.
+        """Wait until the client reads fast enough again (`is_write_paused` is False). A client that reads nothing for
+        too long loses its connection.
         """
 
     def pause_reading(self) -> None:
         """Read nothing more from the client for now."""
 
     def resume_reading(self) -> None:
-        """Read again, if nothing else prevents it."""
+        """Read from the client again, unless reading is also paused for another reason."""
 
     def break_off(self) -> None:
         """Close the connection within an unfinished response, so that the client notices that it is incomplete.
@@ -114,7 +113,9 @@ class Exchange:
         """Bytes of the body that are still to be written; None if its length is not known before its end."""
 
     async def run(self, app: App, scope: Scope) -> None:
-        """Run the application. If it fails or sends no complete response, answer with status 500 or break off."""
+        """Run the ASGI application for this request. If it fails or sends no complete response, answer with status 500,
+        or close the connection if a part was sent already.
+        """
         try:
             await app(scope, self.receive, self.send)
         except Exception:
@@ -124,9 +125,8 @@ class Exchange:
                 self._break_off()
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Call `on_gone` if the connection is lost before the response is complete; now, if it is lost already.
-
-        There is one callback; None removes it.
+        """Register a callback: `on_gone` is called if the connection is lost before the response is complete, or
+        immediately if it is lost already. There is one callback; None removes it.
         """
         self._on_gone = on_gone
         if self.is_gone and on_gone is not None:

@@ -5,10 +5,8 @@ from collections.abc import Callable
 
 
 class LateTimer:
-    """Calls one function at one time.
-
-    Moving it to a later time costs only an assignment: the event loop's timer is left alone. When that timer expires,
-    it is set again for the later time.
+    """A timer with one callback, for deadlines that are often moved to a later time. That costs only an assignment: the
+    event loop's timer is not changed, and is set again when it expires too early.
     """
 
     __slots__ = ("_at", "_handle", "_loop", "_then")

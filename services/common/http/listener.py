@@ -67,9 +67,8 @@ _LOG_EVERY_S = 10.0
 
 
 class Listener:
-    """Accepts connections on a socket and makes a protocol for each, on the event loop.
-
-    It owns an accepted socket until its protocol has it. The caller owns and closes `listening`.
+    """Accepts connections on the socket `listening` and creates a protocol object for each, on the event loop. It owns
+    an accepted socket until it has passed it to its protocol. The caller owns and closes `listening`.
     """
 
     def __init__(

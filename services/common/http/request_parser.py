@@ -34,7 +34,9 @@ class RequestHead(msgspec.Struct):
 
 
 class RequestConsumer(Protocol):
-    """Receives what the parser finds. An exception of these methods makes the request invalid."""
+    """The receiver of the requests that a `RequestParser` finds. An exception in one of these methods makes the request
+    invalid.
+    """
 
     def on_head(self, head: RequestHead) -> None:
         """Begin a request. Its body follows."""
@@ -47,7 +49,9 @@ class RequestConsumer(Protocol):
 
 
 class RequestParser:
-    """Finds the requests in the data of one connection. The methods `on_…` are called by httptools' parser."""
+    """Finds the HTTP requests in the bytes of one connection and passes them to a `RequestConsumer`. httptools' parser
+    calls the methods `on_…`.
+    """
 
     def __init__(self, consumer: RequestConsumer, *, max_head_bytes: int, clock: Callable[[], float]) -> None:
         """`clock` is that of the event loop."""
@@ -67,9 +71,8 @@ class RequestParser:
         self._expects_continue = False
 
     def feed(self, data: bytes) -> None:
-        """Parse `data` and pass on what it completes.
-
-        Raises `httptools.HttpParserError` if it is not valid HTTP, and `HeadTooLargeError`. Nothing may be fed then.
+        """Parse the next bytes and call the consumer for all that they complete. Raises `httptools.HttpParserError` if
+        they are not valid HTTP, and `HeadTooLargeError`. After an error, call it no more.
         """
         num_parsed = self._num_parsed
         try:
@@ -87,7 +90,7 @@ class RequestParser:
                 raise HeadTooLargeError
 
     def close(self) -> None:
-        """Forget the consumer. Nothing may be fed any more."""
+        """Release the consumer. Call `feed` no more."""
         # httptools' parser and the consumer refer to this object. Without these cycles all memory is freed immediately,
         # and not by the garbage collector.
         del self._parser, self._consumer

@@ -49,9 +49,8 @@ class HttpLimits:
 
 
 def affordable_connections(most: int) -> int:
-    """Return `most`, or a lower number of connections if this process may open too few files.
-
-    A quarter of the file descriptors is kept for everything else.
+    """Return how many connections the limit of file descriptors permits, at most `most`. A quarter of the descriptors
+    is kept for everything else.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -111,7 +110,9 @@ class Slots:
 
 
 class Slot:
-    """The slot of one connection, which reports here what it is doing. A new one waits for its first head."""
+    """One connection's place among the limited number of connections, with what the connection is doing. A new
+    connection waits for its first head.
+    """
 
     __slots__ = ("_evictable", "_is_released", "_slots", "address", "on_evicted")
 
@@ -126,17 +127,17 @@ class Slot:
         self.opens()
 
     def opens(self) -> None:
-        """Report that the head of a request has begun."""
+        """Record that the head of a request has begun to arrive."""
         self._move(self._slots._opening)
 
     def works(self) -> None:
-        """Report that a request is being received or answered, so the connection must not be closed."""
+        """Record that a request is being received or answered, so that the connection is not closed to make room."""
         if self._evictable is not None:
             del self._evictable[self]
             self._evictable = None
 
     def idles(self) -> None:
-        """Report that the connection waits for its next request or is about to be closed."""
+        """Record that the connection waits for its next request or is about to be closed."""
         self._move(self._slots._idle)
 
     def release(self) -> None:

@@ -9,16 +9,15 @@ import os
 
 
 class WriteCoalescer:
-    """Sends what was written in one iteration of the event loop. All connections of a server share one.
-
-    An iteration costs one callback, for any number of connections.
+    """Collects what all connections of a server write in one iteration of the event loop, and sends it at the end: one
+    system call for each connection, and one callback for all of them.
     """
 
     def __init__(self) -> None:
         self.due: list[PendingWrites] = []
 
     def of(self, transport: asyncio.Transport) -> "PendingWrites":
-        """Return the object through which one connection writes."""
+        """Return the object through which one connection, with this transport, writes."""
         return PendingWrites(transport, self)
 
     def flush(self) -> None:

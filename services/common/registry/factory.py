@@ -22,9 +22,8 @@ def check_registry_url(url: str) -> None:
 
 
 def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
-    """Return the client with which an instance registers. Raises `ConfigurationError` for a wrong URL.
-
-    `key` encrypts a `memory://` registry, which uses ZeroMQ. Redis is protected by its own password and TLS.
+    """Return the client with which an instance registers in the registry at `url`. Raises `ConfigurationError` for a
+    wrong URL. `key` encrypts the connection to a `memory://` registry; Redis is protected by its own password and TLS.
     """
     if _is_of_redis(url):
         from baton_serve.services.common.registry.redis_registry import RedisRegistryClient

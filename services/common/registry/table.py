@@ -28,10 +28,9 @@ class RecordTable:
         self._rows: dict[InstanceId, _Row] = {}
 
     def register(self, record: InstanceRecord, ttl_s: float, now: float) -> tuple[Generation, bool]:
-        """Add or renew a record, unless it is of an older generation.
-
-        Return the generation that is valid now: another one than the record's if the record was rejected, and 0 if the
-        record's process has signed off before. Also return whether anything but the reported load has changed.
+        """Add or renew a record, unless a newer generation of the instance is registered. Return two values: the
+        generation that is valid now (another one than the record's if the record was rejected, 0 if its process has
+        signed off before), and whether any field except the load has changed.
         """
         row = self._rows.setdefault(record.instance, _Row())
         if record.generation not in row.generations:

@@ -38,10 +38,8 @@ _MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 
 
 class MessageClient:
-    """A router's connection to an instance.
-
-    It tries to connect until a process listens. Once connected, the loss of the connection is final: `on_lost` is
-    called once with the reason, unless the connection is closed here.
+    """A router's connection to an instance. It repeats the attempt to connect until a process listens. After that, the
+    loss of the connection is final: `on_lost` is called once with the reason, but not after `close`.
     """
 
     def __init__(
@@ -102,10 +100,9 @@ class MessageClient:
 
 
 class MessageServer:
-    """An instance's end of the connections to all routers. Each connection has an id.
-
-    It closes connections that are silent, because every router sends heartbeats. `on_lost` is called once for each
-    connection that ends, with the reason, unless it is closed here.
+    """An instance's end of the connections to all routers. Each connection has an id. A connection without any message
+    for too long is closed, because every router sends heartbeats. `on_lost` is called once with the reason for each
+    connection that ends, but not after `close`.
     """
 
     def __init__(

@@ -32,9 +32,8 @@ class Encryption:
         self._tls = context.wrap_bio(self._received, self._to_send, server_side=is_server)
 
     def decrypt(self, data: bytes) -> bytes:
-        """Take bytes of the peer and return the plain bytes. Raises `ProtocolError` if the peer lacks the key.
-
-        Call it first with no bytes, and send `pending` after each call until the encryption is ready.
+        """Decrypt the bytes that arrived and return the plain bytes. Raises `ProtocolError` if the peer does not have
+        the key. Call it once with no bytes at the beginning, and send `pending` after each call until `is_ready`.
         """
         self._received.write(data)
         parts: list[bytes] = []
@@ -61,7 +60,9 @@ class Encryption:
 
 
 def tls_context(key: ClusterKey, *, is_server: bool) -> ssl.SSLContext:
-    """Return the context of one end of connections."""
+    """Return the TLS context for one end of the connections of a cluster: it accepts only peers that have
+    the same key.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The certificate identifies the cluster and not a host.

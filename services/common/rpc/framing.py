@@ -18,7 +18,7 @@ class ProtocolError(Exception):
 
 
 def frame(message: bytes) -> bytes:
-    """Return a message behind its length."""
+    """Return the bytes that are sent for a message: its length, then the message."""
     return LENGTH.pack(len(message)) + message
 
 

@@ -35,11 +35,10 @@ _MAX_LOST_ROUTERS = 256
 
 
 class InstanceServer:
-    """The instance's end of the RPC, on its event loop.
-
-    A router is lost if a message cannot be sent to it or if it was silent for `router_timeout_s`. If a lost router is
-    still alive, its messages are ignored, so that it reports the instance as lost too. Otherwise it would wait for
-    requests that this instance has ended already.
+    """The instance's end of the connections to all routers, on its event loop. A router counts as lost if a message
+    cannot be sent to it or if it was silent for `router_timeout_s`. If a lost router is still alive, its messages are
+    ignored, so that it finds this instance lost too. Otherwise it would wait for requests that this instance has ended
+    already.
     """
 
     def __init__(

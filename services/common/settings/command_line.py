@@ -63,7 +63,9 @@ _BY_FLAG = {flag: text for text, flags in _ADVICE_FOR_FLAGS for flag in flags.sp
 
 
 def vllm_flag_advice(flag: str) -> str | None:
-    """Return what to do in place of a flag of vLLM that Baton does not have, or None for any other flag."""
+    """Return what to use instead of a flag that vLLM has and Baton does not, as text for the user; None for any other
+    flag.
+    """
     return _BY_FLAG.get(flag)
 
 
@@ -75,7 +77,7 @@ _SOURCES = (
 
 
 class OptionError(Exception):
-    """A flag does not exist, or lacks its value."""
+    """A flag that does not exist, or a flag without its value."""
 
 
 class CommandLine:

@@ -31,7 +31,7 @@ VARIABLE = "BATON__"
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """The result of `load_with`."""
+    """The result of `load_with`: the settings and the values of the other options."""
 
     settings: S
     others: Mapping[str, Value]
@@ -71,7 +71,9 @@ def load_with(
     program: str,
     description: str,
 ) -> Loaded[S]:
-    """Do the same as `load`, and also accept the options `others`. If options share a name, the first one counts."""
+    """Do the same as `load`, but also accept the flags `others`, which belong to processes that this one starts. If
+    options share a name, the first one counts.
+    """
     own = options_of(cls)
     foreign: dict[str, Option] = {}
     for option in others:
@@ -97,7 +99,7 @@ def stop(program: str, reason: str) -> NoReturn:
 
 
 def to_argv(values: Mapping[str, object]) -> list[str]:
-    """Return the flags that pass `values` to another process. A value of None is left out."""
+    """Return the command-line flags that pass `values` to another process. A value of None is left out."""
     argv: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")

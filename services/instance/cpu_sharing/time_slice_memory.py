@@ -21,12 +21,12 @@ to compute, both in ns; 0 if it does not."""
 
 
 class TimeSliceMemoryError(Exception):
-    """The file cannot be created, mapped or locked; the message states the reason."""
+    """The shared file of the time slices cannot be created, mapped or locked; the message states the reason."""
 
 
 class TimeSliceMemory:
-    """Maps the shared file. It owns one of the rows until the process ends, and publishes there when this process
-    computes.
+    """A shared file in which each process of this machine has one row and publishes when it computes. This process owns
+    its row until it ends.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,11 +55,11 @@ class TimeSliceMemory:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def write(self, word: int, seconds: float) -> None:
-        """Set `word` of this process's row to `seconds` from now, or clear it if `seconds` is 0."""
+        """Set the entry `word` of this process's row to a time in `seconds` from now, or clear it if `seconds` is 0."""
         self._words[self._row * WORDS_PER_ROW + word] = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     def is_any(self, word: int) -> bool:
-        """Return whether any other process has set `word` to a time that has not passed yet."""
+        """Return whether any other process has set its entry `word` to a time that has not passed yet."""
         others = (self._words[row * WORDS_PER_ROW + word] for row in range(MAX_PROCESSES) if row != self._row)
         return max(others) > time.monotonic_ns()
 

@@ -34,7 +34,9 @@ PROMPT_SLICE_S = 5.0
 
 
 class TimeSlicer(Protocol):
-    """Coordinates the steps of one engine with other processes. Called in the engine thread only."""
+    """Coordinates the steps of one engine with those of other processes that compute on the same CPU cores. Called in
+    the engine thread only.
+    """
 
     def wait_s(self) -> float:
         """Return for how many seconds the next step should wait from now; 0 if it may start."""
@@ -49,12 +51,12 @@ class TimeSlicer(Protocol):
         ...
 
     def rest(self) -> None:
-        """Announce that the engine has no work left."""
+        """Announce that the engine has no work left, so that others need not pause for it."""
         ...
 
 
 class NoTimeSlicing:
-    """Never waits. Used when the cores belong to this instance alone."""
+    """Never makes a step wait. Used when the cores belong to this instance alone."""
 
     def wait_s(self) -> float:
         return 0.0

@@ -16,7 +16,7 @@ DrainStatus = Literal["ok", "draining", "drained"]
 
 
 class Drainable(Protocol):
-    """The part of `DrainableServer` that a drain needs."""
+    """The methods of `DrainableServer` that a drain calls."""
 
     @property
     def is_draining(self) -> bool: ...
@@ -27,10 +27,8 @@ class Drainable(Protocol):
 
 
 class DrainController:
-    """Runs the drain of one process, once. Belongs to the event loop.
-
-    `announce` renews the registry record. `request_stop` starts the shutdown of the process, which calls `begin` and
-    `finish`.
+    """Runs the drain of one process, once. Event loop only. `announce` renews the registry record, to show the drain
+    there. `request_stop` starts the shutdown of the process, which calls `begin` and `finish`.
     """
 
     def __init__(

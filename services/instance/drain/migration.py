@@ -89,9 +89,8 @@ class DrainMigration:
             self._migration_tickets.set_result(list(message.tickets))
 
     def on_migrate_in(self, message: Adopt, *, is_draining: bool = False) -> None:
-        """Start to fetch the most used blocks of another instance, which is draining.
-
-        With `is_draining` this instance drains too: it fetches no blocks.
+        """Start to fetch the most used blocks of another instance, which is draining and has named them in `message`.
+        If `is_draining`, this instance drains too, and fetches nothing.
         """
         if is_draining:
             # An empty fetch ends the wait of the source, which would otherwise last for its --drain-handover-s.

@@ -64,10 +64,9 @@ class Puller:
     async def fetch_blocks(
         self, ticket: Ticket, names: Sequence[BlockHash], *, span: Span = NO_SPAN, is_awaited: bool = False
     ) -> int:
-        """Fetch those of the blocks `names` that this instance does not have, and return how many have arrived.
-
-        With `is_awaited` the source waits for a fetch, so one is sent even if no block is missing. Raises only
-        `CancelledError`.
+        """Fetch those of the blocks `names` that this instance does not have, and return how many have arrived. `span`
+        is the trace span of the fetch. With `is_awaited` the source waits for a fetch, so one is sent even if no block
+        is missing. Raises only `CancelledError`.
         """
         import_id = RequestId(f"import:{ticket.ticket}")
         wanted = await self._begin(import_id, names)

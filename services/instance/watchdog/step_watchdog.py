@@ -143,7 +143,9 @@ class StepWatchdog:
         )
 
     def exclude(self, seconds: float) -> None:
-        """Do not count `seconds` of the running step, because the process did not run."""
+        """Subtract `seconds` from the duration of the running step, because the process was stopped or suspended during
+        that time.
+        """
         running = self._running
         if running is not None and seconds > 0:
             running.excluded_s += seconds
@@ -211,7 +213,7 @@ class HangReport:
         self.leave_registry: Callable[[], Awaitable[None]] | None = None
 
     def begin(self, _: None) -> None:
-        """Start to report; `reported` is set at the end."""
+        """Start to report the hang; the event `reported` is set at the end."""
         self._serving.is_draining = True
         self._task = asyncio.create_task(self._leave(), name="hang report")
 
@@ -226,7 +228,7 @@ class HangReport:
 
 
 class NoStepWatchdog:
-    """Watches nothing. For an engine thread without a process of its own."""
+    """A watchdog that does nothing. It is the default of an engine thread without a process of its own."""
 
     def begin_step(self, engine: WatchedEngine) -> None:
         pass
