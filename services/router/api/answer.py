@@ -29,7 +29,9 @@ from baton_serve.services.router.text.thread_pools import ANSWERS
 
 
 class SseDeltaWriter:
-    """Copies one generation to one event stream. Implements `generation.DeltaConsumer`."""
+    """Writes the deltas of one generation to one stream of server-sent events. Implements
+    `generation.DeltaConsumer`.
+    """
 
     __slots__ = ("_encode", "_events", "_exchange")
 
@@ -40,9 +42,8 @@ class SseDeltaWriter:
         self._encode = encode
 
     async def copy(self, generation: TextGeneration) -> bytes:
-        """Copy events until the generation is done, and return the last ones without writing them.
-
-        The caller sends them together with the end of the stream. Raises `ApiError` or `ClientGoneError`.
+        """Write the events of all deltas until the generation is done. Return the last events without writing them, so
+        that the caller sends them together with the end of the stream. Raises `ApiError` or `ClientGoneError`.
         """
         while True:
             # Without an exchange (another server, or a middleware of the operator) every write must be awaited.
@@ -54,7 +55,7 @@ class SseDeltaWriter:
                 await self._events.write(data)
 
     def can_write(self) -> bool:
-        """Return whether the client has taken what was written so far."""
+        """Return whether the client has received everything that was written so far."""
         assert self._exchange is not None, "copy passes no consumer without an exchange"
         return self._exchange.is_writable
 
@@ -72,7 +73,7 @@ _LOGPROBS_INLINE = 500
 
 
 class AnswerFormat(Protocol):
-    """Converts text deltas of one answer to the structs of one endpoint."""
+    """Converts the text deltas of one answer to the response objects of one endpoint (chat or completions)."""
 
     object_name: str
     has_only_text: bool
@@ -81,15 +82,19 @@ class AnswerFormat(Protocol):
     """True if the client wants token ids: a delta with tokens but without text is then sent too."""
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        """Return the choices to send before the first delta of a choice, such as the role or the echoed prompt."""
+        """Return what a stream sends for a choice before its first delta, such as the role or the echoed prompt; empty
+        if there is nothing.
+        """
         ...
 
     def beside_opening(self) -> msgspec.Struct | None:
-        """Return further top-level fields for the chunks that carry the result of `opening`, or None without any."""
+        """Return further top-level fields for the chunks that `opening` returns, such as the prompt's token ids, or
+        None.
+        """
         ...
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:
-        """Return the choice to send for a delta, or None if there is nothing to send yet."""
+        """Return the part of a chunk (its choice) for one delta, or None if there is nothing to send yet."""
         ...
 
     def whole(
@@ -100,7 +105,7 @@ class AnswerFormat(Protocol):
 
 
 class ResponseHeader(msgspec.Struct, frozen=True):
-    """Holds the fields with which every chunk of a stream begins."""
+    """The fields that are equal in all chunks of a stream: id, object, time of creation and model."""
 
     id: str
     object: str
@@ -119,8 +124,9 @@ class SseEncoder:
         self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
 
     def choice(self, choice: msgspec.Struct, usage: bytes, beside: msgspec.Struct | None = None) -> bytes:
-        """Return the event of one choice. `usage` is an encoded field with a leading comma, or empty; `beside` holds
-        further top-level fields."""
+        """Return the event with one choice. `usage` is an encoded field with a leading comma, or empty; `beside` holds
+        further top-level fields.
+        """
         extra = b"," + _encoder.encode(beside)[1:-1] if beside is not None else b""
         return b"".join((self._start, _encoder.encode(choice), b"]", extra, usage, b"}\n\n"))
 
@@ -140,10 +146,10 @@ async def answer(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Send the answer of a generation and return once it is sent, or once the client has disconnected.
-
-    Raises `ApiError` as long as nothing has been sent; later errors are sent as an event of the stream. A disconnected
-    client cancels the generation. The caller must cancel it in any case (`generation.ended`).
+    """Send the answer of a generation, streamed or whole, and return once it is sent or the client has disconnected.
+    `form` converts it to the endpoint's format. Raises `ApiError` as long as nothing has been sent; later errors are
+    sent as an event of the stream. A disconnected client cancels the generation. The caller must end the generation in
+    any case (`generation.ended`).
     """
     try:
         with DisconnectWatch(receive, generation.abandon, context.exchange):

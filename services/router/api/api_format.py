@@ -33,7 +33,7 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """Describes how an answer ended."""
+    """The end of an answer: its token counts, and why it ended."""
 
     usage: Usage
     has_calls: bool
@@ -52,14 +52,14 @@ class SseEvent(msgspec.Struct, frozen=True):
 
 
 class Dialect(Protocol):
-    """Converts one answer to the events and structs of one API."""
+    """Converts one answer to the events and response objects of one API (Responses or Messages)."""
 
     def begin(self, usage: Usage) -> Sequence[SseEvent]:
-        """Return the events before the first block."""
+        """Return the events with which a stream begins, before the first block of content."""
         ...
 
     def change(self, change: Change) -> Sequence[SseEvent]:
-        """Return the events for a block that was opened, grew or was closed."""
+        """Return the events for one change: a block was opened, got more text or was closed."""
         ...
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
@@ -78,10 +78,9 @@ class Dialect(Protocol):
 async def serve(
     begun: BegunChat, dialect: Dialect, *, stream: bool, context: RequestContext, receive: Receive, send: Send
 ) -> None:
-    """Send the answer of a chat and return once it is sent, or once the client has disconnected.
-
+    """Send the answer of a chat in the format of `dialect`, and return once it is sent or the client has disconnected.
     Raises `ApiError` as long as nothing has been sent; later errors are sent as events of the stream. A disconnected
-    client cancels the generation. The caller must cancel it in any case (`generation.ended`).
+    client cancels the generation. The caller must end the generation in any case (`generation.ended`).
     """
     generation = begun.generation
     answer = _Answer(begun)

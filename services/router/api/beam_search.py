@@ -23,7 +23,7 @@ from baton_serve.services.router.text.token_sequence import NewTokens
 
 
 class SubmitRequests(Protocol):
-    """`Dispatcher.submit`: sends requests to instances. Their tokens arrive in `token_queue`."""
+    """The type of `Dispatcher.submit`, which sends requests to instances. Their tokens arrive in `token_queue`."""
 
     def __call__(
         self, requests: Sequence[PromptRequest], token_queue: TokenQueue, *, timing: RequestTiming
@@ -58,7 +58,7 @@ class _BeamQuery:
 
 
 class BeamGeneration:
-    """The `TextGeneration` of a request with beam search."""
+    """Runs the beam searches of one API call as a `TextGeneration`."""
 
     def __init__(
         self, plan: BeamPlan, submit: SubmitRequests, *, timing: RequestTiming, clock: Callable[[], float]

@@ -60,7 +60,7 @@ class BestOfGeneration:
         self._inner.cancel(reason)
 
     def usage(self) -> Usage:
-        """Return the usage of all sequences. The ones that lost were computed too, so they count."""
+        """Return the token counts of all sequences. The ones that were not chosen were computed too, so they count."""
         return self._inner.usage()
 
     def explain(self) -> Explanation | list[Explanation]:

@@ -28,7 +28,7 @@ from baton_serve.services.router.text.text_output import TextDelta
 
 
 class ChatEndpoint:
-    """A plain ASGI application that answers chat requests, streamed or as a whole."""
+    """Answers `POST /v1/chat/completions`, streamed or as a whole. It is a plain ASGI application."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -50,7 +50,9 @@ class ChatEndpoint:
 
 
 class ChatShape:
-    """Holds what a request asks of the form of its answer: role, echo, logprobs, token ids and message format."""
+    """The parameters of a chat request that decide the form of its answer: role, echo, logprobs, token ids and message
+    format.
+    """
 
     def __init__(self, request: ChatCompletionRequest, message_format: MessageFormat, *, role: str) -> None:
         """Read the fields from the request. `role` is that of `--response-role`."""

@@ -38,7 +38,7 @@ from baton_serve.services.router.text.tokenization import beside_loop
 
 
 class CompletionEndpoint:
-    """A plain ASGI application that completes prompts, streamed or as a whole."""
+    """Answers `POST /v1/completions`, streamed or as a whole. It is a plain ASGI application."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service

@@ -58,14 +58,16 @@ Change: TypeAlias = BlockOpened | BlockGrown | BlockClosed
 
 
 class ContentBlockBuilder:
-    """Collects the parts of one answer into blocks. At most one block is open at a time."""
+    """Collects the parts of one answer (text, reasoning, tool calls) into blocks. At most one block is open
+    at a time.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
     def push(self, parts: Sequence[Part]) -> list[Change]:
-        """Add parts, in their order, and return what they have changed."""
+        """Add the next parts of the answer, and return the changes of the blocks, in order."""
         changes: list[Change] = []
         for part in parts:
             block = self._block_of(part, changes)

@@ -19,17 +19,16 @@ from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 
 class DeltaConsumer(Protocol):
-    """Receives text deltas directly from the call that brings their tokens, without waking the request's task.
-
+    """Receives text deltas as soon as their tokens arrive in the router, without a switch to the request's task.
     `answer.SseDeltaWriter` implements it. Its methods must not block.
     """
 
     def can_write(self) -> bool:
-        """Return whether the client keeps up, so that the next delta may be written immediately."""
+        """Return whether the client reads fast enough, so that the next delta may be written immediately."""
         ...
 
     def write_delta(self, choice: int, text_delta: TextDelta) -> None:
-        """Write a delta of a choice that does not end with it."""
+        """Write a delta of a choice. It is never the last delta of the choice."""
         ...
 
 
@@ -46,7 +45,7 @@ class TextGeneration(Protocol):
 
     @property
     def num_choices(self) -> int:
-        """Number of choices of the answer, over all prompts."""
+        """The number of choices of the answer, over all prompts."""
         ...
 
     @property
@@ -81,7 +80,9 @@ class TextGeneration(Protocol):
 
 @contextmanager
 def ended(generation: TextGeneration) -> Iterator[None]:
-    """Cancel the generation at the end of the `with` block, however it ends: no instance keeps working on it."""
+    """Return a context manager that cancels the generation at the end of the `with` block, also after an error, so that
+    no instance continues to work for it.
+    """
     try:
         yield
     finally:

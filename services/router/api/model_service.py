@@ -36,10 +36,9 @@ def _yield_to_loop() -> Generator[None, None, None]:
 
 
 class ModelService:
-    """Serves one model of the router: checks requests against the model's limits and starts their generations.
-
-    `Models` owns one service per model from start to stop; endpoints get the default model's and switch to another one
-    with `of` or `serving`. `view` shows what the instances offer of the model. All methods run on the event loop.
+    """Serves one model of the router: checks requests against the model's limits and starts their generations. `Models`
+    owns one service per model from start to stop. Endpoints get the service of the default model, and find another one
+    with `of` or `serving`. `view` describes the model's instances. All methods run on the event loop.
     """
 
     def __init__(
@@ -76,7 +75,9 @@ class ModelService:
         """The services of all models of this router, this one included."""
 
     def join(self, siblings: "list[ModelService]") -> None:
-        """Make this service one of several of a router; `siblings` includes it. Call it before the first request."""
+        """Connect this service with those of the router's other models, so that `of` finds them. `siblings` includes
+        this service. Call it before the first request.
+        """
         self.siblings = siblings
         self.view.shares_router = len(siblings) > 1
 
@@ -128,10 +129,9 @@ class ModelService:
         return all(sibling.view.is_known() for sibling in candidates)
 
     def limits(self) -> ModelLimits:
-        """Return the limits that requests for generated text must keep.
-
-        Raises `UnavailableError` if the length of the context is not known, because no instance is, and
-        `BadRequestError` for a model that computes vectors.
+        """Return the limits for requests that generate text, such as the context length. Raises `UnavailableError` if
+        the context length is not known because no instance is connected, and `BadRequestError` for a model that
+        computes vectors.
         """
         if self._known_limits is None or self._limits_version != self.cluster.version:
             # The version is stored afterwards: if this raises, the next call must try again.
@@ -162,7 +162,9 @@ class ModelService:
         )
 
     def timing(self, context: RequestContext, *, tokenizing_at: float) -> RequestTiming:
-        """Return the times of a request whose tokenization started at `tokenizing_at` and ended just now."""
+        """Return the arrival, tokenization times and SLO of a request. Its tokenization started at `tokenizing_at` and
+        ended just now.
+        """
         return RequestTiming(
             at=context.arrived_at,
             tokenizing_at=tokenizing_at,
@@ -175,8 +177,7 @@ class ModelService:
     async def tokenize(
         self, text: str, limits: ModelLimits, *, add_special_tokens: bool, truncate: int | None
     ) -> list[int]:
-        """Return the token ids of a prompt. With `truncate`, only about that number from its end are computed.
-
+        """Return the token ids of a prompt. With `truncate`, return only about that number of tokens, from its end.
         Raises `BadRequestError` for a text that is far too long, unless it is to be truncated.
         """
         keep = kept(truncate, limits)
@@ -199,9 +200,8 @@ class ModelService:
     async def with_grammar(
         self, rules: TextRules, request: GenerationRequest, spec: GrammarSpec | None, context: RequestContext
     ) -> TextRules:
-        """Return `rules` with the grammar of `spec` and the request's `bad_words`.
-
-        Compiling a grammar can take long; it is cancelled if the client of `context` disconnects. Raises
+        """Return a copy of the sampling parameters `rules` with the compiled grammar of `spec` and the request's
+        `bad_words`. Compiling a grammar can take long; it is cancelled if the client of `context` disconnects. Raises
         `BadRequestError` for a grammar that is not valid, and the other errors of `ServedModel.grammar`.
         """
         if spec is None and not request.bad_words:

@@ -12,10 +12,9 @@ from baton_serve.services.router.text.served_model import ModelNames
 
 
 class ModelView:
-    """Shows one model as the records of its instances describe it.
-
-    `ModelService` owns it as long as the router runs. It changes nothing. Values that need all records are computed
-    again only if `cluster.version` has changed, because every request asks for them. Runs on the event loop.
+    """Summarizes what the registered instances of one model report: names, adapters, context length. `ModelService`
+    owns it as long as the router runs. It changes nothing. Values that need all records are computed again only if
+    `cluster.version` has changed, because every request asks for them. Runs on the event loop.
     """
 
     def __init__(self, settings: RouterSettings, cluster: Cluster) -> None:
@@ -50,7 +49,9 @@ class ModelView:
         return self._is_known
 
     def only_names(self) -> frozenset[str] | None:
-        """Return the names to which requests must be restricted, or None if the router serves only this model."""
+        """Return the names of this model, to which the placement of its requests is restricted, or None if the router
+        serves no other model.
+        """
         return self._own_names if self.shares_router else None
 
     def names(self) -> list[str]:

@@ -48,7 +48,7 @@ _RECONNECT_S = 1.0
 
 
 class InstanceRegistry(Protocol):
-    """The instances that have registered: `services.common.registry.RegistryView`."""
+    """The interface by which the cluster reads the registered instances: `services.common.registry.RegistryView`."""
 
     async def start(self, on_change: Callable[[], None]) -> None:
         """Read the records, and call `on_change` on the event loop whenever one comes, changes or goes."""
@@ -62,7 +62,9 @@ class InstanceRegistry(Protocol):
 
 
 class Connector(Protocol):
-    """Makes the connections to instances: `connections.InstanceConnector`, or fakes in tests and simulation."""
+    """Creates the connections to instances: `connections.InstanceConnector`, or fakes in tests and in the
+    simulation.
+    """
 
     def link(
         self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
@@ -78,7 +80,9 @@ class Connector(Protocol):
 
 
 class Cluster:
-    """Keeps all workers of this router process, for as long as it runs. It is used on the event loop only."""
+    """The instances as one router process knows them: it follows the registry, connects to each instance, and keeps its
+    state. It is used on the event loop only.
+    """
 
     def __init__(
         self, registry: InstanceRegistry, connector: Connector, *, clock: Callable[[], float], first_turn: int = 0
@@ -148,9 +152,8 @@ class Cluster:
         return self._clock() - self._expecting_since < within_s
 
     async def wait_until(self, fact: Callable[[], bool], *, within_s: float) -> bool:
-        """Wait until `fact` holds, and return False if it does not within `within_s` seconds.
-
-        It is checked now and whenever the cluster changes. If no instance is expected, return immediately.
+        """Wait until the function `fact` returns True, and return False if it does not within `within_s` seconds. It is
+        called now and whenever the cluster changes. If no instance is expected, return immediately.
         """
         if fact():
             return True

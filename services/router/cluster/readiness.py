@@ -29,7 +29,7 @@ def count_pools(cluster: WatchedCluster) -> Mapping[str, int]:
 
 
 def unready_reason(cluster: WatchedCluster) -> str | None:
-    """Return why no request can be served, or None if requests can be served."""
+    """Return the reason why no request can be served now, or None if requests can be served."""
     workers, pools = cluster.workers(), count_pools(cluster)
     computes_vectors = any(w.state == "ready" and w.takes_work and w.record.pooling is not None for w in workers)
     # A prompt needs a decode or a unified instance in the end: prefill instances alone can answer nothing.

@@ -60,7 +60,7 @@ class AnswerHandler(Protocol):
 
 
 class LoadEstimate(msgspec.Struct):
-    """The part of an instance's load that one placed request is expected to cause."""
+    """The load that one placed request is expected to cause on an instance."""
 
     handler: AnswerHandler
     prefill_tokens: int
@@ -164,7 +164,9 @@ class WorkerState:
             logger.exception("%s could not be sent to %s", type(message).__name__, self.record.instance)
 
     def first_gap_s(self) -> float:
-        """Return the expected time between the first two tokens of a sequence handed off to this instance."""
+        """Return the expected time in seconds between the first two tokens of a sequence whose KV is handed off to this
+        instance.
+        """
         return self.first_gap_quantile.expected_s(
             self.step_time_fit.predict(self.own_sequences + self.foreign_sequences)
         )
@@ -221,11 +223,10 @@ class WorkerState:
             self.draining = record.draining
 
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0, assumed_rate: float = 0.0) -> Candidate:
-        """Return this instance as a candidate for a prompt, with its load at `now`.
-
-        `match` is the prompt's cached prefix on this instance, and `held_blocks` the part of it that was reported and
-        is not just expected. `assumed_rate` is the prefill rate in tokens per second that the instance is assumed to
-        have until it measures its own. Later it is approached again while the instance computes no prompts.
+        """Return this instance as a candidate for a prompt, with its load at `now`. `match` is the prompt's cached
+        prefix on this instance, including blocks that are only expected there; `held_blocks` is the length of the part
+        that the instance has reported. Until the instance has measured its prefill rate, it is assumed to be
+        `assumed_rate` tokens per second; later, while it computes no prompts, its rate gradually returns to that value.
         """
         record, load = self.record, self.record.load
         rate = load.prefill_tokens_per_s

@@ -46,7 +46,9 @@ from baton_serve.services.router.protocol.openai_requests import (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One row of the table: an ASGI application that answers POST requests."""
+    """One row of the table of endpoints: an ASGI application that answers POST requests, with what the OpenAPI document
+    says about it.
+    """
 
     summary: str
     """The purpose of the endpoint, as the OpenAPI document shows it."""

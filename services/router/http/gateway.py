@@ -103,9 +103,8 @@ NO_TRACE: Mapping[str, str] = {}
 
 
 class Gateway:
-    """The ASGI application behind which all endpoints of the router lie.
-
-    POST requests to a path of `table` go straight to that endpoint, without the routing of FastAPI, which would cost
+    """The outermost ASGI application of the router: it checks API keys and hosts, and passes a request to its endpoint.
+    POST requests to a path of `table` go directly to that endpoint, without the routing of FastAPI, which would cost
     more than the endpoint's own work. All other requests go to `app`. Requests to `open_paths` need no API key, and
     they are not written to the audit log.
     """

@@ -54,7 +54,9 @@ class _HostCheck:
 
 
 def is_allowed(host: str, names: Sequence[str]) -> bool:
-    """Return whether a `Host` header, with or without a port, names this server. An IP address is always allowed."""
+    """Return whether the value of a `Host` header, with or without a port, is one of the allowed `names`. An IP address
+    is always allowed.
+    """
     name = _without_port(host)
     # DNS rebinding needs a name that resolves to this machine. A page cannot have the machine's address as its origin.
     if _is_address(name):

@@ -58,7 +58,7 @@ class InvocationsEndpoint:
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """Holds the parts of a body that decide which endpoint serves it: the names of its fields, and the model."""
+    """The parts of a body that decide which endpoint answers it: the names of its fields, and the model."""
 
     keys: Container[str]
     model: str | None

@@ -28,7 +28,7 @@ class AdmissionRules:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason for which a request is rejected, as a value; the caller turns it into a `RateLimitError`."""
+    """The reason why a request is rejected, as a value; the caller turns it into a `RateLimitError`."""
 
     cause: RefusalCause
     """Label of the metric `baton:admission_refusals`."""
@@ -39,7 +39,7 @@ class Refusal:
 
 
 class QueueState(msgspec.Struct, frozen=True, kw_only=True):
-    """The router's waiting queue as one new request sees it."""
+    """The router's waiting queue at the moment when a new request arrives."""
 
     queued_tokens: int
     """Prompt tokens of all waiting requests."""

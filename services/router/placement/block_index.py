@@ -21,7 +21,7 @@ from baton_serve.contracts.messages import Snapshot
 
 
 class Match(msgspec.Struct, frozen=True):
-    """Length of a prompt's cached prefix on one instance, in blocks."""
+    """The length of a prompt's cached prefix on one instance, in blocks of each tier."""
 
     device: int = 0
     """Length of the prefix that lies in the device tier."""
@@ -55,10 +55,9 @@ class _Expectation:
 
 
 class BlockIndex:
-    """Finds the cached prefix of a prompt on every instance. `Cluster` owns it and calls it on the event loop.
-
-    A batch or snapshot is ignored unless it has the generation that was given to `add`: a restarted process starts with
-    an empty cache.
+    """Knows which blocks each instance has cached, from the instances' events, and finds the cached prefix of a prompt
+    on every instance. `Cluster` owns it and calls it on the event loop. A batch or snapshot is ignored unless it has
+    the generation that was given to `add`: a restarted process starts with an empty cache.
     """
 
     def __init__(self) -> None:
@@ -169,9 +168,9 @@ class BlockIndex:
         return {instance: Match(device.get(instance, 0), length) for instance, length in total.items()}
 
     def held(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
-        """Return the length of each instance's prefix in reported blocks of any tier, without expected blocks.
-
-        Other instances can fetch these blocks, whereas an expected block may not exist yet.
+        """Return for each instance the length of the prompt's prefix that it has reported as cached, in blocks of any
+        tier. Blocks that are only expected do not count, because another instance cannot fetch a block that may not
+        exist yet.
         """
         return self._walk(block_hashes, (self._device, self._host))
 

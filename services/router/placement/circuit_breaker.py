@@ -77,7 +77,9 @@ class CircuitBreaker:
         return state == "closed" or (state == "half_open" and self._probe is None)
 
     def begin_attempt(self, request_id: RequestId, now: float) -> None:
-        """Record that a request is sent to the instance. In a half-open circuit it is the one that tries."""
+        """Record that a request is sent to the instance. If the circuit is half open, this request is the trial that
+        decides whether it closes.
+        """
         self._probe = request_id if self.state(now) == "half_open" else None
 
     def succeeded(self) -> None:
@@ -93,7 +95,9 @@ class CircuitBreaker:
             self._open_until = now + self._pause_s
 
     def abandon_attempt(self, request_id: RequestId) -> None:
-        """Let another request try if this one tried: it ended, for example by `Cancel`, without success or failure."""
+        """Let another request be the trial of a half-open circuit if this one was it: it ended without success or
+        failure, for example by `Cancel`.
+        """
         # Requests that were sent before the circuit opened also end here, while another one still tries.
         if self._probe == request_id:
             self._probe = None

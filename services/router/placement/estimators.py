@@ -25,9 +25,8 @@ HELD_TTFT_RATIO = 0.9
 
 
 class FirstGapQuantile:
-    """Estimates the first gap of one decode instance: the time between its first two tokens after a handoff.
-
-    The gap is measured at their arrival in the router, so holding back the first token does not change it.
+    """Estimates for one decode instance the time between the first two tokens of a sequence after a handoff. It is
+    measured when the tokens arrive in the router, so holding back the first token does not change it.
     """
 
     __slots__ = ("_expected_s", "_recent")

@@ -66,7 +66,7 @@ few instances that have a common system prompt, and evict each other's blocks th
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes to the placement what one attempt of a request needs."""
+    """The needs of one attempt of a request: its tokens, its SLO, and the instances to avoid or to prefer."""
 
     num_tokens: int
     """Tokens whose KV must exist before the next token: the prompt, and in a replay the tokens generated so far."""
@@ -152,10 +152,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
 
     def time_to_first_token_s(self, num_tokens: int, *, harm: float = 0.0) -> float:
-        """Return the predicted time to first token in seconds.
-
-        With `harm` the result is a cost: it includes the delay of later prompts, as a multiple of the time that this
-        prompt is computed.
+        """Return the predicted time to the first token in seconds if `num_tokens` tokens are computed here. With `harm`
+        the result is a cost: it also includes the delay that this prompt causes to later prompts, `harm` times its
+        computation.
         """
         rate = self.tokens_per_s
         wait_s = self.queued_tokens / rate
@@ -217,14 +216,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def final_worker(self) -> Candidate:
-        """The instance that computes the prompt."""
+        """The instance that computes the prompt: `prefill` if there is one, otherwise `decode`."""
         chosen = self.prefill or self.decode
         assert chosen is not None
         return chosen
 
 
 class NoCapacity(msgspec.Struct, frozen=True):
-    """The result of a placement that found no instance."""
+    """The result of a placement that found no instance, with the reason."""
 
     reason: Reason
     """`empty_pool`: an instance may come later. `never_fits`: the request is too long for every instance."""

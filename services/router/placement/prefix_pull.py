@@ -29,7 +29,7 @@ number of instances."""
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """A fetch of a cached prefix that is worth its cost."""
+    """A planned fetch of a cached prefix from another instance: from where, how many tokens, and how long it takes."""
 
     source: InstanceId
     num_tokens: int
@@ -41,9 +41,8 @@ class PullPlan:
 
 
 class PrefixHolder(Protocol):
-    """An instance that may have a cached prefix.
-
-    It is a `policy.Candidate`; `policy` imports this module, so it cannot be imported here.
+    """An instance from which a cached prefix may be fetched. It is a `policy.Candidate`, which cannot be imported here
+    because `policy` imports this module.
     """
 
     @property
@@ -59,7 +58,7 @@ class PrefixHolder(Protocol):
 
 
 class PullSink(PrefixHolder, Protocol):
-    """An instance that may fetch a prefix; also a `policy.Candidate`."""
+    """An instance that may fetch a prefix before it computes the rest of a prompt; also a `policy.Candidate`."""
 
     @property
     def own_tokens(self) -> int: ...

@@ -80,7 +80,7 @@ SiblingQuery = Literal["stats", "metrics", "usage"]
 
 
 class RouterProcess(msgspec.Struct, frozen=True):
-    """Identifies one process of a router with several, and the files over which they talk to each other."""
+    """Identifies one process of a router that has several, and names the sockets by which they communicate."""
 
     index: int
     """Number of this process, from 0."""

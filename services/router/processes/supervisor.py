@@ -34,7 +34,7 @@ _CLOSE_GRACE_S = 5.0
 
 
 class ProcessAssignment(msgspec.Struct, frozen=True):
-    """The JSON that a router process reads from its standard input when it starts."""
+    """The JSON that a router process reads from its standard input when it starts: its settings, and its identity."""
 
     settings: dict[str, object]
     """Values of `RouterSettings` by name. The supervisor has checked them already."""

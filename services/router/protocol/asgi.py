@@ -98,7 +98,9 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def exchange_of(scope: Scope) -> Exchange | None:
-    """Return the connection that this repository's own server puts into the scope, or None on other servers."""
+    """Return the `Exchange` of a request, by which Baton's own HTTP server offers direct writes, or None on other
+    servers.
+    """
     exchange = scope.get("extensions", {}).get(EXTENSION)
     assert exchange is None or isinstance(exchange, Exchange)
     return exchange

@@ -48,7 +48,9 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of objects and lists, of strings, and of commas (`items`); a comma stands between any two values."""
+    """How many objects and lists, strings, and commas (`items`) a JSON text has; a comma stands between any
+    two values.
+    """
 
     objects: int = 0
     texts: int = 0

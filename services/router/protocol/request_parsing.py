@@ -87,7 +87,9 @@ def is_long(body: bytes) -> bool:
 
 
 async def beside_loop(body: bytes, read: Callable[[bytes], T]) -> T:
-    """Return `read(body)`. For a long body it runs in a thread, so that streams go on. Raises what `read` raises."""
+    """Return `read(body)`. For a long body `read` runs in a thread, so that other requests are not delayed. Raises what
+    `read` raises.
+    """
     if not is_long(body):
         return read(body)
     # The copied context carries the request id, which log lines of `read` show.

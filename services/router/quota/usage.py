@@ -19,7 +19,7 @@ WINDOW_SPANS_S = (MINUTE_S, DAY_S)
 
 @dataclass(frozen=True, slots=True)
 class UsageWindow:
-    """Identifies one minute or one day of one caller; the key under which routers add up their counts."""
+    """One minute or one day of one caller: the key under which several routers add up their counts."""
 
     caller: str
     span_s: int

@@ -22,7 +22,9 @@ After it the worker computes the prefix instead.
 
 
 class AttemptOwner(Protocol):
-    """Receives the answers to an attempt: the `RequestLifecycle`, which cannot be imported without a cycle."""
+    """Receives the answers of instances to an attempt. `RequestLifecycle` implements it; it cannot be imported here
+    because it imports this module.
+    """
 
     def on_placed(self, placement: Placement) -> None:
         """Record the placement of an attempt whose messages are sent next."""

@@ -33,7 +33,7 @@ from baton_serve.services.router.requests.token_queue import TokenQueue
 
 
 class Deadlines:
-    """Expires requests whose deadline has passed, with one timer for all of them instead of one for each."""
+    """Ends requests whose deadline has passed, with one timer for all requests instead of one for each."""
 
     def __init__(self, lifecycles: Collection[RequestLifecycle], *, clock: Callable[[], float]) -> None:
         """Watch `lifecycles`, a collection to which its owner adds requests, and from which it removes them."""
@@ -77,7 +77,9 @@ _DECAY = 0.9
 
 @dataclass(slots=True)
 class AdmissionControl:
-    """The limits of the router, and how far they are used up. The dispatchers of all models share one."""
+    """The limits on all requests of the router together, and how much of them is in use. The dispatchers of all models
+    share one.
+    """
 
     rules: AdmissionRules
     max_requests: int

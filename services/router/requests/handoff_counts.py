@@ -62,7 +62,9 @@ def _joined(found: Sequence[HandoffStats]) -> HandoffStats:
 
 
 class HandoffCounts:
-    """Counts the handoffs of one model in one router process. Its dispatcher owns it. Event loop only."""
+    """Counts for one model how many handoffs were due and how many were completed, in one router process. Its
+    dispatcher owns it. Event loop only.
+    """
 
     def __init__(self, metrics: RouterMetrics, *, clock: Callable[[], float]) -> None:
         """`clock` is the router's monotonic clock; the totals go to `metrics`."""

@@ -51,7 +51,9 @@ FIRST_BACKOFF_S = 0.05
 
 
 class LifecycleOwner(Protocol):
-    """Admits requests and is notified of their progress: the dispatcher, which cannot be imported without a cycle."""
+    """Admits requests and is notified of their progress. `Dispatcher` implements it; it cannot be imported here because
+    it imports this module.
+    """
 
     def admit_or_queue(self, lifecycle: "RequestLifecycle", placement: Placement) -> bool:
         """Return whether the request may go to its workers now.

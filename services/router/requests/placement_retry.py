@@ -40,9 +40,9 @@ def failure_error(failed: Failed) -> ApiError:
 
 
 class PlacementRetry:
-    """Keeps groups of sequences of one request that cannot be placed now, until an instance can take them.
-    It calls `place_again` with each group and the number of its replays whenever the cluster changes. If groups still
-    wait `wait_s` seconds after the first one was added, it calls `give_up` with the reason for that first one.
+    """Keeps those sequences of one request for which no instance is free, until one is. It calls `place_again` with
+    each group of sequences and the number of its replays whenever the cluster changes. If groups still wait `wait_s`
+    seconds after the first one was added, it calls `give_up` with the reason for that first one.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolingDemand:
-    """Describes one pooling request to the admission."""
+    """The properties of one pooling request that decide its admission: its tokens, its caller and its SLO."""
 
     num_tokens: int
     priority: int

@@ -58,7 +58,7 @@ class Vector:
     data: bytes
 
     def values(self) -> "array[float]":
-        """Return the numbers row after row, in an eighth of the memory of `numbers`."""
+        """Return the numbers row after row as an array, which needs an eighth of the memory of `numbers`."""
         values = array("f", self.data)
         # An array has the byte order of this machine, the wire format is little-endian.
         if sys.byteorder == "big":

@@ -13,9 +13,8 @@ from baton_serve.services.router.protocol.openai_responses import Explanation
 
 
 class Timeline(msgspec.Struct):
-    """Records the course of one request. Moments are those of the router's monotonic clock.
-
-    After replays it has the last placement, the first prefill report and the last handoff report.
+    """Records when each phase of one request happened. Times are those of the router's monotonic clock. After replays
+    it has the last placement, the first prefill report and the last handoff report.
     """
 
     arrived_at: float

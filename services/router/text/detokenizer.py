@@ -121,7 +121,9 @@ class Detokenizer:
 
     @property
     def uses_table(self) -> bool:
-        """True if the bytes of every token are known, even if a token is only a part of a character."""
+        """True if a table gives the bytes of every token, so that the text of a single token is exact even if it is
+        only a part of a character.
+        """
         return self._pieces is not None
 
     def stream(self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> TokenStream:

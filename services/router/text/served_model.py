@@ -82,7 +82,9 @@ class _SentenceConfig(msgspec.Struct, frozen=True):
 
 
 class ServedModel:
-    """One model as the router sees it. It is made at start, and endpoints use it on the event loop."""
+    """One model as the router needs it: tokenizer, chat templates, grammars and names, but no weights. It is made at
+    start, and endpoints use it on the event loop.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, templates: ChatTemplates, *, settings: RouterSettings) -> None:
         self.tokenizer = tokenizer

@@ -28,7 +28,9 @@ TokenUpdate = Tokens | NewTokens
 
 
 class TokenSequence(msgspec.Struct):
-    """Collects the generated tokens of one sequence of a request. Owned by its lifecycle, on the event loop."""
+    """Puts the generated tokens of one sequence in order: messages may arrive early or twice after a replay. Its
+    request's lifecycle owns it, on the event loop.
+    """
 
     index: int
     token_ids: list[int] = []

@@ -16,7 +16,9 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning. `signature` stays empty: Anthropic uses it to verify reasoning that a client sends back."""
+    """A content block with reasoning. `signature` stays empty: Anthropic uses it to verify reasoning that a client
+    sends back.
+    """
 
     type: Literal["thinking"] = "thinking"
     thinking: str

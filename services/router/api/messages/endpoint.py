@@ -43,7 +43,7 @@ from baton_serve.services.router.protocol.request_parsing import beside_loop, is
 
 
 class MessagesEndpoint:
-    """A plain ASGI application that answers conversations, streamed or as a whole."""
+    """Answers `POST /v1/messages` (Anthropic's API), streamed or as a whole. It is a plain ASGI application."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service

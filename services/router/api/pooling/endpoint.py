@@ -38,7 +38,9 @@ _SERVED_BY = {
 
 
 class PoolingEndpoint(Generic[R]):
-    """A plain ASGI application around a function that computes the answer to a parsed request."""
+    """One endpoint of pooling models. It is a plain ASGI application that parses a request and answers with the result
+    of a function.
+    """
 
     def __init__(
         self,
@@ -109,7 +111,9 @@ class PoolingCall:
         self._is_long = is_long
 
     def require(self, *tasks: PoolingTask) -> None:
-        """Raise `BadRequestError`, which names the model's endpoints, if the model serves none of `tasks`."""
+        """Raise `BadRequestError` if the model can perform none of `tasks`. The message names the endpoints that it
+        has.
+        """
         if not set(tasks) & set(self.profile.tasks):
             served = dict.fromkeys(_SERVED_BY[task] for task in self.profile.tasks)
             raise BadRequestError(

@@ -27,7 +27,7 @@ tokenized in a thread."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRules:
-    """Rules for the inputs of one request."""
+    """How the inputs of one pooling request are tokenized, and how long they may be."""
 
     max_tokens: int
     """Largest number of tokens of an input: the context of the model."""
@@ -76,7 +76,9 @@ async def of_texts(
 
 
 def groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """Split texts into groups of at most `PIECE_CHARS` characters and `_GROUP_TEXTS` texts; one text stays whole."""
+    """Divide texts into groups of at most `PIECE_CHARS` characters and `_GROUP_TEXTS` texts, which are tokenized one
+    after the other. A text is never divided.
+    """
     group: list[_Text] = []
     size = 0
     for text in texts:

@@ -50,7 +50,7 @@ _DELTA = {
 
 
 class ResponsesEndpoint:
-    """A plain ASGI application that answers conversations, streamed or as a whole."""
+    """Answers `POST /v1/responses`, streamed or as a whole. It is a plain ASGI application."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service

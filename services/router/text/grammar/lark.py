@@ -31,7 +31,7 @@ result holds the interpreter's lock."""
 
 
 class Markers(Protocol):
-    """The part of `Vocabulary` that `Lark` needs."""
+    """The methods of `Vocabulary` that `Lark` calls."""
 
     def pieces(self, text: str) -> Sequence[str | int]:
         """Split a text into special tokens, as ids, and the text between them."""
@@ -52,9 +52,8 @@ class UnconvertedGbnfError(Exception):
 
 
 class Lark:
-    """Builds one grammar. Its methods return expressions for the right-hand side of a rule.
-
-    Every method that takes a value of a client checks its size first, and raises `GrammarBoundsError` if it is too big.
+    """Builds the text of one grammar in Lark. Its methods return expressions for the right-hand side of a rule. Every
+    method that takes a value of a client checks its size first, and raises `GrammarBoundsError` if it is too big.
     """
 
     def __init__(self, markers: Markers, converted: Mapping[str, str] | None = None) -> None:
@@ -139,7 +138,9 @@ class Lark:
             )
 
     def free_text(self, triggers: Sequence[str] = ()) -> str:
-        """Return an expression for free text up to the end of the answer, without the triggers if these are tokens."""
+        """Return an expression for free text up to the end of the answer. It does not match the `triggers` that are
+        single tokens.
+        """
         # Triggers that are ordinary text cannot be excluded in this way: then the text may also contain them.
         firsts = [self._markers.pieces(trigger)[0] for trigger in triggers]
         tokens = [first for first in firsts if isinstance(first, int)]

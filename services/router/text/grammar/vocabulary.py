@@ -26,7 +26,9 @@ _EXCERPT = re.compile(r"\s*\d+ \|")
 
 
 class Vocabulary:
-    """The vocabulary of one model. `write` may be called from several threads."""
+    """The vocabulary of one model's tokenizer, by which grammars are written and checked. `write` may be called from
+    several threads.
+    """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.ends: frozenset[int] = frozenset()

@@ -9,7 +9,7 @@ from baton_serve.services.router.text.scanning.characters import Characters, Sca
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of the content of an answer."""
+    """A piece of an answer's text that is neither reasoning nor a tool call."""
 
     text: str
 
@@ -125,7 +125,9 @@ ScanText = Callable[[Characters, Parts], Scan[None]]
 
 
 class PartReader:
-    """Runs one scan over the text of one sequence. Text that remains when the scan has ended is content."""
+    """Divides the text of one sequence into content, reasoning and tool calls, while it arrives. It runs one scan; text
+    that remains when the scan has ended is content.
+    """
 
     def __init__(self, scan: ScanText) -> None:
         self._text = Characters()

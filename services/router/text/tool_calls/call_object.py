@@ -10,10 +10,9 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) -> Scan[bool]:
-    """Scan one call and return whether it began, that is, whether its name and its arguments were found.
-
-    If not, the caller must make content of the text since the last mark. Arguments are emitted as the model wrote them,
-    so they may be invalid JSON, as in OpenAI's API. With `needs_arguments`, an object with only a name is not a call.
+    """Scan one tool call, a JSON object, and return whether it is one: its name and its arguments were found. If not,
+    the caller must make content of the text since the last mark. Arguments are emitted as the model wrote them, so they
+    may be invalid JSON, as in OpenAI's API. With `needs_arguments`, an object with only a name is not a call.
     """
     call = _Call(out)
     if (char := (yield from skip_space(text))) != "{":

@@ -19,7 +19,7 @@ _FENCE = re.compile(r"\s*(```)?\s*")
 
 
 def deepseek_v3(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Split a text into content and calls in either format."""
+    """Divide an answer in either format of DeepSeek V3 into content and tool calls, and emit them to `out`."""
     is_called = False
     while marker := (yield from until(text, out.content, (ALL_BEGIN, ALL_END, BEGIN, END))):
         if marker == ALL_BEGIN:

@@ -24,9 +24,8 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 def required_rule(functions: Sequence[Function], *, is_parallel: bool) -> Rule:
-    """Return the rule for a list of calls; it has exactly one call unless `is_parallel` is set.
-
-    Raises `BadRequestError` if a tool has no name or its parameters are not an object.
+    """Return the grammar rule for an answer that must be a list of tool calls; it has exactly one call unless
+    `is_parallel` is set. Raises `BadRequestError` if a tool has no name or its parameters are not an object.
     """
     tools = [(name_of(function), parameters_of(function)) for function in functions]
 
@@ -40,7 +39,9 @@ def required_rule(functions: Sequence[Function], *, is_parallel: bool) -> Rule:
 
 
 def named_rule(function: Function) -> Rule:
-    """Return the rule for the arguments of a function. Raises `BadRequestError` if its parameters are not an object."""
+    """Return the grammar rule for an answer that must be the arguments of one function. Raises `BadRequestError` if its
+    parameters are not an object.
+    """
     schema = parameters_of(function)
     return lambda lark: lark.json(schema)
 
@@ -57,7 +58,7 @@ def required_calls(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
 
 
 def named_call(name: str) -> Callable[[Characters, Parts, Tools], Scan[None]]:
-    """Return a scan for which the whole text is the arguments of function `name`."""
+    """Return a scan that takes the whole text as the arguments of the function `name`."""
 
     def scan(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
         out.begin(name)

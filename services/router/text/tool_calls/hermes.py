@@ -12,7 +12,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def hermes(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Split a text into content and calls."""
+    """Divide an answer in the Hermes format into content and tool calls, and emit them to `out`."""
     is_called = False
     while marker := (yield from until(text, out.content, (OPEN, CLOSE))):
         if marker == CLOSE:

@@ -19,7 +19,7 @@ _HEADER = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*[\w\-]+\s*)?(?:\[ARGS\]\
 
 
 def mistral(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Split a text into content and calls in any of the formats."""
+    """Divide an answer into content and tool calls in any of Mistral's formats, and emit them to `out`."""
     while (yield from until(text, out.content, (MARK,))):
         out.markup(MARK)
         text.mark()

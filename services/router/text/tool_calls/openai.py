@@ -13,7 +13,9 @@ from baton_serve.services.router.text.tool_calls.tools import Tools
 
 
 def openai(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Split harmony messages into content and calls."""
+    """Divide an answer in the harmony format (gpt-oss) into content and tool calls, and emit them to `out`. Reasoning
+    is dropped here.
+    """
     is_first = True
     while (header := (yield from next_header(text, out, is_first=is_first))) is not None:
         is_first = False

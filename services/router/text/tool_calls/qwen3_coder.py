@@ -15,7 +15,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
 def qwen3_coder(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Split a text into content and calls."""
+    """Divide an answer in the XML format of Qwen3-Coder into content and tool calls, and emit them to `out`."""
     # Models sometimes leave out `<tool_call>`, so a call begins with `<function=`.
     is_called = False
     while marker := (yield from until(text, out.content, (OPEN, CLOSE, FUNCTION))):

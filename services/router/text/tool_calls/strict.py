@@ -21,7 +21,7 @@ ANY_ARGUMENTS = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """Makes the expressions for tool calls in one grammar."""
+    """Builds the parts of a grammar that match tool calls."""
 
     lark: Lark
     tools: Sequence[tuple[str, Schema]]

@@ -10,7 +10,9 @@ _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "dict": "objec
 
 
 class Tools:
-    """The tools that a request offers. Clients write the schemas, so anything unexpected in them is ignored."""
+    """The tools that a request offers to the model. Clients write their schemas, so anything unexpected in them is
+    ignored.
+    """
 
     def __init__(self, functions: Sequence[Mapping[str, object]] = ()) -> None:
         self._types: dict[tuple[str, str], str | None] = {}

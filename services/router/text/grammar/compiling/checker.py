@@ -101,7 +101,7 @@ class GrammarChecker:
             self._process = None
 
     def known(self, grammar: str) -> str | None:
-        """Return the cached verdict on a grammar, or None."""
+        """Return the cached verdict on a grammar (see `verdict`), or None if it was not checked yet."""
         return self._cached(_key(grammar))
 
     async def verdict(self, grammar: str, caller: str = "") -> str:
