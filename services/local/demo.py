@@ -244,12 +244,15 @@ def time_split_text(split: TimeSplit, usage: DemoUsage) -> str:
         ("queue", f"{_ms(split.queue_s)} of waiting before prefill"),
         ("prefill", _ms(split.prefill_s)),
         ("handoff", _handoff(split)),
-        ("exposed", f"{_ms(split.handoff_exposed_s)} of the handoff came after prefill; the rest ran during prefill"),
+        (
+            "remainder",
+            f"{_ms(split.handoff_exposed_s)} of the handoff took place after prefill; only they delay the answer",
+        ),
         ("first token", f"{_ms(split.ttft_s)} after the request arrived (TTFT)"),
         ("decode", _decode(split, usage)),
     ]
     if split.transport is None:
-        rows = [row for row in rows if row[0] not in ("handoff", "exposed")]
+        rows = [row for row in rows if row[0] not in ("handoff", "remainder")]
         reason = (
             "the decode worker has nearly all of the prompt in its prefix cache"
             if cached

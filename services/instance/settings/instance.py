@@ -96,7 +96,11 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         ),
     ] = 128
     quantization_skip: Annotated[
-        str, Meta(description="modules that are not quantized, by full name or last part: lm_head,down_proj")
+        str,
+        Meta(
+            description="modules that keep their data type with --quantization, by full name or last part,"
+            " separated by commas: lm_head,down_proj"
+        ),
     ] = ""
     kv_cache_dtype: Annotated[
         KvCacheDtype,
@@ -111,14 +115,21 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         Meta(description="LoRA adapters to load at start, as NAME=FOLDER; requests select one by NAME, as their model"),
     ] = []
     max_loras: Annotated[
-        int, Meta(description="maximum number of different LoRA adapters in one step; sequences with others wait", ge=1)
+        int,
+        Meta(
+            description="maximum number of different LoRA adapters among the sequences of one step; sequences"
+            " with other adapters wait. Raise it if requests use several adapters at the same time",
+            ge=1,
+        ),
     ] = 1
     max_lora_rank: Annotated[int, Meta(description="maximum rank of a LoRA adapter", ge=1)] = 16
     max_cpu_loras: Annotated[
         int | None,
         Meta(
-            description="maximum number of loaded LoRA adapters; their weights stay in device memory (default: 16, or"
-            " --max-loras or the number of --lora-modules if that is greater)",
+            description="maximum number of LoRA adapters that are loaded at the same time; the least recently"
+            " used one makes room for another. Unlike in vLLM their weights are in device memory, so raise"
+            " it only if requests use more adapters (default: 16, or --max-loras or the number of"
+            " --lora-modules if that is greater)",
             ge=1,
         ),
     ] = None
@@ -129,20 +140,30 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
     max_num_seqs: Annotated[
         int | None,
         Meta(
-            description="maximum number of sequences that run at the same time (default: 256, or"
-            " --max-num-batched-tokens if that is smaller)",
+            description="maximum number of sequences in one step, which is the largest batch; further requests"
+            " wait in the queue of the instance. Raise it for more throughput while the KV cache has"
+            " room, lower it for a shorter ITL (default: 256, or --max-num-batched-tokens if that is"
+            " smaller)",
             ge=1,
         ),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
         Meta(
-            description="maximum tokens in one step; longer prompts are computed in chunks (default: by device)", ge=1
+            description="maximum number of tokens that one step computes; longer prompts are split into chunks of"
+            " this size. Lower values give sequences that decode in the same steps a shorter ITL,"
+            " higher ones a shorter TTFT (default: 512 on cpu, 2048 on other devices)",
+            ge=1,
         ),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Meta(description="fraction of the device memory for weights, work space and KV cache together", gt=0, le=1),
+        Meta(
+            description="fraction of the device memory that this instance uses for weights, work space and KV"
+            " cache together. Lower it if other processes use the same device",
+            gt=0,
+            le=1,
+        ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
         int | None,
@@ -155,8 +176,9 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
     host_kv_gb: Annotated[
         float,
         Meta(
-            description="GiB of host memory for KV blocks that are evicted from the device, pinned if possible; 0"
-            " disables this host tier",
+            description="GiB of host memory, pinned if possible, that keep KV blocks which the device evicts, so"
+            " that prompts with the same prefix can load them again; 0 keeps none. Unlike vLLM's swap"
+            " space it holds no preempted sequences",
             ge=0,
             extra={"aliases": ["--swap-space"]},
         ),
@@ -165,7 +187,10 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         int | None, Meta(description="tokens per KV block (default: 16 on cpu, 64 on other devices)", ge=1)
     ] = None
     num_gpu_blocks_override: Annotated[
-        int | None, Meta(description="number of KV blocks, regardless of the available memory", ge=1)
+        int | None,
+        Meta(
+            description="allocate this number of KV blocks instead of the number that fits the memory; for tests", ge=1
+        ),
     ] = None
     seed: Annotated[int, Meta(description="random seed of the weights with --load-format dummy")] = 0
     enable_prefix_caching: Annotated[
@@ -179,12 +204,18 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
             " weight files needed; gguf: the GGUF file in the folder of --model"
         ),
     ] = "auto"
-    enforce_eager: Annotated[bool, Meta(description="do not capture CUDA or XPU graphs")] = False
+    enforce_eager: Annotated[
+        bool,
+        Meta(
+            description="launch each kernel separately and capture no CUDA or XPU graphs. Decoding is slower, but"
+            " errors of a device or driver are easier to find"
+        ),
+    ] = False
     async_scheduling: Annotated[
         bool | None,
         Meta(
-            description="launch a step before the sampled tokens of the previous step are known (default: only on"
-            " accelerators)"
+            description="launch the next step before the host knows the tokens of the current one, so that the"
+            " device does not wait for the host (default: on accelerators, not on cpu)"
         ),
     ] = None
     trust_remote_code: Annotated[bool, Meta(description="allow Python code from the model folder to run")] = False

@@ -25,17 +25,18 @@ class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
     omp_threads_bind: Annotated[
         str,
         Meta(
-            description="CPU cores for the threads that compute the model: a list such as 0-3,8; auto: no binding,"
-            " one thread for each physical core available to this process within its cgroup limit; nobind:"
-            " no binding, torch chooses the number of threads",
+            description="CPU cores to which the threads that compute the model are bound, as a list such as"
+            " 0-3,8. auto: bind nothing, use one thread for each physical core that this process may"
+            " use; nobind: bind nothing, and torch chooses the number of threads",
             pattern=r"^(auto|nobind|\d+(-\d+)?(,\d+(-\d+)?)*)$",
         ),
     ] = "auto"
     engine_nice: Annotated[
         int,
         Meta(
-            description="value added to the nice level of the threads that compute the model, so that other processes"
-            " on the same CPU cores run first; 0 leaves the priority unchanged, 19 is the lowest priority",
+            description="number that is added to the nice value of the threads that compute the model, from 0"
+            " (same priority as other processes) to 19 (lowest priority). baton serve sets it for"
+            " prefill workers that share CPU cores with decode workers, so that decode steps run first",
             ge=0,
             le=19,
         ),
@@ -43,16 +44,18 @@ class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
     core_turns: Annotated[
         str | None,
         Meta(
-            description="file in shared memory (for example /dev/shm/baton-turns) that coordinates instances on the"
-            " same CPU cores. Give all of them the same path: a prefill instance then pauses while another"
-            " instance computes a step (default: no coordination)"
+            description="path of a file in shared memory by which instances on the same CPU cores take turns:"
+            " prefill instances pause while another instance computes a step, which keeps the ITL"
+            " short. Give all of them the same path, such as /dev/shm/baton-turns; baton serve does"
+            " this by itself if each instance would have few cores (default: no turns)"
         ),
     ] = None
     core_turns_share: Annotated[
         float,
         Meta(
-            description="with --core-turns, on instances other than prefill: maximum fraction of the time that this"
-            " instance's steps take while prompts wait on a prefill instance; 1: no limit",
+            description="with --core-turns: fraction of the time that the steps of this instance may take while"
+            " prompts wait on a prefill instance. Raise it for a shorter ITL, lower it for a shorter"
+            " TTFT; 1 sets no limit, and prefill instances ignore it",
             gt=0,
             le=1,
         ),
@@ -60,10 +63,11 @@ class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
     engine_step_timeout_s: Annotated[
         float | None,
         Meta(
-            description="seconds after which a running engine step counts as hung: the instance reports itself as"
-            " failed and its process ends with the stacks of all threads in its log; 0 disables it. The time must"
-            " include the compilation of kernels, but not the start, which has no limit (default: 20 times the longest"
-            " recent step of the same size, at least 60; for the first step of a size at least 180)",
+            description="longest time of one engine step. If a step takes longer, the instance reports itself as"
+            " failed, writes the stacks of all threads to its log and exits; 0 sets no limit."
+            " Compiling kernels during a step counts, the start of the instance does not (default: 20"
+            " times the longest recent step of the same size and at least 60 s, or 180 s for the first"
+            " step of a size)",
             ge=0,
         ),
     ] = None
@@ -75,24 +79,30 @@ class HandoffSettings(CpuSettings, frozen=True, kw_only=True):
     kv_transport: Annotated[
         Transport,
         Meta(
-            description="transport of KV blocks between instances. usm: shared memory on one machine; zeromq: TCP;"
-            " oneccl: device to device (xccl, nccl; gloo or oneCCL on CPUs); memory: within one process,"
-            " only for unified instances, which hand nothing off. auto: usm on one machine, else zeromq;"
-            " between devices it changes to oneccl once a probe has measured that it is faster"
-            " (environment variable CCL_TOPO_P2P_ACCESS=1: use oneccl without a probe, =0: never use it)",
+            description="how KV blocks move between instances. usm: shared memory on one machine; zeromq: TCP;"
+            " oneccl: from device to device with a collective library (xccl, nccl; on CPUs gloo or"
+            " oneCCL); memory: within one process, for unified instances, which hand nothing off."
+            " auto: usm on one machine, else zeromq, and oneccl between devices once a probe has"
+            " measured that it is faster (environment variable CCL_TOPO_P2P_ACCESS=1: use oneccl"
+            " without a probe, =0: never use it)",
             extra={"group": "handoff"},
         ),
     ] = "auto"
     kv_checksum: Annotated[
-        Checksum, Meta(description="checksums of received KV blocks: verify all, a sample of them, or none")
+        Checksum,
+        Meta(
+            description="which received KV blocks are compared with the sender's checksum: all (full), a sample,"
+            " or none (off). After a wrong checksum the block is fetched again over another transport"
+        ),
     ] = "full"
     kv_tail_parts: Annotated[
         int | None,
         Meta(
-            description="maximum number of layer groups in which the KV of a prompt's last chunk is sent, so that the"
-            " transfer of early layers overlaps with the computation of later ones; reduced to a divisor"
-            " of the number of layers. 1 sends it after all layers are computed (default: 8 groups of at"
-            " least 4 MiB each on devices that can copy while they compute, else 1)",
+            description="send the KV of a prompt's last chunk in up to this many groups of layers, each group as"
+            " soon as its layers are computed, so that the decode worker waits less after prefill. The"
+            " number is lowered to a divisor of the number of layers; 1 sends all layers together"
+            " (default: 8, with groups of at least 4 MiB, on devices that copy while they compute,"
+            " else 1)",
             ge=1,
             le=256,
         ),
@@ -100,28 +110,44 @@ class HandoffSettings(CpuSettings, frozen=True, kw_only=True):
     kv_zeromq_connections: Annotated[
         int,
         Meta(
-            description="TCP connections to each peer for --kv-transport zeromq; blocks are distributed over them."
-            " More than 1 helps if the network is faster than one CPU core can send or encrypt. The"
-            " smaller value of the two peers is used",
+            description="number of TCP connections to each peer with --kv-transport zeromq; both peers use the"
+            " smaller of their values. Raise it if the network is faster than one CPU core can send or"
+            " encrypt",
             ge=1,
             le=16,
         ),
     ] = 1
     kv_run_dir: Annotated[
-        str, Meta(description="folder shared with other containers of this machine, for usm transfers (default: none)")
+        str,
+        Meta(
+            description="folder for the sockets through which instances on one machine share memory for usm."
+            " Instances in different containers need a volume that both mount (default: none, abstract"
+            " sockets)"
+        ),
     ] = ""
     kv_lease_s: Annotated[
-        float, Meta(description="seconds without a lease renewal after which blocks kept for a handoff are freed", gt=0)
+        float,
+        Meta(
+            description="time for which a prefill instance keeps KV blocks for a handoff without hearing from the"
+            " decode instance, which normally renews this lease; then it frees them",
+            gt=0,
+        ),
     ] = 10.0
     handoff_fallback: Annotated[
         Fallback,
         Meta(
-            description="action of a decode instance when a handoff fails. fail: fail the attempt, and the router"
-            " replays the request; local: compute the missing part of the prompt on this instance"
+            description="what a decode instance does if a handoff fails. fail: it reports the failure and the"
+            " router repeats the request on other instances; local: it computes the missing part of"
+            " the prompt itself, which delays its other sequences"
         ),
     ] = "fail"
     max_waiting: Annotated[
-        int, Meta(description="maximum number of handoffs that wait for free KV blocks; others are refused", ge=0)
+        int,
+        Meta(
+            description="maximum number of handoffs that wait on this instance for free KV blocks. It refuses"
+            " further ones, and the router tries another instance",
+            ge=0,
+        ),
     ] = 1024
     drain_timeout_s: Annotated[
         float, Meta(description="seconds that running requests get to finish after SIGTERM or POST /admin/drain", ge=0)
@@ -130,8 +156,8 @@ class HandoffSettings(CpuSettings, frozen=True, kw_only=True):
     drain_handover_s: Annotated[
         float,
         Meta(
-            description="seconds that a drained instance then waits for another instance of its pool to fetch its"
-            " most used KV blocks (drain migration); 0 disables it",
+            description="time that a drained instance stays after its last request, so that another instance of"
+            " its pool can fetch its most used KV blocks (drain migration); 0 disables it",
             ge=0,
         ),
     ] = 5.0

@@ -35,8 +35,10 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
     dispatch_ahead_s: Annotated[
         float,
         Meta(
-            description="amount of work, in seconds of computing time, that an instance may have in its queue; "
-            "further requests wait in the router, ordered by priority and shared fairly among API keys",
+            description="amount of work that the router sends an instance in advance, in seconds of the"
+            " instance's computing time. Further requests wait in the router, in the order of their"
+            " priority and shared fairly among API keys. Raise it if instances are idle between"
+            " requests",
             gt=0,
         ),
     ] = 1.0
@@ -60,8 +62,10 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
     first_token_hold: Annotated[
         float,
         Meta(
-            description="longest time that the router holds back the first token of a disaggregated request so that"
-            " the second one follows within the ITL SLO, as a multiple of that SLO; 0 disables it",
+            description="with an ITL SLO, how long the router may delay the first token of a handed-off request,"
+            " as a multiple of that SLO. The second token then follows within the SLO although the"
+            " decode worker starts later; 0 sends every first token immediately, which gives the"
+            " shortest TTFT",
             ge=0,
         ),
     ] = 3.0
@@ -101,8 +105,9 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
     retry_budget: Annotated[
         float,
         Meta(
-            description="number of retries per request, on average over all requests, after an instance rejected or"
-            " failed one; 0 disables retries",
+            description="number of retries that the router may make for each request, as an average over all"
+            " requests, after an instance refused or failed one: 0.2 allows one retry for five"
+            " requests. A low value prevents that retries increase an overload; 0 disables retries",
             ge=0,
         ),
     ] = 0.2
@@ -131,8 +136,8 @@ class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
     slow_client_s: Annotated[
         float,
         Meta(
-            description="longest time until a whole request body has arrived, and until a client takes the data "
-            "sent to it",
+            description="time after which the connection of a slow client is closed: one that has not sent its"
+            " whole request body, or does not read the data sent to it",
             gt=0,
         ),
     ] = 60.0

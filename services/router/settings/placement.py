@@ -30,24 +30,25 @@ class PlacementSettings(RequestLogSettings, frozen=True, kw_only=True):
     placement_policy: Annotated[
         PolicyName,
         Meta(
-            description="how instances are chosen: prefix predicts the TTFT from cached prefixes and queues; the "
-            "others are for comparison",
+            description="how the router chooses instances. prefix: those with the shortest predicted TTFT, given"
+            " their cached prefixes and queues; the other policies are for comparison",
             extra={"group": "placement"},
         ),
     ] = "prefix"
     kv_pull: Annotated[
         PullPolicy,
         Meta(
-            description="whether an instance fetches a cached prefix from another one before it computes the rest "
-            "of a prompt: auto if that is predicted to be faster, always if another one has a longer "
-            "prefix, never"
+            description="whether an instance fetches a prefix that another one has cached before it computes the"
+            " rest of the prompt. auto: if that is predicted to be faster; always: if the other one"
+            " has a longer prefix; never: it computes the prefix again"
         ),
     ] = "auto"
     disaggregation_min_tokens: Annotated[
         int,
         Meta(
-            description="prompts with fewer tokens than this that are not cached on the decode instance are "
-            "computed there, without a prefill instance; 0 always uses a prefill instance",
+            description="smallest number of uncached prompt tokens for which a prefill instance is used. A prompt"
+            " with fewer is computed on the decode instance, which saves the handoff; 0 uses a prefill"
+            " instance for every prompt",
             ge=0,
         ),
     ] = 32
@@ -70,7 +71,13 @@ class PlacementSettings(RequestLogSettings, frozen=True, kw_only=True):
     # Without it, requests with the same new prefix that arrive together would be spread over instances, and each
     # instance would compute the prefix itself.
     expected_blocks_ttl_s: Annotated[
-        float, Meta(description="time that blocks of a placed prompt count as cached before they are reported", ge=0)
+        float,
+        Meta(
+            description="time for which the router counts the blocks of a prompt as cached on the instance that"
+            " it chose, before that instance reports them. Requests with the same new prefix then go"
+            " to the same instance",
+            ge=0,
+        ),
     ] = 5.0
     instance_timeout_s: Annotated[float, Meta(description="silence of an instance until it counts as lost", gt=0)] = 3.0
     shutdown_timeout_s: Annotated[

@@ -175,7 +175,10 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
     # Isolated by default: the time to the first token reveals whether another caller has sent the same prefix before.
     prefix_cache_sharing: Annotated[
         CacheSharing,
-        Meta(description="which API keys share cached prefixes: per-key (those of one name=… or cache_group=…) or all"),
+        Meta(
+            description="which API keys share cached prefixes. per-key: only keys with the same name=… or"
+            " cache_group=…, because a short TTFT reveals that a prefix is cached; all: every key"
+        ),
     ] = "per-key"
     audit_log: Annotated[
         str | None,

@@ -15,7 +15,7 @@ def test_every_fact_of_a_passage_is_stated_once_and_asked_for_by_name() -> None:
     assert make_demo_prompt(Random(2)).text != passage.text
 
 
-def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> None:
+def test_the_split_of_a_handoff_names_its_transport_and_the_part_after_prefill() -> None:
     split = TimeSplit(
         decision="disaggregated",
         cached_tokens={"device": 16},
@@ -35,7 +35,7 @@ def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> No
         "970 tokens, 16 of them cached",
         "410.0 ms over usm",
         "60 KV blocks, 4.0 MB; 1 more were",
-        "10.0 ms of",
+        "remainder    10.0 ms of the handoff took place after prefill",
         "50 tok/s",
     ):
         assert part in text, text
@@ -43,4 +43,4 @@ def test_the_split_of_a_handoff_names_its_transport_and_what_was_exposed() -> No
 
 def test_without_a_handoff_it_says_why() -> None:
     text = time_split_text(TimeSplit(decision="decode_only", ttft_s=0.1), DemoUsage(9, 1))
-    assert "handoff      none: the prompt is short" in text and "exposed" not in text
+    assert "handoff      none: the prompt is short" in text and "remainder" not in text
