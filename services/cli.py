@@ -17,6 +17,8 @@ COMMANDS = {
     "prefill": "run a prefill worker: it computes prompts and hands off their KV blocks",
     "decode": "run a decode worker: it receives KV blocks and generates tokens",
     "unified": "run a worker that does both, without a handoff",
+    "chat": "chat in the terminal, with a running server or with a model",
+    "complete": "the same with completions of texts",
     "pull": "download a model from the Hugging Face hub",
     "unpack": "turn a single GGUF file into a model folder",
     "doctor": "check whether this machine can serve models, with remedies",
@@ -24,12 +26,14 @@ COMMANDS = {
     "rotate": "restart the instances of a pool one by one, without failed requests",
 }
 """The subcommands, with their lines in `baton --help`."""
-MODULES = {
-    "drain": "baton_serve.services.rotate.drain",
-    "pull": "baton_serve.services.local.pull",
-    "unpack": "baton_serve.services.local.unpack",
+FUNCTIONS = {
+    "chat": ("baton_serve.services.local.chat", "main"),
+    "complete": ("baton_serve.services.local.chat", "complete"),
+    "drain": ("baton_serve.services.rotate.drain", "main"),
+    "pull": ("baton_serve.services.local.pull", "main"),
+    "unpack": ("baton_serve.services.local.unpack", "main"),
 }
-"""Modules of the subcommands that are not in `services.COMMAND.main`."""
+"""Modules and functions of the subcommands that are not `main` in `services.COMMAND.main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,9 +66,8 @@ def _run(command: str, argv: list[str]) -> int | None:
         from baton_serve.services.router.settings import RouterSettings
 
         return serve(argv, router=options_of(RouterSettings), instance=options_of(InstanceSettings))
-    run: Callable[[list[str]], int | None] = import_module(
-        MODULES.get(command, f"baton_serve.services.{command}.main")
-    ).main
+    module, function = FUNCTIONS.get(command, (f"baton_serve.services.{command}.main", "main"))
+    run: Callable[[list[str]], int | None] = getattr(import_module(module), function)
     return run(argv)
 
 
@@ -74,7 +77,7 @@ def _help() -> str:
         "",
         "Disaggregated prefill/decode serving of large language models.",
         "",
-        *(f"  {name:<9}{text}" for name, text in COMMANDS.items()),
+        *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
         "",
         "  baton serve Qwen/Qwen3-8B --prefill 1 --decode 1 --port 8000",
         "",

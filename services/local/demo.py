@@ -6,9 +6,7 @@ It does only what any user can do: it starts `baton serve`, sends HTTP requests 
 import asyncio
 import collections
 import contextlib
-import os
 import random
-import re
 import signal
 import sys
 import time
@@ -17,11 +15,11 @@ from random import Random
 
 import httpx
 
-from baton_serve.child_command import module_command
 from baton_serve.services.common.errors import LocalError, RemoteError
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.local.demo_client import DemoUsage, TimeSplit, read_health, stream_chat
+from baton_serve.services.local.serve_process import STOP_TIMEOUT_S, BannerReader, NotStartedError, serve_command
 
 _KINDS = "red blue green black white yellow old soft rusty square".split()
 _THINGS = "box clock lamp door robot purse radio flute hammer wallet".split()
@@ -94,16 +92,8 @@ def make_demo_prompt(random: Random) -> DemoPrompt:
 
 PROGRAM = "baton demo"
 START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 45.0
 LINK_REPORT_TIMEOUT_S = 10.0
 """Longest time to wait until a measured transfer rate appears in the router's /health."""
-_URL = re.compile(r"^\s+url\s+(http://\S+)/v1\s*$")
-_BANNER_END = "stop with"
-"""Label of the last line of the banner that `baton serve` prints when it is ready."""
-
-
-class NotStartedError(LocalError):
-    """`baton serve` exited before it was ready, or took too long."""
 
 
 def main() -> int:
@@ -139,11 +129,8 @@ class ServeProcess:
 
     async def start(self) -> str:
         """Start the process, wait until all instances are ready, return the router's URL. Raises `NotStartedError`."""
-        options = ["--port", "0", "--log-level", "warning"]
         self._process = await asyncio.create_subprocess_exec(
-            *module_command(
-                "baton_serve.services.common.die_with_parent", str(os.getpid()), "baton_serve", "serve", *options
-            ),
+            *serve_command(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -174,12 +161,9 @@ class ServeProcess:
     async def _read_banner(self) -> str:
         """Return the URL in the banner, once the banner is complete."""
         assert self._process is not None and self._process.stdout is not None
-        url = ""
+        banner = BannerReader()
         async for line in self._process.stdout:
-            text = line.decode()
-            if match := _URL.match(text):
-                url = match[1]
-            if text.strip().startswith(_BANNER_END):
+            if (url := banner.feed(line.decode())) is not None:
                 return url
         # The output ended without a banner: the start has failed. The reason is in the log, whose last lines may still
         # be on their way; a grandchild that holds the pipe open must not keep the demo waiting for them.

@@ -224,7 +224,7 @@ def new_key_file() -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-# `services.local.demo` reads the URL from this banner, and takes "stop with" for its last line.
+# `services.local.serve_process` reads the URL from this banner, and takes "stop with" for its last line.
 def _banner(settings: ServeSettings, given: GivenOptions, names: list[str], url: str) -> str:
     pools = {"prefill": settings.prefill, "decode": settings.decode, "unified": settings.unified}
     lines = {

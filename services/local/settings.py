@@ -1,4 +1,7 @@
-"""Settings of `baton serve` itself. It also accepts the options of the router and of instances and passes them on."""
+"""Settings of `baton serve` itself, of `baton chat` and of `baton complete`.
+
+`baton serve` also accepts the options of the router and of instances and passes them on.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -45,3 +48,41 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: Annotated[
         float, Meta(description="longest time until all instances are ready; then baton serve stops", gt=0)
     ] = 1800.0
+
+
+class CompletionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The server of `baton complete`, and its requests. The names are those of `vllm complete`."""
+
+    model: Annotated[
+        str,
+        Meta(
+            description="start a cluster for this model, as baton serve does, and stop it at the end; options of"
+            " baton serve may follow after -- (default: use the running server at --url)",
+            extra={"group": "requests", "positional": True},
+        ),
+    ] = ""
+    url: Annotated[str, Meta(description="URL of the running server")] = "http://127.0.0.1:8000"
+    model_name: Annotated[
+        str | None, Meta(description="model that answers (default: the first one that the server lists)")
+    ] = None
+    api_key: Annotated[
+        str | None, Meta(description="API key of the server (default: VLLM_API_KEY, else OPENAI_API_KEY)")
+    ] = None
+    quick: Annotated[
+        str | None, Meta(description="send this one message, print the answer and exit", extra={"aliases": ["-q"]})
+    ] = None
+    max_tokens: Annotated[
+        int | None, Meta(description="largest number of tokens of an answer (default: the server's)", ge=1)
+    ] = None
+    temperature: Annotated[
+        float | None, Meta(description="sampling temperature; 0 is greedy (default: the server's)", ge=0)
+    ] = None
+
+
+class ChatSettings(CompletionSettings, frozen=True, kw_only=True):
+    """The server of `baton chat`, and its requests. The names are those of `vllm chat`."""
+
+    system_prompt: Annotated[
+        str | None,
+        Meta(description="text that the conversation begins with, in the role system", extra={"group": "requests"}),
+    ] = None
