@@ -6,7 +6,7 @@ import msgspec
 
 from baton_serve.services.router.api.answer import ResponseHeader, answer
 from baton_serve.services.router.api.chat_preparation import begin_chat
-from baton_serve.services.router.api.generation import TextGeneration, ended
+from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
@@ -41,7 +41,7 @@ class ChatEndpoint:
         service = await service.serving(request.model)
         api_id = f"chatcmpl-{request.request_id or context.request_id}"
         begun = await begin_chat(service, request, context, api_id, is_long=is_long(body))
-        with ended(begun.generation):
+        with begun:
             head = ResponseHeader(api_id, "chat.completion.chunk", service.now(), begun.model)
             writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
             shape = ChatShape(request, begun.message_format, role=service.settings.response_role)

@@ -3,6 +3,8 @@
 All chat endpoints (OpenAI's chat, Responses, Messages) use it and then send the generation in their own format.
 """
 
+from types import TracebackType
+
 import msgspec
 
 from baton_serve.services.router.api.generation import TextGeneration
@@ -11,6 +13,7 @@ from baton_serve.services.router.protocol.asgi import RequestContext
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.text.message_reader import MessageFormat
+from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
 from baton_serve.services.router.text.multimodal.image_tokens import (
     TokenizedPrompt,
     expand_image_tokens,
@@ -28,13 +31,27 @@ from baton_serve.services.router.text.sampling_params import (
 
 
 class BegunChat(msgspec.Struct, frozen=True):
-    """A chat whose generation has started; the endpoint owns it and must end the generation."""
+    """A chat whose generation has started. The endpoint owns it and must end it by a `with` block."""
 
     model: str
     """The model's name that the answer carries."""
     message_format: MessageFormat
     rules: TextRules
     generation: TextGeneration
+    images: ImageReservation
+    """The memory of the images, which are kept for replays."""
+
+    def __enter__(self) -> "BegunChat":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancel the generation, so that no instance keeps working on it, and release the memory of its images."""
+        try:
+            self.generation.cancel("its answer has ended")
+        finally:
+            self.images.release()
 
 
 async def begin_chat(
@@ -45,6 +62,24 @@ async def begin_chat(
     `api_id` is the id of the answer. With `is_long` (a large body) the template is rendered in a thread, so that it
     does not block the event loop. Raises `ApiError` if the request is not valid or not admitted.
     """
+    images = ImageReservation(service.image_memory)
+    try:
+        # The returned chat owns the memory of its images.
+        return await _begin(service, request, context, api_id, images, is_long=is_long)
+    except BaseException:
+        images.release()
+        raise
+
+
+async def _begin(
+    service: ModelService,
+    request: ChatCompletionRequest,
+    context: RequestContext,
+    api_id: str,
+    images: ImageReservation,
+    *,
+    is_long: bool,
+) -> BegunChat:
     model = service.view.model_name(request.model)
     limits = service.limits()
     logprobs = chat_logprobs(request)
@@ -57,7 +92,7 @@ async def begin_chat(
     )
     prompt = TokenizedPrompt(truncated(token_ids, request.truncate_prompt_tokens, limits))
     if urls:
-        prompt = await _expand_images(service, request, urls, token_ids, limits)
+        prompt = await _expand_images(service, request, urls, token_ids, limits, images)
     # Taken here, because the prompt has just become tokens; what follows is not tokenization.
     timing = service.timing(context, tokenizing_at=tokenizing_at)
     check_prompt(prompt.token_ids, limits, param="messages")
@@ -67,7 +102,7 @@ async def begin_chat(
         rules = msgspec.structs.replace(rules, skip_special_tokens=False)
     rules = await service.with_grammar(rules, request, message_format.grammar_spec, context)
     generation = service.generate(request, api_id, [prompt], rules, limits, timing=timing)
-    return BegunChat(model, message_format, rules, generation)
+    return BegunChat(model, message_format, rules, generation, images)
 
 
 async def count_tokens(service: ModelService, request: ChatCompletionRequest, *, is_long: bool) -> int:
@@ -80,17 +115,22 @@ async def count_tokens(service: ModelService, request: ChatCompletionRequest, *,
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
     # Chat templates write the special tokens themselves.
     token_ids = await service.model.tokenize(text, add_special_tokens=False, max_tokens=service.max_tokenised())
-    return len(
-        await expand_placeholders(token_ids, image_urls(request.messages), service.model.vision, service.image_limits)
-    )
+    urls, vision = image_urls(request.messages), service.model.vision
+    return len(await expand_placeholders(token_ids, urls, vision, service.image_limits, service.image_memory))
 
 
 async def _expand_images(
-    service: ModelService, request: ChatCompletionRequest, urls: list[str], token_ids: list[int], limits: ModelLimits
+    service: ModelService,
+    request: ChatCompletionRequest,
+    urls: list[str],
+    token_ids: list[int],
+    limits: ModelLimits,
+    images: ImageReservation,
 ) -> TokenizedPrompt:
     """Replace the placeholder of each image by the number of tokens that the image takes, and load the images.
 
-    Raises `BadRequestError` if an image cannot be loaded, or if the prompt is to be truncated.
+    The caller releases `images`. Raises `BadRequestError` if an image cannot be loaded, or if the prompt is to be
+    truncated, and `RateLimitError` if the limits of `ImageMemory` are reached.
     """
     if request.truncate_prompt_tokens is not None:
         raise BadRequestError(
@@ -99,4 +139,4 @@ async def _expand_images(
         )
     profile = service.model.vision
     assert profile is not None, "render_chat rejects images if the model has no vision tower"
-    return await expand_image_tokens(token_ids, urls, profile, service.image_limits, limits)
+    return await expand_image_tokens(token_ids, urls, profile, service.image_limits, limits, images)

@@ -24,6 +24,7 @@ from baton_serve.services.router.requests.prompt_request import RequestTiming
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.grammar import GrammarSpec
 from baton_serve.services.router.text.message_reader import MessageFormats
+from baton_serve.services.router.text.multimodal.image_memory import ImageMemory
 from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
 from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules, kept
 from baton_serve.services.router.text.served_model import ServedModel
@@ -61,6 +62,7 @@ class ModelService:
         self.clock = clock
         self.message_formats = MessageFormats(settings)
         self.image_limits = settings.image_limits
+        self.image_memory = ImageMemory(settings.max_image_memory_bytes)
         self.started_at = self.now()
         self.view = ModelView(settings, cluster)
         self._starter = GenerationStarter(
@@ -79,6 +81,7 @@ class ModelService:
         this service. Call it before the first request.
         """
         self.siblings = siblings
+        self.image_memory = siblings[0].image_memory  # its limits are those of the process
         self.view.shares_router = len(siblings) > 1
 
     @staticmethod

@@ -244,9 +244,8 @@ class TokenizeEndpoint:
         tokens = await service.model.tokenize(
             text, add_special_tokens=add_special_tokens, max_tokens=service.max_tokenised()
         )
-        tokens = await expand_placeholders(
-            tokens, image_urls(request.messages or ()), service.model.vision, service.image_limits
-        )
+        urls, vision = image_urls(request.messages or ()), service.model.vision
+        tokens = await expand_placeholders(tokens, urls, vision, service.image_limits, service.image_memory)
         strings = None
         if request.return_token_strs:
             token = service.model.tokenizer.token

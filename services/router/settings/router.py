@@ -101,6 +101,15 @@ class RequestSettings(HttpSettings, frozen=True, kw_only=True):
     max_image_pixels: Annotated[
         int, Meta(description="largest size of an image in pixels, width times height", ge=1, le=128 * 1024 * 1024)
     ] = 32 * 1024 * 1024
+    # At least the images of one prompt (`MAX_PROMPT_BYTES`).
+    max_image_memory_bytes: Annotated[
+        int,
+        Meta(
+            description="largest size of all image files together that one process loads, and keeps for the requests "
+            "that it serves; further requests with images wait 2 s, then get status 429",
+            ge=48 * 1024 * 1024,
+        ),
+    ] = 512 * 1024 * 1024
 
     def __post_init__(self) -> None:
         # The result is not stored. A malformed value must stop the process at its start, not fail the first request.

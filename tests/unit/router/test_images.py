@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import zlib
 from collections.abc import Awaitable, Callable
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +23,7 @@ from baton_serve.services.router.protocol.openai_requests import ChatCompletionR
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.multimodal import web
 from baton_serve.services.router.text.multimodal.image_files import load as load_images
+from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
 from baton_serve.services.router.text.multimodal.image_tokens import media_spans, repeat_image_tokens
 from baton_serve.services.router.text.served_model import ServedModel
 from tests.images import data_url, picture
@@ -246,7 +248,8 @@ def test_a_template_that_takes_strings_gets_places_before_the_text(vision_model:
 
 
 def one(url: str, **limits: Any) -> bytes:
-    (found,) = asyncio.run(load_images([url], ImageLimits(**limits)))
+    with ImageReservation(ImageMemory(1 << 26)) as reservation:
+        (found,) = asyncio.run(load_images([url], ImageLimits(**limits), reservation))
     assert found.digest == digest_of(found.data)
     return found.data
 
@@ -284,6 +287,45 @@ def test_what_is_refused_says_why(url: str, why: str) -> None:
         one(url, max_pixels=1000, max_bytes=2000)
 
 
+def with_stated_size(kind: str, width: int, height: int) -> bytes:
+    """Return a small file whose header states a size that it does not have."""
+    image = bytearray(picture(1, kind=kind))
+    at, order = {"PNG": (16, "big"), "BMP": (18, "little")}[kind]
+    image[at : at + 8] = width.to_bytes(4, order) + height.to_bytes(4, order)  # type: ignore[arg-type]
+    if kind == "PNG":  # the checksum of the header
+        image[29:33] = zlib.crc32(bytes(image[12:29])).to_bytes(4, "big")
+    return bytes(image)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP"])
+@pytest.mark.parametrize("side", [6_000, 10_000, 50_000])
+def test_a_small_file_that_states_an_enormous_size_is_refused_by_its_header(kind: str, side: int) -> None:
+    with pytest.raises(BadRequestError, match=r"--max-image-pixels"):
+        one(data_url(with_stated_size(kind, side, side)))
+
+
+def test_the_memory_of_images_is_released_however_a_request_ends(see: Callable[..., None]) -> None:
+    async def scenario(router: Router) -> None:
+        budget = router.service.image_memory.budget
+        before = budget.num_free
+        prefill, decode = router.fakes["prefill-0"], router.fakes["decode-0"]
+        assert (await router.http.post(PATH, json=shown("ab", A))).status_code == 200
+        # Refused after the images were loaded: the grammar is not valid.
+        await error_of(router, shown("ab", A, guided_regex="("))
+        await error_of(router, shown("ab", A, logit_bias={"999999": 1}))
+        decode.hold = 2
+        asking = asyncio.ensure_future(router.http.post(PATH, json=shown("ab", A, max_tokens=8)))
+        while not decode.jobs:  # noqa: ASYNC110 - a fake's
+            await asyncio.sleep(0)
+        assert budget.num_free == before - len(A), "the files are kept for a replay"
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert budget.num_free == before
+        assert prefill.assignments()
+
+    see(scenario)
+
+
 def test_local_files_lie_below_the_folder_that_is_allowed(tmp_path: Path) -> None:
     folder = tmp_path / "allowed"
     folder.mkdir()
@@ -315,7 +357,8 @@ class Site:
         port = server.sockets[0].getsockname()[1]
         async with server:
             try:
-                return await web.fetch(f"http://{host}:{port}/a.png?size=1#x", ImageLimits(**limits))
+                url = f"http://{host}:{port}/a.png?size=1#x"
+                return await web.fetch(url, ImageLimits(**limits), count=lambda num_bytes: None)
             finally:
                 await asyncio.gather(*self._serving, return_exceptions=True)
 

@@ -9,7 +9,6 @@ import msgspec
 from baton_serve.services.router.api.api_format import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
 from baton_serve.services.router.api.content_blocks import Block, BlockClosed, BlockGrown, BlockOpened, Change
-from baton_serve.services.router.api.generation import ended
 from baton_serve.services.router.api.messages.answer import (
     AnswerBlock,
     BlockDelta,
@@ -55,7 +54,7 @@ class MessagesEndpoint:
         api_id = f"msg_{context.request_id}"
         service = await service.serving(request.model)
         begun = await begin_chat(service, chat, context, api_id, is_long=is_long(body))
-        with ended(begun.generation):
+        with begun:
             dialect = MessagesDialect(api_id, begun.model)
             await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 

@@ -12,7 +12,6 @@ import msgspec
 from baton_serve.services.router.api.api_format import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
 from baton_serve.services.router.api.content_blocks import Block, BlockClosed, BlockGrown, BlockOpened, Change
-from baton_serve.services.router.api.generation import ended
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.answer import (
     CallItem,
@@ -62,7 +61,7 @@ class ResponsesEndpoint:
         service = await service.serving(request.model)
         api_id = f"resp_{request.request_id or context.request_id}"
         begun = await begin_chat(service, chat, context, api_id, is_long=is_long(body))
-        with ended(begun.generation):
+        with begun:
             dialect = ResponsesDialect(empty_answer(request, api_id, begun.model, created_at=service.now()))
             await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 

@@ -17,7 +17,9 @@ from baton_serve.contracts.media import (
     digest_of,
     is_strip,
 )
+from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error, image_too_large_error
+from baton_serve.services.router.text.multimodal.image_memory import MAX_LOADS_PER_REQUEST, ImageReservation
 from baton_serve.services.router.text.thread_pools import IMAGES
 
 _INLINE_CHARS = 64 * 1024
@@ -36,39 +38,63 @@ class ImageFile(NamedTuple):
     height: int
 
 
-async def load(urls: Sequence[str], limits: ImageLimits) -> list[ImageFile]:
+async def load(urls: Sequence[str], limits: ImageLimits, reservation: ImageReservation) -> list[ImageFile]:
     """Load and check the images at `urls`, and return them in this order.
 
-    Raises `BadRequestError` if one cannot be loaded, is not an image or exceeds a limit.
+    The caller releases `reservation` after the last use of the files. Raises `BadRequestError` if an image cannot be
+    loaded, is not an image or exceeds a limit, and `RateLimitError` if the limits of `ImageMemory` are reached.
     """
     # An image that a chat shows several times is loaded once.
     distinct = list(dict.fromkeys(urls))
-    loaded = await asyncio.gather(*(_load(url, limits) for url in distinct), return_exceptions=True)
-    files: dict[str, ImageFile] = {}
-    for url, found in zip(distinct, loaded, strict=True):
-        if isinstance(found, BaseException):
-            raise found
-        files[url] = found
-    if sum(len(file.data) for file in {file.digest: file for file in files.values()}.values()) > MAX_PROMPT_BYTES:
-        raise image_error(f"the images of a prompt may have {MAX_PROMPT_BYTES} bytes together: make them smaller")
+    await reservation.reserve(min(MAX_PROMPT_BYTES, sum([_max_bytes(url, limits) for url in distinct])))
+    slots = asyncio.Semaphore(MAX_LOADS_PER_REQUEST)
+    tasks = [asyncio.ensure_future(_load_in_turn(url, limits, reservation, slots)) for url in distinct]
+    try:
+        files = dict(zip(distinct, await asyncio.gather(*tasks), strict=True))
+    finally:
+        # The first error ends the request, so the other images are not needed.
+        await cancel_all(tasks)
+    reservation.keep(sum({file.digest: len(file.data) for file in files.values()}.values()))
     return [files[url] for url in urls]
 
 
+def _max_bytes(url: str, limits: ImageLimits) -> int:
+    """Return the largest size that the image at `url` can have."""
+    return min(limits.max_bytes, len(url)) if _scheme(url) == "data" else limits.max_bytes
+
+
+def _scheme(url: str) -> str:
+    return url[:6].partition(":")[0].lower()
+
+
+async def _load_in_turn(
+    url: str, limits: ImageLimits, reservation: ImageReservation, slots: asyncio.Semaphore
+) -> ImageFile:
+    async with slots:
+        if _scheme(url) in ("http", "https"):
+            return await _fetched(url, limits, reservation)
+        file = await _load(url, limits)
+        reservation.count(len(file.data))
+        return file
+
+
+async def _fetched(url: str, limits: ImageLimits, reservation: ImageReservation) -> ImageFile:
+    # Importing httpx takes a tenth of a second. Only a request with such an image should pay for it.
+    from baton_serve.services.router.text.multimodal.web import fetch
+
+    async with reservation.memory.fetch_slot():
+        found = await fetch(url, limits, count=reservation.count)
+    return await IMAGES.run(_checked, found, limits)
+
+
 async def _load(url: str, limits: ImageLimits) -> ImageFile:
-    scheme = url[:6].partition(":")[0].lower()
-    match scheme:
+    match _scheme(url):
         case "data" if len(url) <= _INLINE_CHARS:
             return _checked(_of_data_url(url, limits), limits)
         case "data":
             return await IMAGES.run(lambda: _checked(_of_data_url(url, limits), limits))
         case "file":
             return await IMAGES.run(lambda: _checked(_of_file(url, limits), limits))
-        case "http" | "https":
-            # Importing httpx takes a tenth of a second. Only a request with such an image should pay for it.
-            from baton_serve.services.router.text.multimodal.web import fetch
-
-            found = await fetch(url, limits)
-            return await IMAGES.run(_checked, found, limits)
         case _:
             raise image_error("the URL of an image must begin with data:, https:, http: or file:")
 
@@ -123,7 +149,10 @@ def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
             # The number of tokens depends on width and height. The vision tower gets the image after the rotation.
             if image.format in TURNED_FORMATS and image.getexif().get(ORIENTATION_TAG, 1) in _ROTATED:
                 width, height = height, width
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
+    # The warning is an exception only if Python was started with `-W error`.
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
+        raise image_error(f"an image has more than {limits.max_pixels} pixels (--max-image-pixels)") from exc
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as exc:
         raise image_error(
             f"an image cannot be decoded: it is broken, or its format is not {' or '.join(FORMATS)}"
         ) from exc

@@ -13,6 +13,7 @@ from baton_serve.contracts.vision import VisionProfile
 from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, ContentPart
 from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
+from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
 from baton_serve.services.router.text.sampling_params import ModelLimits, check_prompt
 
 IMAGE_PART_TYPE = "image_url"
@@ -79,19 +80,25 @@ def media_spans(
 
 
 async def expand_placeholders(
-    token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile | None, image_limits: ImageLimits
+    token_ids: Sequence[int],
+    urls: Sequence[str],
+    profile: VisionProfile | None,
+    image_limits: ImageLimits,
+    memory: ImageMemory,
 ) -> list[int]:
     """Return a prompt with the image tokens of its images, for counting tokens.
 
     The images are loaded only if their number of tokens depends on their size. Raises `BadRequestError` if the images
-    cannot be loaded or do not match the prompt.
+    cannot be loaded or do not match the prompt, and `RateLimitError` if the limits of `ImageMemory` are reached.
     """
     if profile is None or not urls:
         return list(token_ids)
     least = _expand_to_minimum(token_ids, urls, profile, image_limits)
     if not profile.grid:
         return least
-    return repeat_image_tokens(token_ids, _counts(await load(urls, image_limits), profile), profile)
+    with ImageReservation(memory) as reservation:
+        files = await load(urls, image_limits, reservation)
+    return repeat_image_tokens(token_ids, _counts(files, profile), profile)
 
 
 async def expand_image_tokens(
@@ -100,15 +107,18 @@ async def expand_image_tokens(
     profile: VisionProfile,
     image_limits: ImageLimits,
     limits: ModelLimits,
+    reservation: ImageReservation,
 ) -> TokenizedPrompt:
     """Load the images of a prompt and return it with their image tokens.
 
-    Raises `BadRequestError` if the images cannot be loaded, do not match the prompt, or leave no room for an answer.
+    The caller releases `reservation` after the last use of the prompt. Raises `BadRequestError` if the images cannot
+    be loaded, do not match the prompt, or leave no room for an answer, and `RateLimitError` if the limits of
+    `ImageMemory` are reached.
     """
     # An image has at least `tokens_per_image` tokens. A prompt that is too long already with these is rejected before
     # anything is fetched.
     check_prompt(_expand_to_minimum(token_ids, urls, profile, image_limits), limits, param="messages")
-    files = await load(urls, image_limits)
+    files = await load(urls, image_limits, reservation)
     counts = _counts(files, profile)
     found = repeat_image_tokens(token_ids, counts, profile)
     images = {file.digest: file.data for file in files}

@@ -7,6 +7,7 @@ can lead it to a host in its own network.
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from functools import cache
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,8 +24,11 @@ from baton_serve.services.router.text.multimodal.public_addresses import is_publ
 _PORTS = {"http": 80, "https": 443}
 
 
-async def fetch(url: str, limits: ImageLimits) -> bytes:
-    """Fetch the file at an http(s) URL. Raises `BadRequestError` if the host is not allowed or the fetch fails."""
+async def fetch(url: str, limits: ImageLimits, *, count: Callable[[int], None]) -> bytes:
+    """Fetch the file at an http(s) URL. Raises `BadRequestError` if the host is not allowed or the fetch fails.
+
+    `count` is called with the size of each piece that arrives; it raises if the request has too many bytes of images.
+    """
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme.lower()]
@@ -41,7 +45,7 @@ async def fetch(url: str, limits: ImageLimits) -> bytes:
         async with asyncio.timeout(limits.fetch_timeout_s):
             # A host that the settings name may have a private address, such as that of a store in the same cluster.
             address = host if host in limits.domains else await _public_address(host, port)
-            return await _get(parts, host, address, limits)
+            return await _get(parts, host, address, limits, count)
     except TimeoutError:
         raise image_error(
             f"{host} did not send the image within {limits.fetch_timeout_s:g} s (--image-fetch-timeout-s)"
@@ -66,7 +70,7 @@ async def _public_address(host: str, port: int) -> str:
     return addresses[0]
 
 
-async def _get(parts: SplitResult, host: str, address: str, limits: ImageLimits) -> bytes:
+async def _get(parts: SplitResult, host: str, address: str, limits: ImageLimits, count: Callable[[int], None]) -> bytes:
     # The URL has the checked address in place of the host name, so httpx does not resolve the name again: a second
     # answer of DNS could be a private address (DNS rebinding). The name goes into the Host header and into TLS.
     target = parts._replace(netloc=_netloc(address, parts.port), fragment="").geturl()
@@ -84,6 +88,7 @@ async def _get(parts: SplitResult, host: str, address: str, limits: ImageLimits)
         found = bytearray()
         # Counted while it arrives: a Content-Length header may be missing or wrong.
         async for data in answer.aiter_raw():
+            count(len(data))
             found += data
             if len(found) > limits.max_bytes:
                 raise image_too_large_error(limits)

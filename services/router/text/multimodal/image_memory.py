@@ -1,0 +1,96 @@
+"""Bounds what the images of all requests may use in one router process: bytes, and connections to other hosts.
+
+The files of a request's images are kept until its answer has ended, because a replay sends them to an instance again.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+
+from baton_serve.contracts.media import MAX_PROMPT_BYTES
+from baton_serve.services.router.protocol.byte_budget import ByteBudget
+from baton_serve.services.router.protocol.errors import RateLimitError
+from baton_serve.services.router.protocol.image_limits import image_error
+
+MAX_FETCHES = 64
+"""Largest number of images that one process fetches from the web at a time."""
+MAX_LOADS_PER_REQUEST = 8
+"""Largest number of images of one request that are loaded at a time, so that it leaves room for other requests."""
+_WAIT_S = 2.0
+"""Longest time in seconds that a request waits for memory or for a connection."""
+
+
+class ImageMemory:
+    """The limits that all requests of one router process share. Use it from one event loop at a time."""
+
+    def __init__(self, max_bytes: int, *, max_fetches: int = MAX_FETCHES, wait_s: float = _WAIT_S) -> None:
+        """Create the limits; `max_bytes` is that of `--max-image-memory-bytes`."""
+        self.budget = ByteBudget(max_bytes, wait_s=wait_s)
+        self._fetches = asyncio.Semaphore(max_fetches)
+        self._wait_s = wait_s
+
+    @asynccontextmanager
+    async def fetch_slot(self) -> AsyncIterator[None]:
+        """Hold one of the connections to other hosts. Raises `RateLimitError` if none becomes free in time."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._fetches.acquire()
+        except TimeoutError:
+            raise _too_busy("fetches as many images as it may at a time") from None
+        try:
+            yield
+        finally:
+            self._fetches.release()
+
+
+class ImageReservation:
+    """The memory of the images of one request. It is released by `release` or at the end of a `with` block."""
+
+    def __init__(self, memory: ImageMemory) -> None:
+        """Create a reservation without bytes."""
+        self.memory = memory
+        self._num_reserved = 0
+        self._num_loaded = 0
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Reserve as many bytes as the images can have together, once and before any of them is loaded.
+
+        Raises `RateLimitError` if the images of other requests leave too little memory.
+        """
+        assert not self._num_reserved, "one request reserves once"
+        if not await self.memory.budget.acquire(num_bytes):
+            raise _too_busy("has no memory for more images (--max-image-memory-bytes)")
+        self._num_reserved = num_bytes
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes before they are kept. Raises `BadRequestError` if the images of a prompt may not have so many."""
+        self._num_loaded += num_bytes
+        if self._num_loaded > MAX_PROMPT_BYTES:
+            raise image_error(f"the images of a prompt may have {MAX_PROMPT_BYTES} bytes together: make them smaller")
+
+    def keep(self, num_bytes: int) -> None:
+        """Return the reserved bytes apart from `num_bytes`, which is the size of the loaded images."""
+        excess = max(0, self._num_reserved - num_bytes)
+        self._num_reserved -= excess
+        self.memory.budget.release(excess)
+
+    def release(self) -> None:
+        """Return all bytes that are still reserved."""
+        num_bytes, self._num_reserved = self._num_reserved, 0
+        if num_bytes:
+            self.memory.budget.release(num_bytes)
+
+    def __enter__(self) -> "ImageReservation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _too_busy(why: str) -> RateLimitError:
+    return RateLimitError(
+        f"the server {why}: try again later, or send fewer or smaller images", param="messages", retry_after_s=1.0
+    )

@@ -1,0 +1,155 @@
+"""The memory and connections that the images of all requests share in one router process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton_serve.contracts.media import MAX_PROMPT_BYTES
+from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError
+from baton_serve.services.router.protocol.image_limits import ImageLimits
+from baton_serve.services.router.text.multimodal.image_files import load
+from baton_serve.services.router.text.multimodal.image_memory import (
+    MAX_LOADS_PER_REQUEST,
+    ImageMemory,
+    ImageReservation,
+)
+from tests.images import data_url, picture
+
+BUDGET = MAX_PROMPT_BYTES
+A = picture(1)
+NAMED = frozenset({"127.0.0.1"})
+
+
+class SlowSite:
+    """Sends `answer` to every request once `is_open` is set; `num_open` connections wait at a time."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.is_open = asyncio.Event()
+        self.num_open = self.most_open = 0
+        self.changed = asyncio.Condition()
+        self._answer = answer
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def wait_open(self, count: int) -> None:
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(lambda: self.num_open == count)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._add(1)
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await self.is_open.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(self._answer) + self._answer)
+            await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            await self._add(-1)
+            writer.close()
+
+    async def _add(self, change: int) -> None:
+        async with self.changed:
+            self.num_open += change
+            self.most_open = max(self.most_open, self.num_open)
+            self.changed.notify_all()
+
+
+def limits(**more: Any) -> ImageLimits:
+    return ImageLimits(domains=NAMED, fetch_timeout_s=30.0, **more)
+
+
+def test_a_request_opens_few_connections_at_a_time() -> None:
+    async def scenario() -> None:
+        site = SlowSite(A)
+        async with site.serving() as url:
+            with ImageReservation(ImageMemory(BUDGET)) as reservation:
+                loading = asyncio.create_task(load([f"{url}/{i}" for i in range(20)], limits(), reservation))
+                await site.wait_open(MAX_LOADS_PER_REQUEST)
+                site.is_open.set()
+                assert [file.data for file in await loading] == [A] * 20
+        assert site.most_open == MAX_LOADS_PER_REQUEST
+
+    asyncio.run(scenario())
+
+
+def test_a_process_fetches_few_images_at_a_time_and_refuses_the_rest_after_a_wait() -> None:
+    async def scenario() -> None:
+        site, memory = SlowSite(A), ImageMemory(BUDGET, max_fetches=2, wait_s=0.05)
+        async with site.serving() as url:
+            with ImageReservation(memory) as first, ImageReservation(memory) as second:
+                loading = asyncio.create_task(load([f"{url}/1", f"{url}/2"], limits(max_bytes=1000), first))
+                await site.wait_open(2)
+                with pytest.raises(RateLimitError, match="try again later"):
+                    await load([f"{url}/3"], limits(max_bytes=1000), second)
+                assert site.most_open == 2
+                site.is_open.set()
+                await loading
+                with ImageReservation(memory) as third:
+                    await load([f"{url}/3"], limits(max_bytes=1000), third)
+
+    asyncio.run(scenario())
+
+
+def test_images_that_are_kept_leave_no_memory_for_those_of_other_requests() -> None:
+    async def scenario() -> None:
+        memory = ImageMemory(1000, wait_s=0.01)
+        own = limits(max_bytes=600)
+        site = SlowSite(A)
+        async with site.serving() as url:
+            with ImageReservation(memory) as first, ImageReservation(memory) as second:
+                loading = asyncio.create_task(load([f"{url}/1"], own, first))
+                await site.wait_open(1)
+                with pytest.raises(RateLimitError, match="--max-image-memory-bytes"):
+                    await load([f"{url}/2"], own, second)
+                site.is_open.set()
+                await loading
+                assert memory.budget.num_free == 1000 - len(A), "only the loaded bytes stay reserved"
+        assert memory.budget.num_free == 1000
+
+    asyncio.run(scenario())
+
+
+def test_the_first_broken_image_ends_the_fetches_of_the_others() -> None:
+    async def scenario() -> None:
+        site, memory = SlowSite(A), ImageMemory(BUDGET)
+        async with site.serving() as url:
+            with ImageReservation(memory) as reservation, pytest.raises(BadRequestError, match="must begin with data:"):
+                await load([f"{url}/1", f"{url}/2", "ftp://x"], limits(), reservation)
+            await site.wait_open(0)
+        assert memory.budget.num_free == BUDGET
+
+    asyncio.run(scenario())
+
+
+def test_images_of_a_prompt_that_are_too_large_together_are_refused_while_they_arrive() -> None:
+    async def scenario() -> None:
+        large = A + bytes(15 << 20)
+        site, memory = SlowSite(large), ImageMemory(BUDGET)
+        site.is_open.set()
+        async with site.serving() as url:
+            with (
+                ImageReservation(memory) as reservation,
+                pytest.raises(BadRequestError, match="bytes together: make them smaller"),
+            ):
+                await load([f"{url}/{i}" for i in range(4)], limits(), reservation)
+        assert memory.budget.num_free == BUDGET
+
+    asyncio.run(scenario())
+
+
+def test_images_within_a_body_reserve_no_more_than_their_size() -> None:
+    async def scenario() -> None:
+        memory = ImageMemory(2 * len(data_url(A)))
+        with ImageReservation(memory) as reservation:
+            await load([data_url(A)], limits(), reservation)
+            assert memory.budget.num_free == 2 * len(data_url(A)) - len(A)
+
+    asyncio.run(scenario())
