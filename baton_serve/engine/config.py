@@ -118,7 +118,7 @@ class EngineConfig:
     """
 
     def check(self) -> None:
-        """Check every value and combination of values. Raises `ConfigError` for the first that is not supported."""
+        """Check every value and combination of values. Raises `ConfigError` for the first one that is not supported."""
         at_least_one = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,

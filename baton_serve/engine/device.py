@@ -38,7 +38,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """Defaults of settings that depend on the device."""
+    """Default values of engine settings that depend on the device."""
 
     block_tokens: int
     max_num_batched_tokens: int
@@ -51,7 +51,7 @@ class DeviceDefaults:
 
 
 class DeviceGraph(Protocol):
-    """A captured graph of torch.cuda or torch.xpu."""
+    """The interface of a captured graph of torch.cuda or torch.xpu."""
 
     def replay(self) -> None: ...
 
@@ -59,7 +59,7 @@ class DeviceGraph(Protocol):
 
 
 class DeviceEvent(Protocol):
-    """An event of torch. Streams of other threads can wait for it."""
+    """The interface of an event of torch. Streams of other threads can wait for it."""
 
     def record(self) -> None: ...
 
@@ -146,7 +146,9 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class Capturing:
-    """Captures graphs that share their scratch memory: only one of them may run at a time."""
+    """Captures work of the device in graphs. All graphs use the same scratch memory, so only one of them may run at a
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -174,7 +176,9 @@ class Capturing:
 
 
 class HostCopyBuffers:
-    """Copies small results to pinned host memory without stopping the device. Two copies may run at the same time."""
+    """Copies small results to pinned host memory while the device continues to compute. Two copies may run at the same
+    time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -250,7 +254,7 @@ class HostCopy:
 
 
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return pinned host memory, filled with zeros: the device copies from it without blocking the host."""
+    """Return pinned host memory filled with zeros, from which the device can copy while the host continues."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 

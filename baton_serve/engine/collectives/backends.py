@@ -30,7 +30,7 @@ class Collectives(Protocol):
     """The operations that all ranks execute together. Every rank must call them in the same order."""
 
     def prepare(self, weight: Tensor) -> None:
-        """Prepare `sum_norm` for weights of this shape. All ranks call it together."""
+        """Set up the memory that `sum_norm` needs for weights of this shape. All ranks call it together."""
         ...
 
     def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
@@ -46,12 +46,12 @@ class Collectives(Protocol):
         ...
 
     def gather_columns(self, values: Tensor) -> Tensor:
-        """Return the ranks' [rows, columns] side by side, in the order of ranks."""
+        """Return the ranks' values [rows, columns] concatenated along the columns, in the order of ranks."""
         ...
 
     @property
     def argmax_rows(self) -> int:
-        """Largest number of rows that `argmax` supports; 0: it is not supported."""
+        """The largest number of rows that `argmax` supports; 0 if it is not supported."""
         ...
 
     def argmax(self, values: Tensor, out: Tensor) -> None:

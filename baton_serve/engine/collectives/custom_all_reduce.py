@@ -23,7 +23,9 @@ ALL_REDUCE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class OneShotAllReduce:
-    """Computes all-reduce of small tensors by one kernel of torch, which reads the buffers of the other ranks."""
+    """Computes the all-reduce of small tensors with one kernel of torch, which reads the other ranks' memory
+    directly.
+    """
 
     def __init__(self, group_name: str, device: torch.device) -> None:
         """Allocate and map the buffers. Raises `RuntimeError` if the devices cannot map each other's memory."""
@@ -35,7 +37,9 @@ class OneShotAllReduce:
 
     @classmethod
     def make(cls, group: Any, device: torch.device) -> "OneShotAllReduce | None":
-        """Return a working instance on every rank, or None on every rank. All ranks call it together."""
+        """Create the object on every rank if the kernel works there; otherwise return None on every rank. All ranks
+        call it together.
+        """
         made: OneShotAllReduce | None = None
         try:
             made = cls(group.group_name, device)
@@ -85,7 +89,9 @@ ERRORS = (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueE
 
 
 class FusedAllReduceNorm:
-    """The fused kernels of one rank, with its inbox that the other ranks write to."""
+    """Runs the kernels of one rank that combine an exchange between ranks with a norm or an argmax. It owns the rank's
+    inbox, the memory that the other ranks write to.
+    """
 
     def __init__(self, group_name: str, shard: Shard, weight: Tensor) -> None:
         """Map the inboxes and compile the kernels; the result of this first run is ignored. Raises one of `ERRORS`."""
@@ -113,9 +119,8 @@ class FusedAllReduceNorm:
 
     @classmethod
     def make(cls, group: Any, shard: Shard, weight: Tensor) -> "FusedAllReduceNorm | None":
-        """Return a working instance on every rank, or None on every rank.
-
-        `weight` is like those of later norms, [hidden].
+        """Create the object on every rank if the kernels work there; otherwise return None on every rank. `weight` has
+        the shape of the norms' weights, [hidden].
         """
         made: FusedAllReduceNorm | None = None
         try:
@@ -133,9 +138,8 @@ class FusedAllReduceNorm:
         return made if _agree(arrived, weight.device) else None
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Return RMSNorm of the ranks' `x` + `residual` [rows, hidden], and store the sum in `residual`.
-
-        None: unsupported shape.
+        """Return RMSNorm of the sum of all ranks' `x` and `residual` [rows, hidden], and store the sum in `residual`.
+        Return None, and do nothing, for an unsupported shape.
         """
         if not self._inboxes.fits(x):
             return None

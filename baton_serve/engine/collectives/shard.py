@@ -22,7 +22,7 @@ ROW_PARALLEL = {"o_proj", "down_proj"}
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's number among `size` ranks."""
+    """Identifies one rank of a tensor-parallel model: its number among `size` ranks."""
 
     rank: int = 0
     size: int = 1
@@ -32,7 +32,7 @@ class Shard:
         return self.size == 1
 
     def part(self, total: int) -> slice:
-        """Return this rank's range of `total` equal parts, such as heads."""
+        """Divide `total` items, such as heads, into equal ranges, and return the range of this rank."""
         share = total // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -43,9 +43,8 @@ UNSHARDED = Shard()
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The part of a stored tensor that a rank reads along `dim`; None: all of it.
-
-    `is_zero`: zeros instead of the tensor.
+    """The part of a stored tensor that a rank reads: a range along `dim`, or the whole tensor if `dim` is None. With
+    `is_zero` the rank uses zeros instead.
     """
 
     dim: int | None = None
@@ -53,7 +52,9 @@ class TensorSlice:
 
 
 def tensor_slice(name: str, shard: Shard, *, shards_head: bool) -> TensorSlice:
-    """Return the part of a parameter, by its name such as `model.layers.0.self_attn.q_proj.weight`."""
+    """Return which part of a parameter a rank reads. `name` is the parameter's name, such as
+    `model.layers.0.self_attn.q_proj.weight`.
+    """
     *_, module, kind = ("", *name.split("."))
     if module in COLUMN_PARALLEL or (module == "lm_head" and shards_head):
         return TensorSlice(dim=0)
@@ -94,7 +95,7 @@ def check_shardable(name: str, text_config: Any, size: int) -> None:
 
 
 def shard_config(hf_config: Any, shard: Shard) -> Any:
-    """Return the config of a model that is one rank's part."""
+    """Return the config of a model that has only one rank's part of the heads and weights."""
     if shard.is_whole:
         return hf_config
     config = copy.deepcopy(hf_config)

@@ -128,7 +128,9 @@ class BlockPool:
         return CachedPrefix(known, blocks)
 
     def num_taken(self, prefix: CachedPrefix) -> int:
-        """Return how many free blocks `take(prefix)` would use."""
+        """Return how many free blocks `take(prefix)` would need: cached blocks without an owner, and blocks for the
+        copies from the host tier.
+        """
         return prefix.num_host + self.num_unowned(block for block in prefix.blocks if block is not None)
 
     def verify(self, prefix: CachedPrefix) -> bool:
@@ -164,7 +166,9 @@ class BlockPool:
         return [next(following) if block is None else block for block in prefix.blocks]
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        """Return how many free blocks `share(blocks)` would take."""
+        """Return how many of these cached blocks have no owner, so that `share` would reduce the number of free blocks
+        by as many.
+        """
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:

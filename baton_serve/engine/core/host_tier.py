@@ -17,7 +17,7 @@ from baton_serve.contracts.identity import BlockHash
 
 
 class HostTierCopy(NamedTuple):
-    """Copy one KV block between the device and the host tier."""
+    """A planned copy of one KV block from the device to the host tier or back."""
 
     block: int
     slot: int
@@ -30,12 +30,14 @@ DamagedSlots = Callable[[Sequence[int]], set[int]]
 
 
 def no_damaged_slots(slots: Sequence[int]) -> set[int]:
-    """Return an empty set, for slots without memory."""
+    """Return an empty set. `HostTier` uses this check until the memory of its slots sets another one."""
     return set()
 
 
 class HostTier:
-    """Allocates the slots of the host tier. Owned by the block pool; engine thread only."""
+    """Manages the slots of the host tier: which block hash each slot holds, and which is evicted next. The block pool
+    owns it; engine thread only.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

@@ -17,7 +17,9 @@ grow."""
 
 
 class KVImports:
-    """Owns the blocks of running imports. Engine thread only."""
+    """Allocates and owns the blocks into which cached blocks of other instances are fetched (imports). Engine thread
+    only.
+    """
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table

@@ -65,7 +65,9 @@ class CompletedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CompletedLayerGroups:
-    """The layer groups `parts` of these blocks are computed, while the step still computes later layers."""
+    """Reports that the layer groups `parts` of these blocks are computed, while the step still computes
+    later layers.
+    """
 
     parts: range
     blocks: list[CompletedBlocks]
@@ -81,7 +83,7 @@ class PooledOutput(Struct, frozen=True):
 
 
 class FailedRequest(NamedTuple):
-    """A request that the engine has ended, with the reason."""
+    """A request that the engine has ended with an error, and the reason."""
 
     request_id: RequestId
     message: str

@@ -35,11 +35,15 @@ class PromptAdmission:
 
     @property
     def is_short_of_blocks(self) -> bool:
-        """Return whether the next waiting sequence lacks blocks. Then no reservation may take blocks before it."""
+        """Return whether the next waiting sequence cannot start because too few blocks are free. Then no reservation
+        may take blocks before it.
+        """
         return self._blocked is not None and self._blocked.head is self._table.peek_waiting()
 
     def is_still_blocked(self, head: Sequence) -> bool:
-        """Return whether nothing has changed since `head` did not get its blocks, so that a retry is useless."""
+        """Return whether nothing has changed since blocks were refused to the waiting sequence `head`, so that another
+        attempt is useless.
+        """
         blocked = self._blocked
         if blocked is None or blocked.head is not head or self._table.pool.num_free > blocked.num_free:
             return False

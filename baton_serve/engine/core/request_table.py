@@ -36,7 +36,7 @@ delayed, never starved. The factor was found by replaying a trace (docs/log/pd-a
 
 
 class BlockCopy(NamedTuple):
-    """Copy the KV of all layers from block `source` to block `target`."""
+    """A planned copy of the KV of all layers from block `source` to block `target`."""
 
     source: int
     target: int
@@ -82,10 +82,9 @@ class RequestTable:
         self._last_version = 0
 
     def add(self, work: Work, mode: Mode, now: float) -> Sequence:
-        """Add a request and return its parent sequence, which the caller must enqueue or reserve blocks for.
-
-        `generate` requests of one priority run in order of arrival and `prefill` requests in order of their due times.
-        Raises `RequestError` if the request id is already in use.
+        """Add a request and return its first sequence, the parent, which computes the prompt. The caller must `enqueue`
+        it or reserve blocks for it. `generate` requests of one priority run in order of arrival and `prefill` requests
+        in order of their due times. Raises `RequestError` if the request id is already in use.
         """
         if work.request_id in self.requests:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
@@ -156,7 +155,9 @@ class RequestTable:
         self._is_sorted = False
 
     def start_loading(self, sequence: Sequence) -> None:
-        """Park a sequence that owns its blocks until the host tier has copied their content in (`finish_loading`)."""
+        """Let a sequence that owns its blocks wait until the host tier has copied their content to the device
+        (`finish_loading`).
+        """
         sequence.state = SequenceState.LOADING
         self.loading.append(sequence)
 

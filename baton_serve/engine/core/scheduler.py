@@ -208,7 +208,7 @@ class Scheduler:
         return result
 
     def abandon(self, plan: ScheduledBatch) -> None:
-        """Undo `advance` for a step that the device could not compute. The caller fails its requests."""
+        """Undo `advance` for a step that the device could not compute. The caller fails the requests of the step."""
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_steps_in_flight -= 1

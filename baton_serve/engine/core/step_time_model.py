@@ -45,7 +45,9 @@ again after a while."""
 
 @dataclass(slots=True)
 class StepTimeModel:
-    """Learns the step durations of one engine. The engine reports each step to it; engine thread only."""
+    """Learns how long the steps of one engine take, to predict which number of prompt tokens meets the ITL SLOs. The
+    engine reports each step to it; engine thread only.
+    """
 
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
@@ -67,7 +69,9 @@ class StepTimeModel:
             self._extra_s[size] *= DECAY_PER_DECODE_STEP
 
     def computed(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Record the prefill rate of a step with `num_prompt_tokens` prompt tokens, whatever else it computed."""
+        """Record the prefill rate of a step with `num_prompt_tokens` prompt tokens, with or without decoding
+        sequences.
+        """
         # In smaller steps the fixed cost of a step dominates, and the rate would look too low.
         if num_prompt_tokens >= 32:
             rate = num_prompt_tokens / max(seconds, 1e-9)

@@ -34,7 +34,7 @@ TOKEN_AT is the index of a sequence's token in the first two rows, read as one.
 
 
 class Graph(Protocol):
-    """A captured graph that `replay` launches."""
+    """The interface of a captured graph, which `replay` launches."""
 
     def replay(self) -> None: ...
 
@@ -101,7 +101,9 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
 
 
 class DecodeGraphs:
-    """Captured decode steps of one engine, with the memory of their inputs and outputs."""
+    """The captured graphs of decode steps of one engine, one for each batch size, with the memory of their inputs and
+    outputs.
+    """
 
     def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig) -> None:
         device = layers[0].device
@@ -127,9 +129,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, capture: CaptureGraph) -> None:
-        """Capture all buckets. The largest comes first, since it sizes the scratch memory that all share.
-
-        Raises `RuntimeError` if something cannot be captured.
+        """Capture a graph for each batch size. The largest comes first, since it determines the size of the scratch
+        memory that all share. Raises `RuntimeError` if something cannot be captured.
         """
         sizes = batch_size_buckets(self._limits.max_num_seqs)
         self._fill_padding(self._staging[0].numpy(), 0, self._limits.max_num_seqs)
@@ -174,7 +175,9 @@ class DecodeGraphs:
         return logits if self._parts is None else self._parts.whole(logits)
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
-        """Store the sampled tokens [batch] of the last replay, where they are not the largest logits."""
+        """Store the sampled tokens [batch] of the last replay on the device, for the next step, because they are not
+        the greedy ones that the graph has stored.
+        """
         self.last_tokens.index_copy_(0, self._inputs[TABLE_ROWS, : len(tokens)], tokens)
 
     def _fill_padding(self, host: NDArray[np.int64], start: int, end: int) -> None:

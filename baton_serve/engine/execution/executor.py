@@ -28,16 +28,17 @@ AfterLayer = Callable[[int], None]
 
 
 class Executor(Protocol):
-    """Computes steps on one device, or on all ranks. Calls give the device work and return without waiting for it."""
+    """Computes steps on one device, or on all ranks. Its methods queue work on the device and return without waiting
+    for it.
+    """
 
     @property
     def has_graphs(self) -> bool: ...
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         """Compute a step, from a captured graph if one fits, and return the logits [num_logits, vocab_size].
-
-        `after_layer` is called after each layer (see `StepInputs`), but not if a captured graph is used. Only short
-        steps use graphs.
+        `after_layer` is called after each layer (see `StepInputs`), but not if a captured graph is used, which only
+        short steps do.
         """
         ...
 
@@ -53,8 +54,8 @@ class Executor(Protocol):
         ...
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
-        """Store the sampled tokens [batch] of the decode step that was replayed last, where they are not the largest
-        logits.
+        """Store the sampled tokens [batch] of the decode step that was replayed last on the device, for the next step,
+        because they are not the greedy ones that the graph has stored.
         """
         ...
 

@@ -33,7 +33,7 @@ TOKENS, LAST_OF, POSITIONS, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS = range(7)
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """The kinds of steps that one graph can compute."""
+    """Limits of the steps that one captured graph can compute, such as the number of sequences."""
 
     num_seqs: int
     """Largest number of sequences."""
@@ -65,10 +65,8 @@ def graph_variants(limits: SchedulerConfig) -> list[tuple[GraphShape, int]]:
 
 
 def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
-    """Return the first shape that fits, or None.
-
-    None fits steps with single tokens only (decode graphs), with adapters, with images, or with too many sequences or
-    logits.
+    """Return the first graph shape that can compute this step, or None. No shape fits a step with single tokens only
+    (see decode graphs), with adapters, with images, or with too many sequences or logits.
     """
     lengths = np.diff(arrays.query_starts)
     if arrays.adapters or arrays.images or arrays.logit_rows is None or lengths.max() == 1:
@@ -78,7 +76,7 @@ def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
 
 
 class PromptGraphs:
-    """Captured graphs of one engine, with the memory of their inputs and outputs."""
+    """The captured graphs of one engine for small steps with prompts, with the memory of their inputs and outputs."""
 
     def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, last_tokens: Tensor) -> None:
         """Allocate the memory of the inputs.

@@ -62,10 +62,9 @@ class ImageRowsSource(Protocol):
 
 
 class ModelRunner:
-    """Runs steps on an executor. Engine thread only.
-
-    A step is `start`, `choose`, `wait`. The next step may start after `choose` of this one. Its `choose` must come
-    after the tokens of this step were added to the sequences, because penalties and grammars depend on them.
+    """Runs steps on an executor. Engine thread only. A step has three phases: `start` computes logits, `choose` samples
+    tokens, `wait` returns them. The next step may start after `choose` of this one. Its `choose` must come after the
+    tokens of this step were added to the sequences, because penalties and grammars depend on them.
     """
 
     def __init__(
@@ -95,14 +94,16 @@ class ModelRunner:
         self._device = device
 
     def run(self, plan: ScheduledBatch) -> ModelRunnerOutput:
-        """Run a step to its end."""
+        """Run all phases of a step and return its output."""
         return self.wait(self.choose(self.start(plan)))
 
     @torch.inference_mode()
     def start(
         self, plan: ScheduledBatch, *, ahead: bool = False, after_layer: AfterLayer | None = None
     ) -> LaunchedForward:
-        """Launch a step up to its logits. `ahead`: the previous step has not been waited for."""
+        """Launch the computation of a step's logits. `ahead` says that the tokens of the previous step are not known
+        yet.
+        """
         if not plan.chunks:
             return LaunchedForward(plan, None, None, None)
         # Grammars and min_tokens depend on the previous tokens. If these are not known yet, `choose` builds the
@@ -118,7 +119,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose(self, started: LaunchedForward) -> SampledTokens:
-        """Launch sampling and the copy of the tokens to the host."""
+        """Launch the sampling of a step's tokens and their copy to the host."""
         plan, logits, inputs = started.plan, started.logits, started.inputs
         sampled = ModelRunnerOutput([])
         if logits is None and started.greedy is None:
@@ -148,7 +149,7 @@ class ModelRunner:
         return SampledTokens(host_copy, sampled, started.vocab_size)
 
     def wait(self, chosen: SampledTokens) -> ModelRunnerOutput:
-        """Wait for the device and return the step's output. Only logprobs make the runner wait earlier."""
+        """Wait for the device and return the step's output. If logprobs are asked for, `choose` waits already."""
         if chosen.host_copy is not None:
             chosen.sampled.token_ids = token_ids = chosen.host_copy.wait()
             # Samplers return vocab_size for a row with NaN, which is not a valid token id.

@@ -19,9 +19,8 @@ from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImag
 
 
 class EngineSetup:
-    """The parts of an engine that do not depend on the size of the KV cache.
-
-    `layout` describes blocks with all ranks' heads.
+    """The parts of an engine that exist before the size of the KV cache is known. `layout` describes blocks with all
+    ranks' heads.
     """
 
     def __init__(

@@ -17,12 +17,14 @@ from them.
 
 
 def is_coded(cache: Tensor) -> bool:
-    """Return whether the elements of a cache are one-byte codes with scales."""
+    """Return whether a KV cache is quantized to one-byte values (codes) with scales."""
     return cache.dtype in MAX_CODE_VALUE
 
 
 def scales_of(cache: Tensor) -> Tensor:
-    """Return the scales, bfloat16 [num_blocks, 2, num_kv_heads, block_tokens], as a view of a layer's cache view."""
+    """Return the scales of a quantized KV cache as a view of the layer's cache, bfloat16 [num_blocks, 2, num_kv_heads,
+    block_tokens].
+    """
     words = cache.view(torch.bfloat16)
     shape, strides = cache.shape[:4], words.stride()
     start = (cache.storage_offset() + cache.shape[3] * cache.shape[4]) // 2
@@ -30,7 +32,7 @@ def scales_of(cache: Tensor) -> Tensor:
 
 
 def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize rows [..., head_dim]. Return codes of `dtype` and their scales, bfloat16 [...]."""
+    """Quantize rows [..., head_dim]. Return the one-byte values in `dtype` and their scales, bfloat16 [...]."""
     wide, largest = rows.float(), MAX_CODE_VALUE[dtype]
     scales = (wide.abs().amax(dim=-1) * (1.0 / largest)).to(torch.bfloat16)
     # Divide by the scale as it is stored: the reader multiplies with the rounded one.
@@ -41,7 +43,9 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def write(cache: Tensor, plane: int, blocks: Tensor, offsets: Tensor, rows: Tensor) -> None:
-    """Write rows [num_tokens, num_kv_heads, head_dim] to these places of K (plane 0) or V (plane 1)."""
+    """Quantize rows [num_tokens, num_kv_heads, head_dim] and write them to these blocks and offsets of K (`plane` 0) or
+    V (`plane` 1).
+    """
     # One plane at a time: with latent attention both planes are the same memory, which torch cannot index as a whole.
     if not is_coded(cache):
         cache.select(1, plane)[blocks, :, offsets] = rows.to(cache.dtype)
@@ -52,7 +56,9 @@ def write(cache: Tensor, plane: int, blocks: Tensor, offsets: Tensor, rows: Tens
 
 
 def read(cache: Tensor, tables: Tensor) -> Tensor:
-    """Return whole blocks as numbers, float32 [*tables.shape, 2, num_kv_heads, block_tokens, head_dim]."""
+    """Return the dequantized content of whole blocks, float32 [*tables.shape, 2, num_kv_heads, block_tokens, head_dim].
+    `tables` holds block numbers.
+    """
     if not is_coded(cache):
         return cache[tables].float()
     codes = cache.view(torch.uint8)[tables].view(cache.dtype).float()

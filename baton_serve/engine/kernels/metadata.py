@@ -96,7 +96,7 @@ class AttentionBackend(Protocol):
     """
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
-        """Write key and value [num_tokens, num_kv_heads, head_dim] to `meta.slots`."""
+        """Write key and value [num_tokens, num_kv_heads, head_dim] to the cache positions `meta.slots`."""
         ...
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
@@ -106,16 +106,15 @@ class AttentionBackend(Protocol):
         ...
 
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
-        """Norm and rotate heads, write K and V to `meta.slots`, and attend, for sequences with one new token each.
-        Return [num_tokens, num_heads, head_dim]; `new` is not changed.
-
-        Return None, and do nothing, if no single kernel does all of it faster than separate steps.
+        """For sequences with one new token each: apply the norms and the rotation to the new heads, write K and V to
+        `meta.slots`, and compute attention. Return [num_tokens, num_heads, head_dim]; `new` is not changed. Return
+        None, and do nothing, if no single kernel does all of it faster than separate steps.
         """
         ...
 
 
 class PackedWeight(Protocol):
-    """A quantized weight in the order that the kernels of one device read. Only these kernels read its parts."""
+    """A weight in the order in which the kernels of one device read it. Only these kernels read its parts."""
 
     @property
     def outputs(self) -> int: ...
@@ -153,8 +152,8 @@ class Linear:
 
 
 class LayerKernels(Protocol):
-    """The interface of a layer's matrix products, and of the steps between them in one pass over memory. Modules and
-    objects can implement it.
+    """The interface of the operations in a layer besides attention: matrix products, norms, activation, rotation and
+    experts. Methods that combine several operations need one pass over memory. Modules and objects can implement it.
     """
 
     def pack(self, weight: QuantizedWeight) -> Weight:
@@ -189,21 +188,23 @@ class LayerKernels(Protocol):
         ...
 
     def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-        """Return `rms_norm` of x [num_tokens, hidden] in the form that `linear` with the weight `then`
-        reads fastest.
+        """Return `rms_norm` of x [num_tokens, hidden] in the form in which `linear` reads it fastest for the weight
+        `then`.
         """
         ...
 
     def linear_norm(
         self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
     ) -> Activations:
-        """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. `then`
-        has the same meaning as in `norm_for`.
+        """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. The
+        result is in the form in which `linear` reads it fastest for the weight `then`.
         """
         ...
 
     def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
-        """Return `silu_mul` of `linear` in the form that `linear` with the weight `then` reads fastest."""
+        """Return silu(gate) * up, in which `gate_up` computes gate and up from x. The result is in the form in which
+        `linear` reads it fastest for the weight `then`.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -250,9 +251,8 @@ class LayerKernels(Protocol):
 
 
 class RowLayer(Protocol):
-    """The weights of one decoder layer for a `RowKernel`, which computes all layers for a single row.
-
-    A part that the layer does not have is None.
+    """The weights of one decoder layer, as `RowKernel` (all layers in one kernel) takes them. A weight that the layer
+    does not have is None.
     """
 
     @property
@@ -272,7 +272,7 @@ class RowLayer(Protocol):
 
 
 class RowKernel(Protocol):
-    """Computes all layers of a decoder for a single row."""
+    """Computes all layers of a decoder for one token of one sequence (a batch with a single row) in a single kernel."""
 
     def __call__(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata

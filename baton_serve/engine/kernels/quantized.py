@@ -42,8 +42,8 @@ def code_bits(codebook: Codebook) -> int:
 
 
 def code_values(codebook: Codebook) -> tuple[float, ...]:
-    """Return the values of all codes in order. Raises `ValueError` for codes of eight bits, which are numbers
-    themselves.
+    """Return the float value of each code of a codebook, in the order of the codes. Raises `ValueError` for codes of
+    eight bits, which are numbers themselves.
     """
     match codebook:
         case "int4":
@@ -65,8 +65,8 @@ def code_values(codebook: Codebook) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """One quantized weight. `codes` is [outputs, …] in int8, a float8 of torch, or int32 words; `scales` and `zeros`
-    are [outputs, groups] of any float dtype.
+    """One quantized weight matrix. `codes` is [outputs, …] in int8, a float8 of torch, or int32 words of packed codes;
+    `scales` and `zeros` are [outputs, groups] of any float dtype.
     """
 
     codebook: Codebook
@@ -97,14 +97,14 @@ class QuantizedWeight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 
     def rows(self, start: int, end: int) -> "QuantizedWeight":
-        """Return the outputs from `start` to `end` as a view."""
+        """Return a view of the outputs (rows) from `start` to `end`."""
         zeros = None if self.zeros is None else self.zeros[start:end]
         return replace(self, codes=self.codes[start:end], scales=self.scales[start:end], zeros=zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """The weights of a mixture's experts, all of one shape, with their outputs one after the other."""
+    """The quantized weights of all experts of one layer, of equal shape, concatenated along their outputs."""
 
     weight: QuantizedWeight
     count: int
@@ -133,7 +133,7 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
 
 
 def numbers(weight: QuantizedWeight) -> Tensor:
-    """Return the values of the codes, float32 [outputs, inputs], without zeros and scales."""
+    """Return the value of each code as float32 [outputs, inputs], before zeros and scales are applied."""
     bits = code_bits(weight.codebook)
     if bits == 8:
         return weight.codes[:, : weight.inputs].float()
@@ -143,7 +143,7 @@ def numbers(weight: QuantizedWeight) -> Tensor:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight as numbers [outputs, inputs], computed in float32 and rounded once."""
+    """Return the weight as floats [outputs, inputs] in `dtype`, computed in float32 and rounded once."""
     values, groups = numbers(weight), weight.scales.shape[1]
     padded = torch.nn.functional.pad(values, (0, groups * weight.group - weight.inputs)) if groups > 1 else values
     grouped = padded.view(len(values), groups, -1)
@@ -153,15 +153,15 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
 
 
 def dequantize_rows(weight: QuantizedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of an embedding table as numbers [len(rows), inputs]."""
+    """Return the rows `rows` of a quantized embedding table as floats [len(rows), inputs]."""
     zeros = None if weight.zeros is None else weight.zeros[rows]
     codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)  # torch cannot index float8
     return dequantize(replace(weight, codes=codes, scales=weight.scales[rows], zeros=zeros), dtype)
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Return x [num_tokens, inputs] times the weight: [num_tokens, outputs] in x's dtype. This is the twin of every
-    quantized product.
+    """Multiply x [num_tokens, inputs] by a quantized weight. Return [num_tokens, outputs] in x's dtype. This
+    plain-torch implementation is the reference (the twin) of all quantized products.
     """
     return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
 

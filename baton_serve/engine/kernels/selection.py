@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Return the attention of a device. Call it once for an engine: it may compile, and it logs a warning if only the
-    twin, the slow implementation in plain torch, is available.
+    """Return the fastest attention implementation for a device. Call it once for an engine: it may compile kernels, and
+    it logs a warning if only the slow implementation in plain torch (the twin) is available.
     """
     if device.type == "cpu":
         return _cpu_attention(dtype)
@@ -38,8 +38,8 @@ def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBack
 
 
 def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
-    """Return the kernels between attention layers. Call it once for an engine, after `attention_backend`, which logs
-    the warning for both.
+    """Return the fastest implementations of `LayerKernels` for a device. Call it once for an engine, after
+    `attention_backend`, which logs the warning for both.
     """
     if device.type != "cpu":
         return _triton_layers()
@@ -54,8 +54,8 @@ def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
 def row_kernel(
     device: torch.device, layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
 ) -> RowKernel | None:
-    """Return a kernel that computes all layers of a decoder for one row, or None if nothing here is faster than
-    separate steps, or is known to be safe on this device.
+    """Return a kernel that computes all layers of a decoder for a single row, or None if there is none that is faster
+    than separate kernels and known to be safe on this device.
     """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None

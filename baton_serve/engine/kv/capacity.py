@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
-    """Return how many bytes the KV cache may take on `device`: what the settings state, or else what is left of memory.
-
-    `activation_bytes` is what the largest step needs beside the weights. Call it once the weights are loaded.
+    """Return how many bytes the KV cache may use on `device`: the number in the settings, or else the memory that is
+    left. `activation_bytes` is the memory that the largest step needs in addition to the weights. Call it once the
+    weights are loaded.
     """
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes

@@ -89,7 +89,9 @@ class SlotChecksums:
 
 
 class HostTierMemory:
-    """Executes the copies that `tier` decides. Engine thread only; without a tier it does nothing."""
+    """Holds the bytes of the host tier, and executes the copies that `tier` plans. Engine thread only; without a tier
+    it does nothing.
+    """
 
     def __init__(self, cache: KVCache, tier: HostTier | None) -> None:
         self.tier = tier
@@ -123,9 +125,8 @@ class HostTierMemory:
                 del events[key]
 
     def move(self) -> None:
-        """Start all copies that the tier has decided since the last call, in their order.
-
-        Call it before anything else touches the blocks.
+        """Start all copies that the tier has planned since the last call, in their order. Call it before anything else
+        uses the blocks.
         """
         moves = self.tier.take_tier_copies() if self.tier is not None else []
         for is_to_host, group in groupby(moves, key=lambda move: move.is_to_host):
@@ -133,9 +134,8 @@ class HostTierMemory:
                 self._copy(batch, is_to_host=is_to_host)
 
     def before(self, blocks: Iterable[int]) -> None:
-        """Make later work of the device wait for running copies of these blocks.
-
-        Call it before a step that uses them.
+        """Make later work of the device wait until running copies of these blocks have ended. Call it before a step
+        that uses them.
         """
         copying = self._cache.copying
         if copying:

@@ -115,8 +115,8 @@ class KVCache:
         blocks[target] = blocks[source]
 
     def reached(self) -> devices.DeviceEvent | None:
-        """Record an event behind the work that this thread has queued so far, and return it; None if transports need
-        not wait.
+        """Record an event behind the work that this thread has queued on the device so far, and return it; None if
+        transports need not wait.
         """
         return None if devices.is_host(self.device) or self.is_mirrored else devices.record(self.device)
 

@@ -20,10 +20,9 @@ VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 
 
 def weights_fingerprint(folder: Path, variant: str, gguf: Path | None = None) -> str:
-    """Return the fingerprint of a folder's weights.
-
-    `variant` describes everything else that changes the KV, such as fixed rotary frequencies. `gguf` is the file with
-    the weights if they are in one.
+    """Return a hash that identifies a folder's weights, so that only KV of equal weights is shared. `variant` describes
+    everything else that changes the KV, such as fixed rotary frequencies. `gguf` is the file with the weights if they
+    are in one.
     """
     digest = _config_digest(folder, variant)
     # Sorted, because the order of a directory is not defined.

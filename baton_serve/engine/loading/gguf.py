@@ -82,10 +82,9 @@ def gguf_file(config: EngineConfig) -> Path | None:
 
 
 def gguf_layers(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel | None:
-    """Return readers of the file's tensors by the names of `skeleton`'s parameters. `keep_codes` leaves linear layers
-    coded.
-
-    Return None if only transformers can convert this architecture. Raises `ModelError` if the file is broken.
+    """Return a function for each parameter of the model `skeleton` that reads it from the file. With `keep_codes`,
+    linear layers stay quantized as they are in the file. Return None if only transformers can convert this
+    architecture. Raises `ModelError` if the file is broken.
     """
     try:
         return _converted(file, skeleton, keep_codes=keep_codes)
@@ -139,7 +138,9 @@ def dense_layers(file: Path, skeleton: nn.Module, dense: DenseConfig) -> StoredM
 
 
 def dense_name(name: str) -> str:
-    """Return the name of a tensor of llama.cpp in checkpoints of dense decoders; "" if there is none."""
+    """Return the name that a tensor of llama.cpp has in a safetensors checkpoint of a dense decoder; "" if there is
+    none.
+    """
     stem, _, leaf = name.rpartition(".")
     if stem in DENSE_NAMES:
         return f"{DENSE_NAMES[stem]}.{leaf}"

@@ -26,7 +26,9 @@ def unpack_to_cache(file: Path, environ: Mapping[str, str]) -> Path:
 
 
 def unpack(file: Path, folder: Path) -> Path:
-    """Make or update `folder`, and return its link to the file, which can be given as MODEL. Raises `ModelError`."""
+    """Create or update a model folder with config and tokenizer from a GGUF file, and return the path in it to serve as
+    MODEL. Raises `ModelError`.
+    """
     if not file.is_file():
         raise ModelError(f"{file} is not a file")
     folder.mkdir(parents=True, exist_ok=True)

@@ -98,10 +98,9 @@ def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCo
 
 
 def fill(pieces: list[TensorCopy], device: torch.device, progress: Callable[[float], None]) -> None:
-    """Execute all copies, and wait until the device has finished them. Target and source may differ in dtype.
-
-    `progress` is called with the finished fraction, from 0 to 1. If a copy fails, for example because torch gets no
-    memory, its error is raised after the running copies have ended.
+    """Execute all copies in `pieces`, and wait until the device has finished them. Target and source may differ in
+    dtype. `progress` is called with the finished fraction, from 0 to 1. If a copy fails, for example because torch gets
+    no memory, its error is raised after the running copies have ended.
     """
     small = [cut for piece in pieces for cut in _cut(piece)]
     total = sum(piece.source.nbytes for piece in small)

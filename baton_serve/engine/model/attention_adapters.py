@@ -22,7 +22,9 @@ OWN_ATTENTION = frozenset({"codegen", "falcon", "gptj", "gpt_neo"})
 
 
 def adapt_attention(module: nn.Module) -> None:
-    """Change all attention modules of a model that need it."""
+    """Change those attention modules of a transformers model that do not call the attention interface as the engine
+    needs it, such as latent attention.
+    """
     for part in module.modules():
         if (teach := _ADAPTERS.get(type(part).__name__)) is not None:
             teach(part)
@@ -30,17 +32,18 @@ def adapt_attention(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MLAProjection:
-    """Latent attention (MLA): moves the up-projection of keys to the query, and that of values behind attention.
-
-    So attention runs over the cached latents, as one KV head (https://arxiv.org/abs/2405.04434, 2.1.2). Implements
-    `paged_attention.LatentProjection`.
+    """Latent attention (MLA) over the cached latents, as if they were one KV head: it applies the up-projection of keys
+    to the query instead, and that of values to the result of attention (https://arxiv.org/abs/2405.04434, 2.1.2).
+    Implements `paged_attention.LatentProjection`.
     """
 
     keys: Tensor  # [num_heads, key size without rotation, rank]
     values: Tensor  # [num_heads, value size, rank]
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Project a query [1, num_heads, num_tokens, key size] to the size of the latent."""
+        """Project a query [1, num_heads, num_tokens, key size] to the size of the latent, by the up-projection of the
+        keys.
+        """
         size = self.keys.shape[1]
         return torch.cat([query[..., :size] @ self.keys, query[..., size:]], dim=-1)
 

@@ -19,7 +19,7 @@ from baton_serve.engine.model.block_tables import BlockTables
 
 
 class ImageRows(NamedTuple):
-    """Embeddings of an image, which replace those of the step's rows from `first` on."""
+    """The embeddings of an image, which replace the embeddings of the step's tokens from row `first` on."""
 
     first: int
     features: Tensor  # [count, hidden]
@@ -89,7 +89,7 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """The arrays of a step, and where its logits are."""
+    """The input arrays of a step, and which rows of its output have logits."""
 
     arrays: StepArrays
     sample_at: list[int]

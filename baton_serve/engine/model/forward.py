@@ -22,7 +22,9 @@ from baton_serve.engine.model.quantized.modules import install
 
 
 class LogitParts(Protocol):
-    """Logits of which each rank computes some columns. All ranks must make the same calls."""
+    """The interface of models in which each rank computes some columns of the logits. All ranks must make the same
+    calls.
+    """
 
     vocab_size: int
     """Size of the vocabulary, over all ranks."""

@@ -47,7 +47,7 @@ They are found by name, since a layer that looks alike may differ.
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The packed weights of one layer."""
+    """The weights of one layer in the form that the fused kernels read."""
 
     input_norm: Norm
     qkv: Linear
@@ -76,7 +76,9 @@ def fits(module: nn.Module) -> bool:
 
 
 class FusedForward:
-    """Implements `Forward` and `LogitParts` with fused kernels."""
+    """Runs the layers of a decoder with fused kernels instead of transformers' modules. Implements `Forward` and
+    `LogitParts`.
+    """
 
     def __init__(
         self, model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels, collectives: Collectives
@@ -225,7 +227,7 @@ class FusedForward:
 
 
 def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:
-    """Pack a layer of transformers into few matrices."""
+    """Join and pack the weights of a transformers layer into few matrices, such as one for query, key and value."""
     attention, mlp = layer.self_attn, layer.mlp
     if hasattr(attention, "qkv_proj"):
         qkv = _linear(attention.qkv_proj, kernels)

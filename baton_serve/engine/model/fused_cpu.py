@@ -49,7 +49,9 @@ def _can_pack_all(module: nn.Module) -> bool:
 
 
 class CpuForward:
-    """Implements `Forward`. Takes the weights out of the module layer by layer, so that each is in memory only once."""
+    """Runs all layers of a decoder by one call of the C++ library. Implements `Forward`. It takes the weights out of
+    the module layer by layer, so that each is in memory only once.
+    """
 
     is_capturable = False
     parts = None

@@ -24,9 +24,8 @@ OutputSlices = tuple[OutputSlice, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The modules whose outputs are side by side in each product of a layer.
-
-    Experts have none: adapters cannot change them.
+    """The original modules of a layer whose outputs are computed together by one fused product, in their order. Experts
+    have none: adapters cannot change them.
     """
 
     qkv: OutputSlices
@@ -36,7 +35,7 @@ class LayerParts:
 
 
 class AdaptedForward(FusedForward):
-    """A `FusedForward` whose products adapters can change."""
+    """A `FusedForward` that adds the products of LoRA adapters."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ LoadProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights on the device, and the facts that scheduler and KV cache need."""
+    """A model with its weights on the device, and what the scheduler and the KV cache need to know about it."""
 
     module: nn.Module
     name: str

@@ -20,7 +20,7 @@ They are found by name, since a router that looks alike may differ.
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts with its weights."""
+    """A mixture-of-experts layer: its router and its experts' weights."""
 
     router: Tensor  # [num_experts, hidden]
     router_bias: Tensor | None
@@ -36,9 +36,8 @@ class Mixture:
 
 
 def pack_mixture(mlp: Any) -> Mixture | None:
-    """Return the mixture, or None if it is of an unknown kind.
-
-    Weights that are stored transposed (gpt-oss) are transposed once; transformers' parameters become views of them.
+    """Return the mixture of a transformers module, or None if it is of an unknown kind. Weights that are stored
+    transposed (gpt-oss) are transposed once; transformers' parameters become views of them.
     """
     router: Any = getattr(mlp, "router", None) or getattr(mlp, "gate", None)
     experts: Any = getattr(mlp, "experts", None)

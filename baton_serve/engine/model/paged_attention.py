@@ -21,9 +21,8 @@ NAME = "baton"
 
 
 class AttentionContext(Protocol):
-    """Computes attention for one layer.
-
-    `query` is [num_tokens, num_heads, head_dim]; `key` and `value` have num_kv_heads.
+    """The interface by which a layer of the model computes attention. `query` is [num_tokens, num_heads, head_dim];
+    `key` and `value` have num_kv_heads.
     """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor: ...
@@ -53,7 +52,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shapes and rules with which a layer asks for attention."""
+    """The head counts, sizes and attention rules that one layer uses."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,7 +77,9 @@ class AttentionProbe:
 
 
 class StepHolder:
-    """Holds the context of a step while the model's forward runs. There is one for each model."""
+    """Gives the attention layers of a model access to the current step while its forward runs. There is one for each
+    model.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.context: AttentionContext | None = None

@@ -17,9 +17,9 @@ FIXED = "fixed"
 
 
 def freeze(module: nn.Module, max_model_len: int) -> str:
-    """Fix the frequencies of a model. Return the choice for the fingerprint; "" if nothing depends on the length.
-
-    Raises `UnsupportedModelError` for frequencies that depend on the length in different ways per layer type.
+    """Fix the rotary frequencies of a model whose frequencies depend on the length of the text, so that cached KV stays
+    valid. Return a description for the fingerprint; "" if nothing depends on the length. Raises `UnsupportedModelError`
+    for frequencies that depend on the length in different ways per layer type.
     """
     variants: set[str] = set()
     for part in module.modules():

@@ -117,11 +117,11 @@ class LLMEngine:
         return self._runner.step() if self._runner.has_requests else StepChanges()
 
     def look(self, request_id: str) -> RequestOutput:
-        """Return the answer of a request so far. The request must be known."""
+        """Return a request's output so far, and keep the request. The request must be known."""
         return self._runner.output(RequestId(request_id))
 
     def take(self, request_id: str) -> RequestOutput:
-        """Return the answer of a request and forget the request."""
+        """Return a request's output so far, and forget the request."""
         output = self.look(request_id)
         self.abort_request(request_id)
         return output

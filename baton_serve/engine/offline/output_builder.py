@@ -18,7 +18,9 @@ class IncrementalTokenizer(Protocol):
 
 
 class StopMatch(NamedTuple):
-    """A stop string that was found, and the text up to it; with `include_stop_str_in_output`, up to its end."""
+    """A stop string that was found, and the text before it; with `include_stop_str_in_output`, the text up
+    to its end.
+    """
 
     text: str
     matched: str
@@ -87,7 +89,7 @@ class GeneratedSequence:
 
     @property
     def cumulative(self) -> float:
-        """Sum of the log-probabilities of the tokens; 0 if they were not requested."""
+        """The sum of the log-probabilities of the generated tokens; 0 if logprobs were not requested."""
         return sum(token.chosen.logprob for token in self.logprobs)
 
 

@@ -113,7 +113,7 @@ class SamplingParams:
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings as a list; empty if there are none."""
+        """The stop strings as a list, empty if there are none."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
     def resolved(self, *, seed: int, room: int) -> sampling.SamplingSpec:
@@ -194,12 +194,12 @@ GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Default sampling parameters that the model's generation_config.json states."""
+    """The default sampling parameters in the model's generation_config.json."""
 
     values: dict[str, float] = field(default_factory=dict)
 
     def params(self) -> SamplingParams:
-        """Return vLLM's default `SamplingParams` with the model's own values in place."""
+        """Return `SamplingParams` with vLLM's defaults, replaced by the model's own values where it states them."""
         known = {entry.name: entry.type for entry in fields(SamplingParams)}
         params = SamplingParams()
         for name, value in self.values.items():

@@ -30,7 +30,9 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
-    """Make the KV cache, replacing an earlier one. The descriptor of rank 0's host memory follows. The rank answers."""
+    """Create the KV cache, in place of an earlier one. A descriptor of rank 0's host memory is sent after this message.
+    The rank answers.
+    """
 
     num_blocks: int
 
@@ -131,7 +133,7 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandFailed(msgspec.Struct, frozen=True, tag=True):
-    """Executing a command raised an error. Rank 0 raises the error of the same kind."""
+    """Executing a command raised an error. Rank 0 raises an error of the same kind."""
 
     kind: Literal["config", "model", "unsupported", "capacity", "other"]
     message: str
@@ -141,7 +143,7 @@ CommandAnswer = CommandDone | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:
-    """Return the command for a step."""
+    """Convert the input arrays of a step to the command for the other ranks."""
     return Compute(
         tokens=_bytes(arrays.tokens),
         positions=_bytes(arrays.positions),
@@ -155,7 +157,7 @@ def compute_command(arrays: StepArrays) -> Compute:
 
 
 def step_arrays(command: Compute) -> StepArrays:
-    """Return the step of a command."""
+    """Convert a command back to the input arrays of its step."""
     context_lens = _int32(command.context_lens)
     return StepArrays(
         tokens=_int64(command.tokens),
@@ -171,24 +173,24 @@ def step_arrays(command: Compute) -> StepArrays:
 
 
 def replay_command(arrays: DecodeArrays) -> Replay:
-    """Return the command for a decode step."""
+    """Convert the input arrays of a decode step to the command for the other ranks."""
     changes = None if arrays.changes is None else _bytes(arrays.changes)
     return Replay(inputs=_bytes(arrays.inputs), changes=changes)
 
 
 def decode_arrays(command: Replay) -> DecodeArrays:
-    """Return the decode step of a command."""
+    """Convert a command back to the input arrays of its decode step."""
     changes = None if command.changes is None else _int64(command.changes).reshape(2, -1)
     return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes)
 
 
 def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:
-    """Return the command for the last tokens of `slots`."""
+    """Return the command by which the other ranks store the last tokens of `slots`."""
     return StoreLastTokens(_bytes(slots))
 
 
 def kept_slots(command: StoreLastTokens) -> NDArray[np.int64]:
-    """Return the slots of a command."""
+    """Return the slots that a `StoreLastTokens` command names."""
     return _int64(command.slots)
 
 

@@ -32,7 +32,7 @@ from baton_serve.engine.parallel.ranks import Ranks
 
 
 class TPExecutor:
-    """Implements `Executor` on all ranks."""
+    """Executes steps on all ranks of a tensor-parallel model, from rank 0. Implements `Executor`."""
 
     def __init__(self, own: LocalExecutor, ranks: Ranks) -> None:
         self._own = own
@@ -96,7 +96,7 @@ class BlockCopier(Protocol):
 
 
 class TPBlockCopier:
-    """Implements `BlockCopier` on all ranks."""
+    """Copies KV blocks on all ranks, from rank 0. Implements `BlockCopier`."""
 
     def __init__(self, own: KVCache, ranks: Ranks) -> None:
         self._own = own

@@ -22,10 +22,9 @@ EMBEDDER_SUFFIXES = ("Model", "ForTextEncoding", "ForMaskedLM")
 
 
 def detect_model_kind(folder: Path, *, runner: RunnerType = "auto", task: Task = "auto") -> ModelKind:
-    """Return what the model in a folder is for.
-
-    A folder that cannot be read counts as a text generator, since loading it reports the cause. Raises `ConfigError`
-    for a runner and a task that contradict each other.
+    """Return what the model in a folder computes: text, embeddings or classes. A folder that cannot be read counts as a
+    text generator, since loading it reports the cause. Raises `ConfigError` for a runner and a task that contradict
+    each other.
     """
     if task != "auto" and runner != "auto" and (runner == "generate") != (task == "generate"):
         raise ConfigError(f"--runner {runner} and --task {task} contradict each other; give one of them")

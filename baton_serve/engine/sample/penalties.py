@@ -23,7 +23,9 @@ class _Counts:
 
 
 class Penalties:
-    """Applies penalties and keeps the counts of each sequence as long as the sequence exists."""
+    """Applies repetition, presence and frequency penalties. It keeps the token counts of each sequence as long as the
+    sequence exists.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -23,7 +23,7 @@ INDEX_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The tokens that the constrained rows of a step may choose, on the device."""
+    """Which tokens the constrained rows of a step may choose, as masks on the device."""
 
     rows: Tensor  # int64 [rows]
     masks: Tensor  # int64 [rows]
@@ -38,7 +38,9 @@ class TokenMasks:
 
 
 class TokenMasker:
-    """Owns the thread and the staging memory. Calls of `begin` and `send` alternate."""
+    """Builds the token masks of each step in a thread of its own, and copies them to the device. It owns the thread and
+    the staging memory. Calls of `begin` and `send` alternate.
+    """
 
     def __init__(self, builder: ConstraintBuilder, device: torch.device) -> None:
         self._builder = builder

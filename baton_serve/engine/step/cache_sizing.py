@@ -60,7 +60,9 @@ class KVCacheBuilder:
         return capacity.count_blocks(self._layout, available, None)
 
     def make(self, num_blocks: int) -> KVCache:
-        """Make the KV cache on all ranks. On hosts, and as a mirror, the ranks share one memory of the host."""
+        """Create the KV cache with this number of blocks on all ranks. In host memory, or if it has a mirror there, the
+        ranks share one memory of the host.
+        """
         shard = self._ranks.shard
         heads = None if shard.is_whole else shard.part(self._layout.num_kv_heads)
         cache = KVCache(self._layout, num_blocks, self._device, heads=heads)

@@ -120,10 +120,9 @@ def has_prefill_requests(plan: ScheduledBatch) -> bool:
 
 
 def runs_longer_than_launch(plan: ScheduledBatch, limits: SchedulerConfig) -> bool:
-    """Return whether launching the next step takes less time than this step.
-
-    This holds if the next step is small enough to be a graph, or if this step is large. Otherwise this step's tokens,
-    and its blocks for another instance, would wait for the launch.
+    """Return whether this step takes longer than launching the next one. This holds if the next step is small enough to
+    be a graph, or if this step is large. Otherwise this step's tokens, and its blocks for another instance, would wait
+    for the launch.
     """
     return (
         limits.max_num_batched_tokens <= MAX_GRAPH_TOKENS

@@ -32,7 +32,7 @@ def num_layer_groups(num_layers: int, asked: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroupPlan:
-    """How the layers are grouped."""
+    """How the model's layers are divided into groups that are reported, and sent, one after the other."""
 
     parts: int
     """Number of groups; a divisor of the number of layers."""

@@ -14,9 +14,8 @@ from baton_serve.engine.parallel.tp_leader import BlockCopier
 
 
 class MirrorRefs:
-    """Counts the requests that need each block in the mirror. Engine thread only.
-
-    A block is copied for its first user; its host memory is freed with the last.
+    """Counts the requests that need each block in the mirror, the copy of all ranks' blocks in host memory. Engine
+    thread only. A block is copied there for its first user; its host memory is freed with the last.
     """
 
     def __init__(self, cache: BlockCopier) -> None:

@@ -39,7 +39,7 @@ def measure_speed(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig,
 
 
 def should_measure_long_prompt(tokens_per_s: float) -> bool:
-    """Return whether the long prompt is fast enough to be measured at the start."""
+    """Return whether a long prompt, at this rate, takes little enough time to be measured at the start."""
     return tokens_per_s * MAX_LONG_PROMPT_S >= LONG_PROMPT_TOKENS
 
 

@@ -31,7 +31,9 @@ take 1 to 2 times the time of one, or 4 times.
 
 
 class KernelsUnavailableError(Exception):
-    """No library can be built on this machine; the message states why. The caller uses the plain-torch twins."""
+    """The C++ library cannot be built on this machine; the message says why. The caller uses the implementations in
+    plain torch (the twins).
+    """
 
 
 @functools.cache

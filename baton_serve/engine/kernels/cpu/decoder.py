@@ -18,7 +18,7 @@ _NOTHING = _AfterLayer()
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one decoder layer."""
+    """The weights of one decoder layer in the form that the C++ library reads."""
 
     input_norm: Tensor
     query_norm: Tensor | None
@@ -63,7 +63,9 @@ class _Step(ctypes.Structure):
 
 
 class CpuDecoder:
-    """One decoder in the C++ library. It keeps the weights alive, and scratch memory for the longest step so far."""
+    """Computes all layers of a decoder by one call of the C++ library. It keeps the weights alive, and scratch memory
+    for the longest step so far.
+    """
 
     def __init__(
         self,

@@ -60,14 +60,16 @@ class _StoreArguments(ctypes.Structure):
 
 
 def reads_cache(cache: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the library reads and writes this layer's cache view for activations of `dtype`."""
+    """Return whether the C++ library can read and write this layer's KV cache for activations of `dtype`."""
     if cache.dtype in KV_CODES:  # the scales follow the codes of a head
         return cache.stride(4) == 1 and cache.stride(3) == cache.shape[4]
     return cache.dtype == dtype and cache.stride(4) == 1
 
 
 class KvStore:
-    """Writes K and V to their slots. With a rotation, it also rotates the query (in place) and the key."""
+    """A call that writes K and V to their slots of the cache. With a rotation, it first rotates the key, and the query
+    in place.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.baton_store

@@ -22,8 +22,8 @@ _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A packed weight; implements `PackedWeight`. For codes, `scales` and `zeros` are float32 [groups, padded outputs]
-    and `table` is bf16.
+    """A weight in the order in which the C++ products read it; implements `PackedWeight`. For a quantized weight,
+    `scales` and `zeros` are float32 [groups, padded outputs] and `table` is bf16.
     """
 
     words: Tensor
@@ -54,10 +54,9 @@ def has_packed_linear(library: ctypes.CDLL) -> bool:
 
 
 def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, takes_turns: bool = False) -> Matrix:
-    """Pack `parts`, each bf16 [outputs, inputs] with an even number of inputs, into one matrix, one above the other.
-    The parts are not kept.
-
-    `takes_turns` interleaves two parts in the order of `gated`.
+    """Concatenate the matrices `parts`, each bf16 [outputs, inputs] with an even number of inputs, along their outputs,
+    and return them in packed order. The parts are not kept. With `takes_turns`, the rows of two parts alternate as in
+    `gated`.
     """
     inputs, outputs = parts[0].shape[1], sum(len(part) for part in parts)
     parts = [part if part.stride() == (inputs, 1) else part.contiguous() for part in parts]
@@ -94,8 +93,8 @@ def pack_codes(weight: QuantizedWeight, bias: Tensor | None) -> Matrix:
 
 
 def gated(rows: Tensor) -> Tensor:
-    """Return gate and up, given one above the other, with their rows interleaved in runs of 16, so that each panel
-    holds both.
+    """Return the matrices gate and up, which are given one above the other, with their rows alternating in runs of 16,
+    so that one pass computes a gate and its up value together.
     """
     return rows.view(2, -1, PANEL // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
@@ -135,7 +134,7 @@ def as_argument(matrix: Matrix) -> PackedMatrix:
 
 
 class PackedLinear:
-    """Products of packed weights. `library` is the result of `load_kernels`."""
+    """Multiplies activations by packed weights. `library` is the result of `load_kernels`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.baton_linear

@@ -30,8 +30,8 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
 
 
 def part_keys(logits: Tensor) -> Tensor:
-    """Return int32 [2, rows, parts]: the largest value of each part of a row, as an integer in the order of the floats,
-    and the lowest column that holds it.
+    """Divide each row into parts, and return int32 [2, rows, parts]: the largest value of each part, as an integer that
+    sorts like the float, and the lowest column that holds it.
     """
     assert logits.dtype.itemsize <= 4
     if logits.stride(1) != 1:

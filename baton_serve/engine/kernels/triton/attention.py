@@ -79,7 +79,7 @@ class TritonAttention:
         return decode_new(new, cache, meta, spec, self.tiles(new.heads, cache, len(new.heads))[0])
 
     def tiles(self, query: Tensor, cache: Tensor, num_seqs: int = 1) -> tuple[DecodeTiles, PrefillTiles]:
-        """Return the tile sizes of this device for these shapes."""
+        """Return the tile sizes that this device uses for these shapes."""
         head_bytes = padded(query.shape[2]) * query.element_size()
         return (
             decode_tiles(

@@ -33,7 +33,7 @@ def code_numbers(pairs, second: tl.constexpr, kind: tl.constexpr, dtype: tl.cons
 
 @triton.jit
 def code_half(codes, dtype: tl.constexpr):
-    """Return int8 or float8 `codes` in `dtype`, float16 or float32, converted by way of float16."""
+    """Return int8 or float8 `codes` in `dtype`, float16 or float32. The conversion goes through float16."""
     if codes.dtype == tl.int8:  # devices convert integers slowly: build a float16 between 1024 and 1279 from the bits
         bits = (codes.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return (bits.to(tl.float16, bitcast=True) - 1152.0).to(dtype)
@@ -42,7 +42,7 @@ def code_half(codes, dtype: tl.constexpr):
 
 @triton.jit
 def code_operand(codes, dtype: tl.constexpr):
-    """Return int8 or float8 `codes` in `dtype`."""
+    """Return int8 or float8 `codes` in `dtype`, as the operand of a matrix product."""
     if dtype == tl.bfloat16 and codes.dtype == tl.float8e4nv:  # devices have fast instructions for this path
         return codes.to(tl.float16).to(tl.float32).to(dtype)
     return codes.to(dtype)

@@ -95,7 +95,7 @@ def decode(
 
 
 def most_splits(meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles) -> int:
-    """Return the largest number of splits of any sequence in the batch."""
+    """Return the largest number of parts (splits) into which the context of any sequence in the batch is divided."""
     longest = meta.max_context_len
     if spec.sliding_window is not None:
         # The first split begins at a multiple of `min_split`, up to `min_split` tokens before the window.
@@ -112,8 +112,8 @@ def combine(
     tiles: DecodeTiles,
     align: int,
 ) -> None:
-    """Merge splits into `output`: `partial` [num_seqs, num_heads, num_splits, head_dim] and `stats` [..., 2]. `align`
-    must be that of the cut.
+    """Combine the results of all splits of a context in `output`: `partial` [num_seqs, num_heads, num_splits, head_dim]
+    and `stats` [..., 2]. `align` must be the one that was passed to `cut`.
     """
     num_seqs, num_heads, num_splits, head_dim = partial.shape
     if num_splits == 1:
@@ -141,8 +141,9 @@ def combine(
 
 @triton.jit
 def cut(context, min_split: tl.constexpr, split_limit: tl.constexpr, align: tl.constexpr, window: tl.constexpr):
-    """Return (first position, tokens per split, number of splits) of a context. There are at most `split_limit` equal
-    splits of about `min_split` tokens or more, each a multiple of `align` tokens.
+    """Divide a context into splits that are computed in parallel. Return (first position, tokens per split, number of
+    splits). There are at most `split_limit` equal splits of about `min_split` tokens or more, each a multiple of
+    `align` tokens.
     """
     first = context * 0
     if window > 0:
@@ -330,7 +331,9 @@ def attend_split(  # noqa: PLR0913
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Return the undivided result [rows, dims] of one split, its sum of weights and its peak [rows]."""
+    """Compute attention over one split. Return the result before the division by the sum of weights [rows, dims], this
+    sum [rows], and the largest score [rows].
+    """
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]
     acc = tl.zeros([rows, dims], tl.float32)

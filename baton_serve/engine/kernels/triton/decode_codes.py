@@ -47,8 +47,8 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Return (undivided result [rows, dims]; sum of weights [rows]; peak [rows], the exponent that both
-    are lower by).
+    """Compute attention over one split of a quantized cache. Return the result before the division [rows, dims], the
+    sum of weights [rows], and the peak [rows]: the exponent by which both are scaled down.
     """
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]

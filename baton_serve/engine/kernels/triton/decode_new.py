@@ -18,8 +18,8 @@ from baton_serve.engine.kernels.triton.tiles import DecodeTiles, padded
 
 
 def fits(new: NewHeads, cache: Tensor, meta: AttentionMetadata) -> bool:
-    """Return whether the kernel supports these heads and this cache: one new token for each sequence, and a cache
-    without codes.
+    """Return whether `decode_new` supports these heads and this cache: one new token for each sequence, and a cache
+    that is not quantized.
     """
     num_tokens, num_seqs = new.heads.shape[0], meta.context_lens.shape[0]
     is_plain = not is_coded(cache) and cache.dtype == new.heads.dtype and new.heads.stride(2) == 1
@@ -29,8 +29,8 @@ def fits(new: NewHeads, cache: Tensor, meta: AttentionMetadata) -> bool:
 def decode_new(
     new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles
 ) -> Tensor:
-    """Return [num_tokens, num_heads, head_dim]. The rows of padding sequences are undefined. Call it only if `fits` is
-    True.
+    """Compute `AttentionBackend.attend_new` with one kernel. Return [num_tokens, num_heads, head_dim], in which the
+    rows of padding sequences are undefined. Call it only if `fits` is True.
     """
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     num_tokens, num_heads = new.heads.shape[0], new.heads.shape[1] - 2 * num_kv_heads

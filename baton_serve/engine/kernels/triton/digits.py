@@ -28,10 +28,9 @@ _GROUPS_PER_PROGRAM = 16
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Activations as digits. `codes` is int8 [2 * num_tokens, inputs]: a token's high bytes, then its low bytes.
-
-    With `nibbles`, a group has the order in which four-bit codes lie in their group: inputs of low nibbles, then those
-    of high nibbles.
+    """Activations as two-byte integers with scales, for products of integers. `codes` is int8 [2 * num_tokens, inputs]:
+    the high bytes of each token, then the low bytes. With `nibbles`, the inputs of a group are in the order in which
+    four-bit codes lie in their bytes: inputs of low nibbles first, then those of high nibbles.
     """
 
     codes: Tensor
@@ -52,8 +51,8 @@ class Digits:
 
 
 def order_in_bytes(device: torch.device) -> Tensor:
-    """Return int64 [128]: the input at each place of a stretch, for four-bit codes that are read byte by byte
-    (`quantized.pack_codes`).
+    """Return int64 [128]: for four-bit codes that are read byte by byte (`quantized.pack_codes`), the number of the
+    input at each place of a group.
     """
     place = torch.arange(GROUP, device=device)
     half, byte = place // 64, place % 64
@@ -61,7 +60,7 @@ def order_in_bytes(device: torch.device) -> Tensor:
 
 
 def values_of(digits: Digits) -> Tensor:
-    """Return the numbers that digits represent, float32 [num_tokens, inputs] in the order of the inputs."""
+    """Return the floats that digits represent, float32 [num_tokens, inputs], in the order of the inputs."""
     pairs = digits.codes.view(digits.num_tokens, 2, -1, GROUP).float()
     numbers = (256.0 * pairs[:, 0] + pairs[:, 1]) * digits.scales[:, :, None]
     if digits.nibbles:
@@ -72,7 +71,7 @@ def values_of(digits: Digits) -> Tensor:
 
 
 def split(x: Tensor, *, nibbles: bool) -> Digits:
-    """Convert x [num_tokens, inputs] to digits. The number of inputs must be a multiple of 128."""
+    """Convert activations x [num_tokens, inputs] to digits. The number of inputs must be a multiple of 128."""
     made = _empty(x.shape[0], x.shape[1], x, nibbles)
     groups = made.scales.shape[1]
     per = min(8, padded(groups))
@@ -149,7 +148,7 @@ def store_digits(  # noqa: PLR0913
     groups: tl.constexpr,
     nibbles: tl.constexpr,
 ):
-    """Store the digits of one token; values are float32 [groups of this program, 128]."""
+    """Convert the values of one token, float32 [groups of this program, 128], to digits, and store them."""
     column = tl.arange(0, 128)
     known = group < groups
     if nibbles:  # reorder as `order_in_bytes` before storing, since neighbouring bytes are stored together

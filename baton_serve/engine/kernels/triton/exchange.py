@@ -31,11 +31,9 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 @dataclass(frozen=True, slots=True)
 class Inboxes:
-    """The memory that ranks exchange through, as one rank sees it.
-
-    `addresses`, int64 [ranks], locates each rank's inbox for this process: `HALVES` x `max_rows` x ranks x `words`
-    words, zero at first. `counters`, int32 [max_rows] of this rank, is zero at first too. Only the kernels of this
-    module may write to both.
+    """The memory through which the ranks exchange values, as one rank sees it. `addresses`, int64 [ranks], has the
+    address of each rank's inbox in this process: `HALVES` x `max_rows` x ranks x `words` words, zero at first.
+    `counters`, int32 [max_rows] of this rank, is zero at first too. Only the kernels of this module may write to both.
     """
 
     rank: int

@@ -22,7 +22,7 @@ __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Tile sizes of a grouped product."""
+    """Tile sizes of the matrix products of all experts in one kernel (a grouped product)."""
 
     rows: int  # of one expert
     columns: int  # of one matrix: a program of gate and up multiplies twice as many
@@ -149,7 +149,9 @@ def mix(
 
 
 def num_blocks(pairs: int, num_experts: int, rows: int) -> int:
-    """Return an upper bound of the number of row blocks: the last block of each chosen expert may be almost empty."""
+    """Return an upper bound of the number of row blocks in a grouped product. Each chosen expert may have one block
+    that is almost empty.
+    """
     return min(pairs, num_experts + pairs // rows)
 
 

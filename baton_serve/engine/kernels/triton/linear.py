@@ -54,7 +54,7 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def is_row(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a kernel of this module computes this product."""
+    """Return whether a kernel of this module computes this product: one row of x, and a weight that it supports."""
     return x.shape[0] == 1 and x.stride(-1) == 1 and weight.is_contiguous()
 
 

@@ -38,7 +38,9 @@ def prefill(
     *,
     skip_singles: bool,
 ) -> None:
-    """Compute `output`. With `skip_singles`, the rows of sequences with one new token are left to the decode kernel."""
+    """Compute the attention of all sequences, and store it in `output`. With `skip_singles`, the rows of sequences with
+    one new token are left to the decode kernel.
+    """
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     scaled = is_coded(cache)

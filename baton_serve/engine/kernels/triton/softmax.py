@@ -71,8 +71,8 @@ def capped_scores(raw, scale, softcap, capped: tl.constexpr):
 def absorb(  # noqa: PLR0913
     acc, total, peak, scores, factor, values, worths, scaled: tl.constexpr, precision: tl.constexpr
 ):
-    """Add a tile to the running softmax: scores [rows, tokens] and values [tokens, dim]. With `scaled`, the values are
-    codes with scales `worths` [tokens].
+    """Add a tile of keys to the running softmax of the queries: scores [rows, tokens] and values [tokens, dim]. With
+    `scaled`, the values are quantized, with scales `worths` [tokens].
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     shrink = tl.exp2(peak - new_peak)

@@ -23,7 +23,7 @@ INTERPRETED = DeviceLimits(processors=1, shared_bytes=0, descriptors=False)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernel supports x [rows, inputs] and weight [outputs, inputs]."""
+    """Return whether `linear_norm` supports x [rows, inputs] and weight [outputs, inputs]."""
     if not 1 < x.shape[0] <= MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
     outputs, inputs = weight.shape

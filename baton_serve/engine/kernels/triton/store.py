@@ -92,8 +92,8 @@ def largest_of(rows):
 
 @triton.jit
 def scale_of(largest_element, largest: tl.constexpr):
-    """Return the scale as it is stored, in bfloat16. It is rounded to nearest here, because devices convert in
-    different ways.
+    """Return the scale for a row with this largest value, as it is stored, in bfloat16. It is rounded to nearest here,
+    because devices convert in different ways.
     """
     bits = (largest_element * (1.0 / largest)).to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -103,7 +103,9 @@ def scale_of(largest_element, largest: tl.constexpr):
 
 @triton.jit
 def coded(rows, largest_element, cache, largest: tl.constexpr):
-    """Return codes of `cache`'s dtype, still as float32 or as that dtype; see `kv_codes.encode`."""
+    """Quantize rows to the cache's dtype. Return the codes, still as float32 or as that dtype; see
+    `kv_codes.encode`.
+    """
     divisor = scale_of(largest_element, largest).to(tl.float32)
     inverse = tl.where(divisor > 0, 1.0 / tl.where(divisor > 0, divisor, 1.0), 0.0)
     scaled = tl.minimum(tl.maximum(rows.to(tl.float32) * inverse, -largest), largest)

@@ -48,7 +48,7 @@ class PrefillTiles:
 
 @dataclass(frozen=True, slots=True)
 class SplitTiles:
-    """Tile sizes of a product whose sums are cut along the inputs."""
+    """Tile sizes of a product whose inputs are divided among several programs."""
 
     tile: int  # outputs
     step: int  # inputs

@@ -28,7 +28,7 @@ _CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class StretchedRope:
-    """Rotary frequencies for longer contexts than the model was first trained for, as in Llama 3.1."""
+    """Parameters of rotary embeddings for longer contexts than the model was first trained for, as in Llama 3.1."""
 
     factor: float
     low_freq_factor: float
@@ -38,7 +38,9 @@ class StretchedRope:
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """A known dense decoder. `dtype` is that of the weights, if config.json states it."""
+    """The config of a decoder that Baton can load without transformers. `dtype` is that of the weights, if config.json
+    states it.
+    """
 
     name: str
     hidden_size: int
@@ -129,7 +131,9 @@ class _Generation(msgspec.Struct, frozen=True):
 
 
 def read_folder(folder: Path) -> DenseConfig | None:
-    """Return the decoder in a folder, or None if transformers must load it or report what is wrong."""
+    """Return the config of the decoder in a folder, or None if transformers must load the model or report what is wrong
+    with it.
+    """
     generation = folder / "generation_config.json"
     try:
         stated = json.loads((folder / "config.json").read_text())

@@ -58,7 +58,9 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
 
 
 def fits(config: EngineConfig) -> bool:
-    """Return whether the settings ask for weights as they are stored, which is all that this loader supports."""
+    """Return whether the settings ask for weights exactly as they are stored, which is all that this loader
+    supports.
+    """
     is_gguf = config.load_format == "gguf" or config.model.endswith(".gguf")
     if is_gguf:
         return config.quantization in (None, "gguf") and config.load_format != "dummy"

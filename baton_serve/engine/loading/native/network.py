@@ -76,7 +76,7 @@ class Rotary(nn.Module):
 
 
 class DenseDecoder(nn.Module):
-    """The weights of a decoder without head."""
+    """The weights of all layers, the embedding and the last norm of a decoder, without its head."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class DenseDecoder(nn.Module):
 
 
 class DenseModel(nn.Module):
-    """The weights of a decoder. They are on torch's default device and not initialized."""
+    """The weights of a decoder with its head. They are on torch's default device and not initialized."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()

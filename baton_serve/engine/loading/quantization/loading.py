@@ -35,7 +35,9 @@ Tensors = dict[str, Callable[[], Tensor]]
 
 
 def round_loaded(module: nn.Module, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Round a model that is in host memory, layer by layer, and move the rest of it to `target`."""
+    """Quantize the layers in `plan` of a model that is in host memory, one after the other, and move the rest of it to
+    `target`.
+    """
     check_experts(module)
     for name in expert_names(module):
         quantize_experts(module, name, lambda full: module.get_parameter(full).detach().to(target), plan)
@@ -52,7 +54,9 @@ def round_loaded(module: nn.Module, plan: QuantizationPlan, target: torch.device
 def fill(
     module: nn.Module, tensors: Tensors, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """Fill a skeleton on torch's meta device. Call it if `fits` is True."""
+    """Load the weights into a module on torch's meta device, whose parameters have shapes only. Layers in `plan` are
+    quantized. Call it if `fits` is True.
+    """
     check_experts(module)
     mixtures = expert_names(module)
     stacked = {f"{name}.{leaf}" for name in mixtures for leaf in WEIGHTS}

@@ -37,7 +37,9 @@ class StoredModel:
     layers: dict[str, Tensors] = field(default_factory=dict)
 
     def made(self, layer: str, target: torch.device) -> DecodedWeight:
-        """Decode a layer on `target`. Raises `ModelError` if its parts do not fit the format."""
+        """Decode the quantized layer `layer` on `target` and return it. Raises `ModelError` if its tensors do not fit
+        the format.
+        """
         try:
             return self.form.read({part: read().to(target) for part, read in self.layers[layer].items()})
         except (ValueError, KeyError, RuntimeError) as exc:
@@ -64,7 +66,9 @@ def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
 
 
 def fill_stored(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> bool:
-    """Fill a skeleton on torch's meta device. Return False, with nothing done, if its parameters are different ones."""
+    """Load the stored weights into a module on torch's meta device. Return False, with nothing done, if its parameters
+    are different ones.
+    """
     _add_biases(module, stored)
     embedding, names = tied_embedding(module), stored.names()
     # Only the head is stored, quantized, and the embedding shares it.

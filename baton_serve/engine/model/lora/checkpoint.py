@@ -37,7 +37,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The two matrices of one module. The adapter adds `up @ down @ x`; `up` contains the scale."""
+    """The two LoRA matrices of one module. The adapter adds `up @ down @ x`; `up` contains the scale."""
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank]

@@ -21,7 +21,7 @@ Logits are computed for some rows only, and latent attention uses the parts of `
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """A module whose outputs are the columns `start` to `end` of a joined product."""
+    """A module whose outputs are the columns `start` to `end` of a fused product."""
 
     module: str
     start: int
@@ -56,7 +56,7 @@ def output_slices(prefix: str, modules: Sequence[tuple[str, nn.Module]]) -> tupl
 
 
 class StepAdapters:
-    """The adapters of the step that is being computed, for modules that transformers calls."""
+    """Holds the adapters that the current step uses, for the modules that transformers calls."""
 
     def __init__(self) -> None:
         self.rows: Sequence[AdapterRows] = ()

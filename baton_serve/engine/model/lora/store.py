@@ -13,7 +13,7 @@ from baton_serve.engine.model.lora.checkpoint import Adapter, read_adapter
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a step that an adapter changes; None: all rows."""
+    """An adapter and the rows of a step that use it; None means all rows."""
 
     adapter: Adapter
     rows: Tensor | None  # int64 [count]
@@ -36,7 +36,7 @@ class AdapterStore:
         self._by_fingerprint: dict[str, Adapter] = {}
 
     def offer(self, module: str, *, inputs: int, outputs: int) -> None:
-        """Register a product that adapters may change."""
+        """Register a module whose product adapters may change, with its numbers of inputs and outputs."""
         self._sizes[module] = (inputs, outputs)
 
     def read(self, name: str, folder: str, *, at_run_time: bool = False) -> Adapter:

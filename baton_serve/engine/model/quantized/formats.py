@@ -24,7 +24,9 @@ ROWS_AT_ONCE = 1 << 24  # weights that are rounded together, in float32: 64 MiB 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A weight format. `group` is the number of inputs that share a scale; None: one scale per row."""
+    """A weight format and its group size. `group` is the number of inputs that share a scale; None: one
+    scale per row.
+    """
 
     codebook: Codebook
     group: int | None

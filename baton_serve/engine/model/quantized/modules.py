@@ -11,14 +11,14 @@ from baton_serve.engine.kernels.quantized import concatenate
 
 
 class EmptyLinear(nn.Linear):
-    """A linear layer without initialization."""
+    """A linear layer whose weight is not initialized, because it comes from a file."""
 
     def reset_parameters(self) -> None:
         """Do nothing: the weights come from files."""
 
 
 class EmptyEmbedding(nn.Embedding):
-    """An embedding without initialization."""
+    """An embedding whose weight is not initialized, because it comes from a file."""
 
     def reset_parameters(self) -> None:
         """Do nothing: the weights come from files."""

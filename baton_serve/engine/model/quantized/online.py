@@ -20,7 +20,9 @@ HEAD_SCHEME = Scheme("int8", None)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """How a model is rounded. `skip` are modules that keep their dtype, by full name or its last part."""
+    """How a model's weights are quantized while it is loaded: the format, and in `skip` the modules that keep their
+    dtype, by full name or its last part.
+    """
 
     scheme: Scheme
     skip: tuple[str, ...] = ()
@@ -62,7 +64,7 @@ def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: Quantizat
 
 
 def tied_embedding(module: nn.Module) -> str | None:
-    """Return the name of the embedding that shares its weight with the head, or None."""
+    """Return the name of the embedding whose weight is also that of the output head, or None."""
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     head = getattr(module, "lm_head", None)

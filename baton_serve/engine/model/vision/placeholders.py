@@ -32,7 +32,7 @@ NO_PIXELS: Pixels = MappingProxyType({})
 
 
 class ImageReader(Protocol):
-    """Turns image files into the tower's input."""
+    """Decodes image files and preprocesses them for the vision tower."""
 
     def read(self, images: Iterable[bytes]) -> Pixels:
         """Decode and preprocess files. Raises `RequestError` for a file that cannot be decoded as an image."""

@@ -110,7 +110,9 @@ class _Images:
 
 
 class FeatureCache:
-    """The most recently used embeddings. If a cached prefix ends inside an image, the rest of it needs no encoding."""
+    """Keeps the most recently used image embeddings. If a cached prefix ends inside an image, the rest of it needs no
+    encoding.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -33,7 +33,7 @@ def table_of(codebook: Codebook, device: torch.device) -> Tensor:
 
 
 def word_arguments(weight: QuantizedWeight) -> dict[str, int | bool]:
-    """Return the constants of a kernel that reads words."""
+    """Return the compile-time constants of a kernel that reads the packed codes of this weight."""
     six = code_bits(weight.codebook) == 6
     return {
         "inputs": weight.inputs,

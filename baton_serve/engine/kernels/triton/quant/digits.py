@@ -29,7 +29,7 @@ MANY_OUTPUTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class DigitTiles:
-    """Tile sizes of a product with integers."""
+    """Tile sizes of a product of integers (see `Digits`)."""
 
     outputs: int
     splits: int
@@ -79,7 +79,9 @@ def digit_product(
 
 
 def digit_parts(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles | None = None) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum is `digit_product`, or None if the product is not cut."""
+    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `digit_product`, or None if the product
+    is computed in one part.
+    """
     tiles = tiles or digit_tiles(weight, digits.num_tokens)
     if tiles.splits == 1:
         return None

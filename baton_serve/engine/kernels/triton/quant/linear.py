@@ -39,7 +39,9 @@ def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
 
 
 def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum is `linear`, or None if the product is not cut."""
+    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `linear`, or None if the product is
+    computed in one part.
+    """
     if isinstance(x, Digits):
         return digit_parts(x, weight)
     assert isinstance(x, Tensor)

@@ -33,8 +33,8 @@ MAX_COUNTERS = 1 << 16
 
 @lru_cache(maxsize=16)
 def counters_of(device: torch.device) -> Tensor:
-    """Return int32 zeros, one for each tile of a product. Each product leaves zeros behind, so that the next one can
-    use them: a device computes one product after the other.
+    """Return the counters that products on this device use to find their last program, one int32 for each tile. They
+    are zero before and after each product, so the next one can use them.
     """
     return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 
@@ -100,7 +100,9 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
 
 
 def tile_parts(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles | None = None) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum is `tile_product`, or None if the product is not cut."""
+    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `tile_product`, or None if the product
+    is computed in one part.
+    """
     tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
     if tiles.splits == 1:
         return None

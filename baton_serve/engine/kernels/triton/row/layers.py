@@ -30,7 +30,9 @@ SCALE_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Sizes of the kernel, which were measured (docs/log/low-bit-formats.md, "All layers of one row in one kernel")."""
+    """Tile sizes and the number of programs of the kernel, which were measured (docs/log/low-bit-formats.md, "All
+    layers of one row in one kernel").
+    """
 
     programs: int
     depth: int  # inputs of a tile: 256 or 512
@@ -259,7 +261,7 @@ def depth_of(shape: RowShape) -> int:
 
 
 def is_taken(product: Linear) -> bool:
-    """Return whether the kernel supports this product's weight."""
+    """Return whether the kernel supports the weight of this product."""
     weight = product.weight
     if product.bias is not None or not isinstance(weight, QuantizedWeight):
         return False

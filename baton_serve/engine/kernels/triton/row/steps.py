@@ -18,7 +18,7 @@ MOST: tl.constexpr = tl.constexpr(2.0**24)
 
 @triton.jit
 def arrive(counter):
-    """Report that this program has finished its step."""
+    """Signal at the barrier `counter` that this program has finished its step."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
@@ -47,7 +47,9 @@ def number_of(left):
 
 @triton.jit
 def place_of(table, layer, entry: tl.constexpr, entries: tl.constexpr):
-    """Return an entry of the table of a layer's tensors."""
+    """Return the place of one tensor of a layer from the table of all layers' tensors. `entry` is its number among the
+    `entries` of a layer.
+    """
     return tl.load(table + layer * entries + entry)
 
 
@@ -272,7 +274,7 @@ def add_tile(  # noqa: PLR0913
 
 @triton.jit
 def sum_of(sums, index, known):
-    """Return outputs `index` of a product as float32."""
+    """Return the outputs number `index` of a finished product as float32."""
     return tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32) * (1.0 / UNIT)
 
 

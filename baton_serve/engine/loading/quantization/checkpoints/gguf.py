@@ -51,7 +51,7 @@ class Gguf:
 
 
 def kept_as(kind: str) -> str:
-    """Return a name that is equal for types whose layers can be joined."""
+    """Return a name for how layers of this GGUF type are kept in memory. Layers with equal names can be joined."""
     return {"Q4_K": "Q4_1", "Q5_K": "Q5_1"}.get(kind, kind) if kind in _BLOCK_BYTES else ROUNDED
 
 

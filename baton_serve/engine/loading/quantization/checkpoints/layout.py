@@ -55,12 +55,12 @@ class CheckpointFormat(Protocol):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Parts of which a quantized layer has at least one."""
+        """Ends of the names of tensors by which a quantized layer is recognized; it has at least one of them."""
         ...
 
     @property
     def target(self) -> str:
-        """End of the name of the model's own parameter, after the layer's name."""
+        """The end of the parameter's name in the model, after the layer's name, such as `.weight`."""
         ...
 
     def read(self, parts: StoredTensors) -> DecodedWeight:
