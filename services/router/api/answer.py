@@ -218,7 +218,16 @@ async def _stream(
 class _DeltaEncoder:
     """Converts the deltas of one generation to encoded chunks. It is called for every token, so it avoids work."""
 
-    __slots__ = ("_around", "_chunks", "_form", "_generation", "_is_continuous", "_opened", "wants_usage")
+    __slots__ = (
+        "_around",
+        "_chunks",
+        "_form",
+        "_generation",
+        "_is_continuous",
+        "_num_counted",
+        "_opened",
+        "wants_usage",
+    )
 
     def __init__(
         self, request: GenerationRequest, generation: TextGeneration, form: AnswerFormat, chunks: SseEncoder
@@ -230,6 +239,8 @@ class _DeltaEncoder:
         self._form = form
         self._chunks = chunks
         self._opened = [False] * generation.num_choices
+        self._num_counted = 0
+        """Number of generated tokens in the usage of the last chunk."""
         self._around: list[tuple[bytes, bytes]] = []
         """Bytes before and after the text in the chunks of each choice, if these chunks differ in nothing else."""
         # With continuous usage the numbers change with every chunk, so they cannot be encoded in advance.
@@ -242,8 +253,8 @@ class _DeltaEncoder:
         if self._around and text_delta.finish_reason is None and self._opened[choice]:
             before, after = self._around[choice]
             return b"%b%b%b" % (before, _encoder.encode(text_delta.text), after) if text_delta.text else b""
+        opening = b"" if self._opened[choice] else self._opening(choice)
         usage = self._usage() if self.wants_usage else b""
-        opening = b"" if self._opened[choice] else self._opening(choice, usage)
         # The text of a token may still be incomplete: a character of several tokens, or the start of a stop string.
         has_content = text_delta.text or text_delta.logprobs or (text_delta.token_ids and self._form.sends_tokens)
         if not has_content and text_delta.finish_reason is None:
@@ -251,8 +262,10 @@ class _DeltaEncoder:
         delta = self._form.delta(choice, text_delta)
         return opening if delta is None else opening + self._chunks.choice(delta, usage)
 
-    def _opening(self, choice: int, usage: bytes) -> bytes:
+    def _opening(self, choice: int) -> bytes:
         self._opened[choice] = True
+        # The role and the echoed prompt come before the first token of the choice, which is not counted, as in vLLM.
+        usage = self._usage(is_opening=True) if self.wants_usage else b""
         beside = self._form.beside_opening()
         return b"".join([self._chunks.choice(first, usage, beside) for first in self._form.opening(choice)])
 
@@ -265,6 +278,15 @@ class _DeltaEncoder:
         before, _, after = self._chunks.choice(delta, self._usage() if self.wants_usage else b"").rpartition(_NUL)
         return before, after
 
-    def _usage(self) -> bytes:
+    def _usage(self, *, is_opening: bool = False) -> bytes:
         # If the client wants usage, chunks before the last have `"usage": null`, as in OpenAI's API.
-        return b',"usage":' + (_encoder.encode(self._generation.usage()) if self._is_continuous else b"null")
+        if not self._is_continuous:
+            return b',"usage":null'
+        usage = self._generation.usage()
+        if is_opening:
+            counted = self._num_counted
+            usage = msgspec.structs.replace(
+                usage, completion_tokens=counted, total_tokens=usage.prompt_tokens + counted
+            )
+        self._num_counted = usage.completion_tokens
+        return b',"usage":' + _encoder.encode(usage)

@@ -155,7 +155,7 @@ class ChatFormat:
             # Two names for one text: vLLM renamed the field, and clients of both versions exist.
             reasoning_content=message.reasoning,
             reasoning=message.reasoning,
-            tool_calls=message.tool_calls,
+            tool_calls=message.tool_calls or msgspec.UNSET,
         )
 
     def _finish_reason(self, choice: int, text_delta: TextDelta) -> str | None:

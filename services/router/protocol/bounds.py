@@ -110,8 +110,8 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 """A ratio between 0 and 1."""
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 """The probability mass of nucleus sampling; 0 would exclude every token."""
-Temperature = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
-"""A sampling temperature. Larger values overflow in half precision, and masked logits would become NaN."""
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+"""A sampling temperature, with OpenAI's bounds."""
 RepetitionPenalty = Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)]
 """A factor that divides or multiplies logits, so it must not be 0."""
 LengthPenalty = Annotated[float, Field(ge=-10.0, le=10.0, allow_inf_nan=False)]

@@ -10,7 +10,8 @@ would report every invalid element, once for each type that the field may have.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from baton_serve.services.router.protocol.bounds import (
     MAX_ALLOWED_TOKENS,
@@ -66,6 +67,13 @@ class StreamOptions(_Request):
     continuous_usage_stats: bool | None = None
 
 
+def _only_streamed(options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+    """Return the options. Raises an error if there are some and the answer is not streamed, as OpenAI and vLLM do."""
+    if options is not None and options.model_fields_set and not info.data.get("stream"):
+        raise PydanticCustomError("not_streamed", "stream options are only allowed with stream: true")
+    return options
+
+
 class AdapterRequest(_Request):
     """A request about one LoRA adapter. `model` names its base model; by default it is the router's first model."""
 
@@ -88,7 +96,7 @@ class GenerationRequest(_Request):
 
     model: Name | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions | None, AfterValidator(_only_streamed)] = None
     n: Positive | None = None
     best_of: Positive | None = None
     use_beam_search: bool | None = None
@@ -128,6 +136,11 @@ class GenerationRequest(_Request):
     guided_grammar: str | None = None
     guided_decoding_backend: Name | None = None
     guided_whitespace_pattern: str | None = None
+    # The names of SGLang (`regex`, `ebnf`, `json_schema`) and of llama.cpp (`grammar`, `json_schema`).
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
     priority: Priority | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None

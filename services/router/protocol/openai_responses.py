@@ -129,7 +129,8 @@ class ChatMessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    """Left out if the answer has no calls, as in OpenAI's API and vLLM."""
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):

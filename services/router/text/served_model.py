@@ -279,6 +279,8 @@ class ServedModel:
             raise BadRequestError(f"chat_template cannot be parsed: {exc}", param="chat_template") from exc
 
     def _message(self, message: ChatMessage, template: ChatTemplate, image: str | None) -> TemplateMessage:
+        if message.role == "user" and message.content is None:
+            raise BadRequestError("messages: a user message needs content", param="messages")
         plain: TemplateMessage = {"role": message.role, **(message.model_extra or {})}
         if isinstance(message.content, str) or message.content is None:
             plain["content"] = message.content

@@ -85,6 +85,10 @@ GENERATION: dict[str, Any] = SAMPLING | {
     "guided_choice": ["a"],
     "guided_grammar": 'root ::= "a"',
     "guided_decoding_backend": "nobody's",
+    "regex": "a",
+    "ebnf": 'root ::= "a"',
+    "grammar": 'root ::= "a"',
+    "json_schema": {"type": "object"},
     "guided_whitespace_pattern": Given("x?", {"guided_json": {"type": "object"}}),
 }
 TEMPLATED: dict[str, Any] = {

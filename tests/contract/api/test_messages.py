@@ -74,6 +74,23 @@ def test_a_stop_sequence_and_the_limit_are_reported(serve: Serve) -> None:
     serve(scenario)
 
 
+def test_a_forced_call_that_is_cut_leaves_no_json_in_the_text(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        text = '[{"name": "fi'
+        router.fakes.token_of = writes(text)
+        body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": len(text), "tools": TOOLS}
+        body["tool_choice"] = {"type": "any"}
+        async with client_of(router) as client:
+            whole = await client.messages.create(**body)
+            async with client.messages.stream(**body) as events:
+                final = await events.get_final_message()
+        assert whole.stop_reason == final.stop_reason == "max_tokens"
+        for message in (whole, final):
+            assert [(block.type, block.model_dump()["text"]) for block in message.content] == [("text", "")]
+
+    serve(scenario)
+
+
 def test_reasoning_is_left_out_where_it_is_not_wanted(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         router.fakes.token_of = writes("<think>Hm.</think>Yes.")

@@ -115,6 +115,24 @@ def test_an_answer_that_is_cut_is_incomplete(serve: Serve) -> None:
     serve(scenario)
 
 
+def test_a_forced_call_that_is_cut_leaves_no_json_in_the_text(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        for text in ('[{"name": "fi', '[{"name": "f", "parameters": {"ci'):
+            router.fakes.token_of = writes(text)
+            body: dict[str, Any] = {"model": "tiny", "input": "x", "tools": TOOLS, "tool_choice": "required"}
+            body["max_output_tokens"] = len(text)
+            whole = await client.responses.create(**body)
+            events = [event async for event in await client.responses.create(**body, stream=True)]
+            assert (whole.output_text, whole.status) == ("", "incomplete")
+            last = events[-1]
+            assert last.type == "response.incomplete" and last.response.output_text == ""
+            assert without_ids(last.response.output) == without_ids(whole.output)
+            assert not [event for event in events if event.type == "response.output_text.delta"]
+
+    serve(scenario)
+
+
 def test_a_stream_that_breaks_says_so(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         decode = router.fakes["decode-0"]

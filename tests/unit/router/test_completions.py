@@ -67,6 +67,14 @@ def test_continuous_usage_counts_up(serve: Serve) -> None:
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts)
         assert counts[-1] == 4
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "n": 2}
+        chunks = await router.stream("/v1/chat/completions", **body, stream_options=options)
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        first = chunks[0]["usage"]
+        assert (first["completion_tokens"], first["total_tokens"]) == (0, first["prompt_tokens"]), "as in vLLM"
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 8
 
     serve(scenario)
 

@@ -68,7 +68,7 @@ async def streamed(router: Router, **body: Any) -> dict[str, Any]:
 def plain(choice: dict[str, Any]) -> dict[str, Any]:
     """Without ids, which are drawn."""
     message = {name: choice["message"][name] or "" for name in ("role", "content", "reasoning_content", "reasoning")}
-    calls = [(call["type"], call["function"]) for call in choice["message"]["tool_calls"]]
+    calls = [(call["type"], call["function"]) for call in choice["message"].get("tool_calls", [])]
     return {**message, "calls": calls, "finish_reason": choice["finish_reason"]}
 
 

@@ -109,6 +109,20 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"guided_grammar": 'root ::= "a" tail\ntail ::= "b" | "c" tail'}, ["ab", "accb"], ["a", "b"]),
     ({"guided_grammar": 'start: "a" tail\ntail: /[bc]+/'}, ["ab", "accb"], ["a", "b"]),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
+    ({"regex": "a+"}, ["aa"], ["b"]),
+    ({"ebnf": 'root ::= "a" | "b"'}, ["a", "b"], ["c"]),
+    ({"grammar": 'root ::= "a" | "b"'}, ["a", "b"], ["c"]),
+    ({"json_schema": PERSON}, [ANNA], ["{}"]),
+    ({"json_schema": json.dumps(PERSON)}, [ANNA], ["{}"]),
+    ({"response_format": {"type": "json_object", "schema": PERSON}}, [ANNA], ["{}"]),
+    ({"response_format": {"type": "json_schema", "schema": PERSON}}, [ANNA], ["{}"]),
+    ({"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}}, ["a"], ["b"]),
+    ({"guided_json": json.dumps(PERSON), "structured_outputs": {"json": PERSON}}, [ANNA], ["{}"]),
+    (
+        {"guided_regex": "a", "regex": "a", "structured_outputs": {"regex": "a", "disable_fallback": True}},
+        ["a"],
+        ["b"],
+    ),
     ({"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}, [ANNA.replace(" ", "")], [ANNA]),
     (
         {"structured_outputs": {"json": {"type": "object", "properties": {}}, "disable_additional_properties": True}},
@@ -190,6 +204,26 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_grammar": "root ::= ((("}, "guided_grammar", "Expected"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "exclude each other"),
+    (
+        {"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "b"'}},
+        "structured_outputs",
+        "exclude",
+    ),
+    (
+        {"guided_json": {}, "structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        "structured_outputs",
+        "exclude",
+    ),
+    (
+        {"guided_json": PERSON, "structured_outputs": {"json": PERSON, "disable_additional_properties": False}},
+        "structured_outputs",
+        "exclude",
+    ),
+    ({"guided_json": "{", "json_schema": {}}, "guided_json", "not valid JSON"),
+    ({"regex": "["}, "regex", "unclosed"),
+    ({"grammar": {"type": "json", "value": {}}}, "grammar", "string"),
+    ({"grammar": "root ::= a", "grammar_lazy": True}, "grammar_lazy", "not supported"),
+    ({"structural_tag": "{}"}, "structural_tag", "not supported"),
     ({"guided_json": {}, "guided_decoding_backend": "guesses"}, "guided_decoding_backend", "guesses"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
@@ -431,19 +465,23 @@ def test_a_named_call_is_the_arguments_alone(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_forced_calls_that_were_cut_short_break_nothing(serve: Serve) -> None:
+CUT_CALLS = ["", "[", '[{"name": "fi', '[{"name": "find", ', '[{"name": "find", "parameters": {"na']
+"""Answers under a grammar of calls that `max_tokens` has cut off; the last one has begun its arguments."""
+
+
+def test_forced_calls_that_were_cut_short_leave_no_json_in_the_content(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
-        for text in (
-            "",
-            "[",
-            '[{"name": "fi',
-            '[{"name": "find", "parameters": {"na',
-            f'[{{"name": "find", "parameters": {ANNA}',
-        ):
+        for text in (*CUT_CALLS, f'[{{"name": "find", "parameters": {ANNA}'):
             router.fakes.token_of = writes(text)
             for choice in ("required", NAMED):
-                body: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice}
-                assert plain(await whole(router, **body)) == plain(await streamed(router, **body))
+                body: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": max(len(text), 1)}
+                body |= {} if text else {"stop": "a"}
+                answer = await whole(router, **body)
+                assert plain(answer) == plain(await streamed(router, **body))
+                assert not answer["message"]["content"], text
+                has_call = choice == NAMED or "parameters" in text
+                assert ("tool_calls" in answer["message"]) == has_call, text
+                assert answer["finish_reason"] == ("length" if text else "stop"), text
 
     async def second(router: Router) -> None:
         router.fakes.token_of = writes(f'[{{"name": "find", "parameters": {ANNA}}}, {{"name": "fi')

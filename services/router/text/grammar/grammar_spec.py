@@ -1,6 +1,8 @@
-"""Reads the parameters for structured output: `response_format`, vLLM's `guided_*` or `structured_outputs`.
+"""Reads the parameters for structured output: `response_format`, vLLM's `guided_*` or `structured_outputs`, and the
+names that SGLang (`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`) have for them.
 
-A request may use only one of them. This module checks types and sizes; the compiler checks schemas and grammars.
+A request may use several of them only if they ask for the same form. This module checks types and sizes; the compiler
+checks schemas and grammars.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,6 +35,10 @@ OPTIONS = (
 """Fields of `structured_outputs` that change how a form is read. `disable_fallback` has no effect here."""
 
 
+_OTHER_ENGINES = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "json_schema": "json"}
+"""Parameters of SGLang and llama.cpp by their kind of form. Both write grammars in GBNF."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """The grammar that an answer must follow. `param` is the request's parameter that asks for it, for errors."""
@@ -50,10 +56,19 @@ class _Given:
     value: Any
     options: Mapping[str, Any]
 
+    def form(self) -> tuple[object, ...]:
+        """Return what this asks for, without its parameter's name. Raises `BadRequestError` if a schema is not JSON."""
+        kind, value = self.kind, self.value
+        if kind == "json_object":
+            kind, value = "json", ANY_OBJECT
+        elif kind == "json":
+            value = _schema(value, self.param)
+        return kind, value, _json_options(self.options), self.options.get("disable_additional_properties") is False
+
 
 FORM_PARAMETERS = frozenset(
     {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"}
-    | {"guided_whitespace_pattern", "structured_outputs", "response_format"}
+    | {"guided_whitespace_pattern", "structured_outputs", "response_format", *_OTHER_ENGINES}
 )
 """Parameters for structured output. Without any of them the text of an answer is free."""
 
@@ -61,7 +76,7 @@ FORM_PARAMETERS = frozenset(
 def read_grammar_spec(request: GenerationRequest) -> GrammarSpec | None:
     """Return the grammar that a request wants for its answer, or None for free text.
 
-    Raises `BadRequestError` if a parameter is invalid or if several forms are requested.
+    Raises `BadRequestError` if a parameter is invalid or if different forms are requested.
     """
     # Most requests have none of the parameters.
     if FORM_PARAMETERS.isdisjoint(request.model_fields_set):
@@ -74,7 +89,8 @@ def read_grammar_spec(request: GenerationRequest) -> GrammarSpec | None:
             param="guided_decoding_backend",
         )
     given = [*_guided(request), *_structured_outputs(request), *_response_format(request)]
-    if len(given) > 1:
+    # Clients that know several versions of vLLM send one form under an old and a new name.
+    if len(given) > 1 and any(one.form() != given[0].form() for one in given[1:]):
         names = " and ".join(one.param for one in given)
         raise BadRequestError(f"{names} exclude each other: set only one of them", param=given[-1].param)
     if not given and request.guided_whitespace_pattern is not None:
@@ -93,7 +109,9 @@ def _guided(request: GenerationRequest) -> list[_Given]:
         "grammar": request.guided_grammar,
     }
     options = _whitespace(request)
-    return [_Given(f"guided_{kind}", kind, value, options) for kind, value in values.items() if value is not None]
+    given = [_Given(f"guided_{kind}", kind, value, options) for kind, value in values.items()]
+    given += [_Given(name, kind, getattr(request, name), options) for name, kind in _OTHER_ENGINES.items()]
+    return [one for one in given if one.value is not None]
 
 
 def _structured_outputs(request: GenerationRequest) -> list[_Given]:
@@ -116,10 +134,11 @@ def _response_format(request: GenerationRequest) -> list[_Given]:
         return []
     options = _whitespace(request)
     match form.get("type"):
-        case "json_object":
+        case "json_object" if form.get("schema") is None:
             return [_Given("response_format", "json_object", True, options)]
-        case "json_schema":
-            stated = form.get("json_schema")
+        case "json_object" | "json_schema":
+            # llama.cpp's clients put the schema beside the type.
+            stated = form.get("json_schema") or form
             if not isinstance(stated, Mapping) or "schema" not in stated:
                 raise BadRequestError("response_format: json_schema.schema is missing", param="response_format")
             return [_Given("response_format", "json", stated["schema"], options)]

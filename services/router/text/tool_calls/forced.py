@@ -51,9 +51,14 @@ def required_calls(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
     text.mark()
     char = yield from text.next()
     text.back(char)
-    # If `max_tokens` has cut off the answer within a later call, the incomplete call is dropped. A text without a call
-    # becomes content.
-    if (char != "[" or not (yield from call_list(text, out))) and not out.num_calls:
+    is_list = char == "["
+    if (is_list and (yield from call_list(text, out))) or out.num_calls:
+        return
+    following = yield from text.next()
+    text.back(following)
+    # If the text ends here, `max_tokens` has cut it off before the arguments of the first call. The incomplete call is
+    # dropped: as content its JSON would look like an answer. A text without a call becomes content.
+    if following or not is_list:
         out.content(text.since_mark())
 
 
