@@ -162,11 +162,12 @@ class Engine:
         if self.tail_parts > 1:
             self._steps.layer_groups = LayerGroupReporter(self.layout, self._layer_group_plan, self._device, on_group)
 
-    def compile_grammar(self, grammar: str) -> "Future[None]":
+    def compile_grammar(self, grammar: str) -> "Future[object]":
         """Start compiling a grammar, and return a future that ends when requests with it can be added.
 
-        A request whose grammar is not compiled yet delays the first step that it is part of. The future raises
-        `RequestError` for an invalid grammar.
+        A request whose grammar is not compiled yet delays the first step that it is part of. The caller keeps the
+        future's result until its request has ended: otherwise the grammar may be dropped before that step. The future
+        raises `RequestError` for an invalid grammar.
         """
         return self._masking.prepare(grammar)
 

@@ -85,7 +85,7 @@ class DecodeHandler:
         inner = request.work.request_id
         arrivals = ArrivedBlocks(self._engine, request)
         try:
-            await await_grammar(self._engine, request.work)
+            await await_grammar(self._engine, request)
             with request.span.child("reserve"):
                 reservation = await self._block_queue.reserve(request.work, within_s=ticket.timeout_s)
             report = partial(self._router.send, request.router)

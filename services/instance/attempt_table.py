@@ -62,6 +62,8 @@ class AttemptEntry:
     """Whether the engine runs the sequences, so that a single one can be cancelled."""
     span: Span = NO_SPAN
     pulled: PulledPrefix | None = None
+    grammar: object = None
+    """Keeps the compiled grammar in the engine until the attempt ends, or None without a grammar."""
 
     def __post_init__(self) -> None:
         self.live = set(self.work.sequences)

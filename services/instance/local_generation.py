@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from baton_serve.contracts.messages import ErrorCode, Generate, Work
+from baton_serve.contracts.messages import ErrorCode, Generate
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
 from baton_serve.services.instance.attempt_table import AttemptEntry
@@ -28,17 +28,17 @@ async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pi
     return await asyncio.to_thread(reader.read, images)
 
 
-async def await_grammar(engine: EngineCalls, work: Work) -> None:
+async def await_grammar(engine: EngineCalls, request: AttemptEntry) -> None:
     """Wait until the grammar of a request is compiled, which may take seconds. Return immediately without a grammar.
 
-    The request must be added to the engine only then: a step waits for the grammars of all its sequences. Raises
-    `engine.errors.RequestError` if the grammar is invalid.
+    The attempt then holds the compiled grammar until it ends. The request must be added to the engine only then: a step
+    waits for the grammars of all its sequences. Raises `engine.errors.RequestError` if the grammar is invalid.
     """
-    grammar = work.sampling.grammar
+    grammar = request.work.sampling.grammar
     if grammar is not None:
         compiled = await engine.call(lambda e: e.compile_grammar(grammar))
         # Shielded: other requests may wait for the same compilation.
-        await asyncio.shield(asyncio.wrap_future(compiled))
+        request.grammar = await asyncio.shield(asyncio.wrap_future(compiled))
 
 
 class GenerationObserver:
@@ -90,7 +90,7 @@ async def generate(
     `reader` decodes the prompt's images. Raises `engine.errors.RequestError` if the request can never be computed.
     """
     work = request.work
-    await await_grammar(engine, work)
+    await await_grammar(engine, request)
     await puller.pull(request, message.pull)
     pixels = await read_images(message.images, reader)
     observer = GenerationObserver()

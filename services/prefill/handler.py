@@ -95,7 +95,7 @@ class PrefillHandler:
 
     async def _begin(self, request: AttemptEntry, message: Prefill) -> None:
         """Compile the grammar, fetch the cached prefix from a peer, decode the images, and add the request."""
-        await await_grammar(self._engine, request.work)
+        await await_grammar(self._engine, request)
         await self._puller.pull(request, message.pull)
         pixels = await read_images(message.images, self._reader)
         await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))

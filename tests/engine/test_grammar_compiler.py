@@ -3,12 +3,18 @@
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton_serve.engine.errors import RequestError
+from baton_serve.engine.sample import grammar as grammar_module
+from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
+from baton_serve.engine.sample.grammar_compiler import Compiled
+from baton_serve.engine.sample.token_masks import TokenMasker
 from tests import grammar_bombs as bombs
 from tests.families import EOS_ID
 from tests.unit.router.tokenizers_for_tests import write_folder
@@ -41,6 +47,52 @@ def test_a_grammar_that_no_router_should_send_fails_its_request_alone(
         with pytest.raises(RequestError, match=reason):
             known.start(grammar)
     assert not known.start(GOOD).matcher.is_error()
+    known.close()
+
+
+def test_a_grammar_that_a_request_holds_is_not_compiled_again_after_many_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_CACHED_GRAMMARS", 2)
+    known = grammars(tmp_path)
+    masker = TokenMasker(ConstraintBuilder(known, vocab_size=300), torch.device("cpu"))
+    compiled: list[str] = []
+    compile_grammar = known._compiler.compile
+
+    def counted(text: str) -> "Future[Compiled]":
+        compiled.append(text)
+        return compile_grammar(text)
+
+    monkeypatch.setattr(known._compiler, "compile", counted)
+
+    def prepare(*texts: str) -> object:
+        """Return what the owner of a request with the last grammar holds."""
+        for text in texts:
+            held = masker.prepare(text).result()
+        return held
+
+    others = [f'start: "{letter}"' for letter in "cdefg"]
+    held = prepare(GOOD)
+    prepare(*others)
+    prepare(GOOD)
+    assert compiled.count(GOOD) == 1, "the step of the request that holds it would wait for a second compilation"
+    del held
+    prepare(*others)
+    prepare(GOOD)
+    assert compiled.count(GOOD) == 2, "a grammar that nobody holds is dropped"
+    masker.close()
+
+
+def test_a_failed_grammar_can_be_compiled_again_in_a_full_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_CACHED_GRAMMARS", 1)
+    known = grammars(tmp_path)
+    with pytest.raises(RequestError):
+        known.prepare("start: nothing").result()
+    monkeypatch.setattr(grammar_module, "MAX_CACHED_GRAMMARS", 0)
+    with pytest.raises(RequestError):
+        known.prepare("start: nothing").result()
     known.close()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -73,6 +74,8 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._compiler = GrammarCompiler(lambda: self.vocabulary)
         self._compiled: OrderedDict[str, Future[Compiled]] = OrderedDict()
+        # Grammars that were dropped from `_compiled` while requests held them.
+        self._held: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
 
     def read(self) -> None:
         """Read the vocabulary at the start. It takes a second for 100,000 tokens and blocks all other threads."""
@@ -107,13 +110,24 @@ class Grammars:
             raise RequestError("invalid", f"structured output does not support this tokenizer: {exc}") from exc
 
     def prepare(self, grammar: str) -> "Future[Compiled]":
-        """Start compiling a grammar in the background, and return the future that `start` waits for."""
+        """Start compiling a grammar in the background, and return the future that `start` waits for.
+
+        As long as the caller keeps its result, the grammar is not compiled again, whatever others are compiled.
+        """
         compiled = self._compiled.get(grammar)
         # A failure is not kept: its cause may be temporary.
-        if compiled is None or (compiled.done() and compiled.exception() is not None):
-            compiled = self._compiled[grammar] = self._compiler.compile(grammar)
-            self._forget_oldest()
-        self._compiled.move_to_end(grammar)
+        if compiled is not None and not (compiled.done() and compiled.exception() is not None):
+            self._compiled.move_to_end(grammar)
+            return compiled
+        held = self._held.get(grammar)
+        if held is None:
+            compiled = self._compiler.compile(grammar)
+        else:
+            compiled = Future()
+            compiled.set_result(held)
+        self._compiled.pop(grammar, None)
+        self._compiled[grammar] = compiled
+        self._forget_oldest()
         return compiled
 
     def start(self, grammar: str) -> GrammarState:
@@ -132,13 +146,19 @@ class Grammars:
 
     def _forget_oldest(self) -> None:
         """Drop the least recently used grammars until the limits hold. The newest one is always kept."""
-        sizes = [one.result().num_bytes if one.done() and not one.exception() else 0 for one in self._compiled.values()]
+        entries = list(self._compiled.items())
+        sizes = [one.result().num_bytes if one.done() and not one.exception() else 0 for _, one in entries]
         total, count = sum(sizes), len(sizes)
-        for size in sizes[:-1]:
+        for (grammar, one), size in zip(entries[:-1], sizes, strict=False):
             if total <= CACHED_BYTES and count <= MAX_CACHED_GRAMMARS:
                 break
-            self._compiled.popitem(last=False)
+            # Requests wait for a grammar that is being compiled.
+            if not one.done():
+                continue
+            del self._compiled[grammar]
             total, count = total - size, count - 1
+            if not one.exception():
+                self._held[grammar] = one.result()
 
     def allowed(self, states: Sequence[GrammarState]) -> NDArray[np.uint8]:
         """Return the allowed next tokens of each state, as masks [states, bytes]. Several are computed in parallel."""

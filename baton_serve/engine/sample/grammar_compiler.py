@@ -19,7 +19,7 @@ from baton_serve.contracts.grammar_bounds import PARSER_LIMITS, WORKER_STACK_BYT
 from baton_serve.engine.errors import RequestError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Compiled:
     """A compiled grammar. `num_bytes` is an estimate of its memory: the growth of the process while it was compiled."""
 

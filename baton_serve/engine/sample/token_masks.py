@@ -48,17 +48,19 @@ class TokenMasker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._staging = devices.staging(device, (0,), torch.uint8)
 
-    def prepare(self, grammar: str) -> "Future[None]":
+    def prepare(self, grammar: str) -> "Future[object]":
         """Start compiling a grammar that a request will need. The future ends when it is compiled or has failed.
 
         A step with a sequence whose grammar is not compiled yet waits for it, and with it all other sequences. So a
-        request should be queued only when this future has ended. It raises `RequestError` for an invalid grammar.
+        request should be queued only when this future has ended, and its owner should keep the result until the request
+        has ended: without it the grammar may be dropped for those of other requests, and a step compiles it again. The
+        future raises `RequestError` for an invalid grammar.
         """
-        ready: Future[None] = Future()
+        ready: Future[object] = Future()
         self._thread.submit(self._prepare, grammar, ready)
         return ready
 
-    def _prepare(self, grammar: str, ready: "Future[None]") -> None:
+    def _prepare(self, grammar: str, ready: "Future[object]") -> None:
         self._builder.prepare(grammar).add_done_callback(partial(_end_like, ready))
 
     def begin(self, rows: Rows[SampleRow]) -> "Future[Constraints] | None":
@@ -92,12 +94,12 @@ class TokenMasker:
         self._builder.close()
 
 
-def _end_like(ready: "Future[None]", compiled: "Future[Compiled]") -> None:
-    """End `ready` as the compilation has ended."""
+def _end_like(ready: "Future[object]", compiled: "Future[Compiled]") -> None:
+    """End `ready` as the compilation has ended; its result is the compiled grammar."""
     error = None if compiled.cancelled() else compiled.exception()
     if compiled.cancelled():
         ready.cancel()
     elif error is not None:
         ready.set_exception(error)
     else:
-        ready.set_result(None)
+        ready.set_result(compiled.result())

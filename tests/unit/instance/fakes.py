@@ -104,13 +104,13 @@ class FakeEngine:
         self.is_closed = False
         self.num_pinned = 2
         self.num_imported = 2
-        self.compiled: Future[None] = Future()
+        self.compiled: Future[object] = Future()
 
     layout = KVLayout(fingerprint="f", num_layers=1, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float32")
     max_model_len = 128
     last_batch = BatchSize(1, 3)
 
-    def compile_grammar(self, grammar: str) -> "Future[None]":
+    def compile_grammar(self, grammar: str) -> "Future[object]":
         self._ask("compile_grammar", grammar)
         return self.compiled
 

@@ -1,5 +1,8 @@
 import asyncio
+import gc
 import time
+import weakref
+from concurrent.futures import Future
 from typing import Literal
 
 import msgspec
@@ -57,6 +60,38 @@ def test_a_request_waits_for_its_grammar_outside_of_the_engine(is_valid: bool) -
         else:
             assert [failed.message for failed in b.router.answers()] == ["structured output: wrong"] * 2
             assert "add" not in b.engine.verbs() and "reserve" not in b.engine.verbs()
+
+    run(test())
+
+
+class CompiledGrammar:
+    """What the engine gives out as a compiled grammar."""
+
+
+@pytest.mark.parametrize("ending", ["finished", "cancelled"])
+@pytest.mark.parametrize("message", [Decode(work("a", grammar="g"), ticket()), Generate(work("a", grammar="g"))])
+def test_an_attempt_holds_its_compiled_grammar_until_it_ends(message: Decode | Generate, ending: str) -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, message)
+        await settle()
+        compiled = CompiledGrammar()
+        is_held = weakref.ref(compiled)
+        b.engine.compiled.set_result(compiled)
+        await settle()
+        b.engine.compiled = Future()
+        del compiled
+        assert is_held(), "a step would compile the grammar again"
+        if ending == "cancelled":
+            b.serving.on_message(ROUTER, Cancel(request_id=work("a").request_id))
+        else:
+            b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
+            await settle()
+            b.turn(tokens=[output(b.inner(), 43, position=1, finish="stop")])
+        await settle()
+        b.check()
+        gc.collect()
+        assert is_held() is None, "the grammar's memory must be freed with the request"
 
     run(test())
 
