@@ -65,7 +65,7 @@ def test_a_request_waits_for_its_grammar_outside_of_the_engine(is_valid: bool) -
 
 
 class CompiledGrammar:
-    """What the engine gives out as a compiled grammar."""
+    """Stands for a compiled grammar of the engine."""
 
 
 @pytest.mark.parametrize("ending", ["finished", "cancelled"])
