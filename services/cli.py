@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = words.pop(0) if words else "--help"
     if command in ("--help", "-h", "help"):
         sys.stdout.write(_help())
+        # Most users need the options of `serve` only.
+        sys.exit(_run("serve", ["--help"]))
+    elif command.startswith("--help="):
+        sys.exit(_run("serve", [command]))
     elif command in ("--version", "-V", "version"):
         sys.stdout.write(f"baton {VERSION}\n")
     elif command not in COMMANDS:
@@ -82,6 +86,7 @@ def _help() -> str:
         "  baton serve Qwen/Qwen3-8B --prefill 1 --decode 1 --port 8000",
         "",
         "baton COMMAND --help shows the options of a command; baton --version shows the version.",
+        "",
         "",
     ]
     return "\n".join(lines)

@@ -196,9 +196,10 @@ class Dialogue:
         try:
             with contextlib.closing(self._client.stream(path, body)) as parts:
                 for part in parts:
-                    self._terminal.show(part.text, is_reasoning=part.is_reasoning)
+                    # First, because Ctrl-C may come as soon as the user sees the text.
                     if not part.is_reasoning:
                         shown.append(part.text)
+                    self._terminal.show(part.text, is_reasoning=part.is_reasoning)
         except AnswerError as exc:
             if shown:
                 self._terminal.end_answer()

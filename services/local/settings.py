@@ -4,7 +4,7 @@
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,12 @@ Count = Annotated[int, Meta(ge=0, le=1024)]
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The model, the pools and the address of a local cluster."""
+
+    EVERYDAY: ClassVar = (
+        "model", "prefill", "decode", "port", "host", "served_model_name", "max_model_len", "quantization",
+        "gpu_memory_utilization", "api_key",
+    )  # fmt: skip
+    """The options that `--help` shows first."""
 
     model: Annotated[
         str,

@@ -2,10 +2,11 @@
 
 import argparse
 import difflib
-import textwrap
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from baton_serve.services.common.settings.help_pages import HelpFormatter, HelpPages, NothingFoundError
 from baton_serve.services.common.settings.options import Option, Value
 
 _ADVICE_FOR_FLAGS = (
@@ -69,7 +70,6 @@ def vllm_flag_advice(flag: str) -> str | None:
     return _BY_FLAG.get(flag)
 
 
-_HELP_WIDTH = 110
 _SOURCES = (
     "Each option can also be set by an environment variable ({flag}: {variable}; items of a list separated by commas)"
     " or by a key in --config FILE. A flag overrides the variable, which overrides the file."
@@ -83,33 +83,61 @@ class OptionError(Exception):
 class CommandLine:
     """The flags of one process. `parse` may be called once or several times; it has no state."""
 
-    def __init__(self, options: list[Option], *, program: str, description: str, prefix: str, version: str) -> None:
+    def __init__(
+        self,
+        options: list[Option],
+        *,
+        program: str,
+        description: str,
+        prefix: str,
+        version: str,
+        everyday: Sequence[str] = (),
+    ) -> None:
+        """`everyday` has the names of the options that `--help` shows first; without it `--help` shows all."""
         self._options = options
         self._program = program
+        usage = " ".join([program, *(f"[{o.name.upper()}]" for o in options if o.is_positional), "[options]"])
         self._parser = _Parser(
             prog=program,
-            description=f"{description} {_sources(options, prefix)}",
             # An abbreviation could become ambiguous, or mean another flag, in a later version.
             allow_abbrev=False,
-            # `--help` is added below, so that it appears in the last group.
+            # `--help` is added below, because it prints the pages of `HelpPages`.
             add_help=False,
-            formatter_class=_formatter,
+            formatter_class=HelpFormatter,
             # A flag that is not given leaves no trace in the result: variables and the file may still set it.
             argument_default=argparse.SUPPRESS,
-            usage=" ".join([program, *(f"[{o.name.upper()}]" for o in options if o.is_positional), "[options]"]),
+            usage=usage,
         )
-        groups: dict[str, argparse._ArgumentGroup] = {}
+        groups: dict[str, list[argparse.Action]] = {}
+        by_name: dict[str, argparse.Action] = {}
         for option in options:
-            title = option.group or "options"
-            if title not in groups:
-                groups[title] = self._parser.add_argument_group(title)
-            _add(groups[title], option)
-        general = self._parser.add_argument_group("general")
-        general.add_argument(
-            "--config", metavar="FILE", help="YAML file with options; it may have a section for each command"
+            by_name[option.name] = _add(self._parser, option)
+            groups.setdefault(option.group or "options", []).append(by_name[option.name])
+        self.pages = HelpPages(
+            program=program,
+            usage=usage,
+            description=description,
+            sources=_sources(options, prefix),
+            groups=groups,
+            everyday=[by_name[name] for name in everyday],
         )
-        general.add_argument("--version", action="version", version=f"baton {version}", help="show the version")
-        general.add_argument("-h", "--help", action="help", help="show this help")
+        """The texts that `--help` prints."""
+        groups["general"] = self._add_general(version)
+
+    def _add_general(self, version: str) -> list[argparse.Action]:
+        """Add the flags that every command has, and return them."""
+        add = self._parser.add_argument
+        return [
+            add("--config", metavar="FILE", help="YAML file with options; it may have a section for each command"),
+            add("--version", action="version", version=f"baton {version}", help="show the version"),
+            add(
+                "-h",
+                "--help",
+                action=_PrintHelp,
+                pages=self.pages,
+                help="show the everyday options; =all every option, =GROUP one group, =WORD options that contain it",
+            ),
+        ]
 
     def parse(self, argv: Sequence[str]) -> dict[str, object]:
         """Return the values that were given, by option name, not converted yet. Raises `OptionError`."""
@@ -140,6 +168,29 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(message.removeprefix("argument "))
 
 
+class _PrintHelp(argparse.Action):
+    """Prints a page of `--help` as soon as the flag is found, and exits."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, pages: HelpPages, help: str, default: str = argparse.SUPPRESS
+    ) -> None:
+        super().__init__(option_strings, dest, nargs="?", const="", metavar="WORD", default=default, help=help)
+        self._pages = pages
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        try:
+            sys.stdout.write(self._pages.page(str(values)))
+        except NothingFoundError as exc:
+            raise OptionError(str(exc)) from exc
+        sys.exit(0)
+
+
 def _sources(options: list[Option], prefix: str) -> str:
     """Return the help's paragraph about variables and the file, with an option of this process as example."""
     # A name with an underscore shows best how a flag becomes a variable.
@@ -147,38 +198,28 @@ def _sources(options: list[Option], prefix: str) -> str:
     return _SOURCES.format(flag=example.flag, variable=prefix + example.name.upper())
 
 
-class _Formatter(argparse.HelpFormatter):
-    """Wraps help texts without breaking names."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        # A name such as `x-baton-ttft-ms` must stay in one piece, so that users can find and copy it.
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return _Formatter(prog, max_help_position=34, width=_HELP_WIDTH)
-
-
-def _add(group: "argparse._ArgumentGroup", option: Option) -> None:
+def _add(parser: argparse.ArgumentParser, option: Option) -> argparse.Action:
+    """Add the flags of an option and return the one that help pages show."""
     text = _help(option).replace("%", "%%")  # argparse formats help texts with the % operator.
     if option.is_positional:
-        group.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)
+        shown = parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)
         # Also accept it as a flag, because `to_argv` writes flags alone.
-        group.add_argument(option.flag, dest=option.name, metavar="…", help=argparse.SUPPRESS)
-        return
+        parser.add_argument(option.flag, dest=option.name, metavar="…", help=argparse.SUPPRESS)
+        return shown
     names = [*option.aliases, option.flag]
     if option.kind is bool:
         off = "--no-" + option.flag.removeprefix("--")
         # The help shows only the flag that changes the default.
-        shown, other = (off, option.flag) if option.default is True else (option.flag, off)
-        group.add_argument(shown, dest=option.name, action="store_const", const=shown == option.flag, help=text)
-        group.add_argument(
+        main, other = (off, option.flag) if option.default is True else (option.flag, off)
+        parser.add_argument(
             other, dest=option.name, action="store_const", const=other == option.flag, help=argparse.SUPPRESS
         )
-    elif option.is_list:
-        group.add_argument(*names, dest=option.name, nargs="+", action="extend", metavar=_metavar(option), help=text)
-    else:
-        group.add_argument(*names, dest=option.name, metavar=_metavar(option), help=text)
+        return parser.add_argument(main, dest=option.name, action="store_const", const=main == option.flag, help=text)
+    if option.is_list:
+        return parser.add_argument(
+            *names, dest=option.name, nargs="+", action="extend", metavar=_metavar(option), help=text
+        )
+    return parser.add_argument(*names, dest=option.name, metavar=_metavar(option), help=text)
 
 
 def _metavar(option: Option) -> str:

@@ -45,8 +45,9 @@ def load(
 ) -> S:
     """Return the settings of a process from `argv` and `environ`.
 
-    `prefix` is the start of its variables, such as `BATON__ROUTER__`. Exits with status 0 after --help or --version,
-    and with status 2 and one line on stderr if anything is wrong.
+    `prefix` is the start of its variables, such as `BATON__ROUTER__`. The names in `cls.EVERYDAY`, if it has that, are
+    the options that --help shows first. Exits with status 0 after --help or --version, and with status 2 and one line
+    on stderr if anything is wrong.
     """
     return load_with(cls, (), argv, environ, prefix=prefix, program=program, description=description).settings
 
@@ -75,11 +76,7 @@ def load_with(
     options share a name, the first one counts.
     """
     own = options_of(cls)
-    foreign: dict[str, Option] = {}
-    for option in others:
-        if option.name not in {mine.name for mine in own}:
-            foreign.setdefault(option.name, option)
-    reader = _Reader([*own, *foreign.values()], prefix, program)
+    reader = _Reader(merged(own, others), prefix, program, everyday=getattr(cls, "EVERYDAY", ()))
     try:
         given, sections = reader.read(argv, environ, description)
         missing = [option for option in own if option.is_required and option.name not in given]
@@ -89,7 +86,16 @@ def load_with(
         settings = _make(cls, {option.name: given[option.name] for option in own if option.name in given})
     except (ConfigurationError, OptionError) as exc:
         stop(program, str(exc))
-    return Loaded(settings, {name: value for name, value in given.items() if name in foreign}, sections)
+    mine = {option.name for option in own}
+    return Loaded(settings, {name: value for name, value in given.items() if name not in mine}, sections)
+
+
+def merged(own: Sequence[Option], others: Sequence[Option]) -> list[Option]:
+    """Return the options of a command line that accepts both. Of several options with one name the first counts."""
+    by_name: dict[str, Option] = {}
+    for option in (*own, *others):
+        by_name.setdefault(option.name, option)
+    return list(by_name.values())
 
 
 def stop(program: str, reason: str) -> NoReturn:
@@ -134,7 +140,8 @@ def _make(cls: type[S], values: Mapping[str, Value]) -> S:
 class _Reader:
     """Collects the values of one process's options from all sources."""
 
-    def __init__(self, options: list[Option], prefix: str, program: str) -> None:
+    def __init__(self, options: list[Option], prefix: str, program: str, everyday: Sequence[str] = ()) -> None:
+        self._everyday = everyday
         self._options = {option.name: option for option in options}
         self._prefix = prefix
         self._role = prefix.removeprefix(VARIABLE).strip("_").lower()
@@ -153,6 +160,7 @@ class _Reader:
             description=description,
             prefix=self._prefix,
             version=VERSION,
+            everyday=self._everyday,
         )
         flags = line.parse(argv)
         variables = self._variables(environ)

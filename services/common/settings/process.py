@@ -24,7 +24,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the settings of logs and traces, which every process of a cluster has."""
 
     log_level: Annotated[
-        LogLevel, Meta(description="lowest level of log messages that are written", extra={"group": "process"})
+        LogLevel, Meta(description="lowest level of log messages that are written", extra={"group": "logs"})
     ] = "info"
     log_format: Annotated[LogFormat, Meta(description="format of log messages: text or JSON lines")] = "text"
     otlp_traces_endpoint: Annotated[

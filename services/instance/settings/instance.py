@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -29,6 +29,12 @@ KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
     """Holds all settings of one instance process. Each field is one flag: `max_model_len` is `--max-model-len`."""
 
+    EVERYDAY: ClassVar = (
+        "model", "registry", "host", "device_index", "tensor_parallel_size", "quantization", "max_model_len",
+        "max_num_seqs", "gpu_memory_utilization", "kv_transport",
+    )  # fmt: skip
+    """The options that `--help` shows first."""
+
     model: Annotated[
         str,
         Meta(
@@ -45,7 +51,11 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         ),
     ] = []
     device: Annotated[
-        Device, Meta(description="device that computes the model; auto selects xpu if present, else cuda, else cpu")
+        Device,
+        Meta(
+            description="device that computes the model; auto selects xpu if present, else cuda, else cpu",
+            extra={"group": "device"},
+        ),
     ] = "auto"
     device_index: Annotated[
         int | None,
@@ -68,7 +78,10 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
     ] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        Meta(description="generate text, or compute vectors (pooling); auto: detect it from the model folder"),
+        Meta(
+            description="generate text, or compute vectors (pooling); auto: detect it from the model folder",
+            extra={"group": "model"},
+        ),
     ] = "auto"
     task: Annotated[
         Literal["auto", "generate", "embed", "classify", "score"],
@@ -81,7 +94,8 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         Quantization | None,
         Meta(
             description="quantize weights to this format while loading, or require that the checkpoint has it"
-            " (default: keep the checkpoint's format)"
+            " (default: keep the checkpoint's format)",
+            extra={"group": "quantization"},
         ),
     ] = None
     fp8_dtype: Annotated[
@@ -106,10 +120,13 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         KvCacheDtype,
         Meta(
             description="data type of the KV cache; auto: as --dtype. Blocks from an instance with another data type"
-            " are converted"
+            " are converted",
+            extra={"group": "memory"},
         ),
     ] = "auto"
-    enable_lora: Annotated[bool, Meta(description="serve LoRA adapters (PEFT format) in addition to the model")] = False
+    enable_lora: Annotated[
+        bool, Meta(description="serve LoRA adapters (PEFT format) in addition to the model", extra={"group": "lora"})
+    ] = False
     lora_modules: Annotated[
         list[str],
         Meta(description="LoRA adapters to load at start, as NAME=FOLDER; requests select one by NAME, as their model"),
@@ -135,7 +152,11 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
     ] = None
     max_model_len: Annotated[
         int | None,
-        Meta(description="maximum tokens of prompt and answer together (default: the model's own limit)", ge=1),
+        Meta(
+            description="maximum tokens of prompt and answer together (default: the model's own limit)",
+            ge=1,
+            extra={"group": "scheduling"},
+        ),
     ] = None
     max_num_seqs: Annotated[
         int | None,
@@ -163,6 +184,7 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
             " cache together. Lower it if other processes use the same device",
             gt=0,
             le=1,
+            extra={"group": "memory"},
         ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
@@ -192,23 +214,30 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
             description="allocate this number of KV blocks instead of the number that fits the memory; for tests", ge=1
         ),
     ] = None
-    seed: Annotated[int, Meta(description="random seed of the weights with --load-format dummy")] = 0
+    seed: Annotated[
+        int, Meta(description="random seed of the weights with --load-format dummy", extra={"group": "model"})
+    ] = 0
     enable_prefix_caching: Annotated[
         bool,
-        Meta(description="keep the KV blocks of finished requests and reuse them for prompts with the same prefix"),
+        Meta(
+            description="keep the KV blocks of finished requests and reuse them for prompts with the same prefix",
+            extra={"group": "memory"},
+        ),
     ] = True
     load_format: Annotated[
         Literal["auto", "dummy", "gguf"],
         Meta(
             description="auto: load safetensors, or the GGUF file that --model names; dummy: random weights, no"
-            " weight files needed; gguf: the GGUF file in the folder of --model"
+            " weight files needed; gguf: the GGUF file in the folder of --model",
+            extra={"group": "model"},
         ),
     ] = "auto"
     enforce_eager: Annotated[
         bool,
         Meta(
             description="launch each kernel separately and capture no CUDA or XPU graphs. Decoding is slower, but"
-            " errors of a device or driver are easier to find"
+            " errors of a device or driver are easier to find",
+            extra={"group": "scheduling"},
         ),
     ] = False
     async_scheduling: Annotated[
@@ -218,9 +247,16 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
             " device does not wait for the host (default: on accelerators, not on cpu)"
         ),
     ] = None
-    trust_remote_code: Annotated[bool, Meta(description="allow Python code from the model folder to run")] = False
+    trust_remote_code: Annotated[
+        bool, Meta(description="allow Python code from the model folder to run", extra={"group": "model"})
+    ] = False
     max_logprobs: Annotated[
-        int, Meta(description="maximum logprobs or prompt_logprobs (alternatives per token) of a request", ge=0)
+        int,
+        Meta(
+            description="maximum logprobs or prompt_logprobs (alternatives per token) of a request",
+            ge=0,
+            extra={"group": "requests"},
+        ),
     ] = 20
 
 

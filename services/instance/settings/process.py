@@ -19,7 +19,7 @@ class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
         Meta(
             description="number of CPU threads that compute the model (default: see --omp-threads-bind)",
             ge=1,
-            extra={"group": "process"},
+            extra={"group": "cpu"},
         ),
     ] = None
     omp_threads_bind: Annotated[
@@ -150,7 +150,12 @@ class HandoffSettings(CpuSettings, frozen=True, kw_only=True):
         ),
     ] = 1024
     drain_timeout_s: Annotated[
-        float, Meta(description="seconds that running requests get to finish after SIGTERM or POST /admin/drain", ge=0)
+        float,
+        Meta(
+            description="seconds that running requests get to finish after SIGTERM or POST /admin/drain",
+            ge=0,
+            extra={"group": "shutdown"},
+        ),
     ] = 30.0
 
     drain_handover_s: Annotated[
@@ -175,7 +180,7 @@ class NetworkSettings(HandoffSettings, frozen=True, kw_only=True):
             description="name of this instance; must be unique in the cluster and should not change over restarts"
             " (default: ROLE-HOSTNAME-PID)",
             max_length=200,
-            extra={"group": "process"},
+            extra={"group": "network"},
         ),
     ] = ""
     host: Annotated[Host, Meta(description="IP address or host name that all ports of this instance are bound to")] = (
@@ -217,10 +222,15 @@ class NetworkSettings(HandoffSettings, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="file with the secret key that all processes of the cluster share; without it traffic between"
-            " processes is not encrypted and the ports accept any client"
+            " processes is not encrypted and the ports accept any client",
+            extra={"group": "security"},
         ),
     ] = None
     registry_ttl_s: Annotated[
         float,
-        Meta(description="seconds after which the registry record of this instance expires if it is not renewed", gt=0),
+        Meta(
+            description="seconds after which the registry record of this instance expires if it is not renewed",
+            gt=0,
+            extra={"group": "network"},
+        ),
     ] = 10.0

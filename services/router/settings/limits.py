@@ -11,7 +11,8 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
     """Holds the settings of admission: number and size of requests, SLOs, quotas, retries and timeouts."""
 
     beam_search_max_tokens: Annotated[
-        int, Meta(description="max_tokens of beam search requests that do not set it", ge=1)
+        int,
+        Meta(description="max_tokens of beam search requests that do not set it", ge=1, extra={"group": "admission"}),
     ] = 256
     max_sequences: Annotated[
         int, Meta(description="largest number of sequences of a request (prompts times n)", ge=1)
@@ -48,6 +49,7 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
             description="TTFT SLO in milliseconds of requests without the header x-baton-ttft-ms; a request that is"
             " predicted to miss it gets status 429 (default: no SLO)",
             gt=0,
+            extra={"group": "slo"},
         ),
     ] = None
     default_itl_ms: Annotated[
@@ -75,6 +77,7 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
             description="requests per minute of each API key, unless its line in --api-key-file sets another limit;"
             " 0 sets no limit",
             ge=0,
+            extra={"group": "quotas"},
         ),
     ] = 0
     tokens_per_minute: Annotated[
@@ -109,6 +112,7 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
             " requests, after an instance refused or failed one: 0.2 allows one retry for five"
             " requests. A low value prevents that retries increase an overload; 0 disables retries",
             ge=0,
+            extra={"group": "admission"},
         ),
     ] = 0.2
     request_timeout_s: Annotated[
@@ -125,7 +129,9 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
 class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
     """Holds the limits of the HTTP server: sizes of requests, times and numbers of connections."""
 
-    max_request_bytes: Annotated[int, Meta(description="largest size of a request body", ge=1)] = 8 * 1024 * 1024
+    max_request_bytes: Annotated[
+        int, Meta(description="largest size of a request body", ge=1, extra={"group": "http"})
+    ] = 8 * 1024 * 1024
     max_header_bytes: Annotated[
         int, Meta(description="largest size of a request's first line and headers", ge=1024)
     ] = 64 * 1024

@@ -16,7 +16,7 @@ class RequestLogSettings(ProcessSettings, frozen=True, kw_only=True):
         bool,
         Meta(
             description="log each request at level info: its prompt when it arrives, its times when it ends",
-            extra={"group": "process"},
+            extra={"group": "logs"},
         ),
     ] = False
     max_log_len: Annotated[
@@ -81,5 +81,5 @@ class PlacementSettings(RequestLogSettings, frozen=True, kw_only=True):
     ] = 5.0
     instance_timeout_s: Annotated[float, Meta(description="silence of an instance until it counts as lost", gt=0)] = 3.0
     shutdown_timeout_s: Annotated[
-        float, Meta(description="time for running requests to finish after SIGTERM", ge=0)
+        float, Meta(description="time for running requests to finish after SIGTERM", ge=0, extra={"group": "shutdown"})
     ] = 10.0

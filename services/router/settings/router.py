@@ -1,7 +1,7 @@
 """The settings of the router itself: its model, its server, and what requests may ask for."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -79,7 +79,8 @@ class RequestSettings(HttpSettings, frozen=True, kw_only=True):
         str,
         Meta(
             description='largest number of images per prompt, as image=4 or {"image": 4}; 0 allows none (default: '
-            "image=999)"
+            "image=999)",
+            extra={"group": "images"},
         ),
     ] = ""
     # Empty by default: fetching any URL that a client names would let it reach services inside the operator's network.
@@ -131,6 +132,12 @@ class RequestSettings(HttpSettings, frozen=True, kw_only=True):
 class RouterSettings(RequestSettings, frozen=True, kw_only=True):
     """Holds the value of each flag of the router: field `max_model_len` belongs to the flag `--max-model-len`."""
 
+    EVERYDAY: ClassVar = (
+        "model", "host", "port", "registry", "served_model_name", "max_model_len", "api_key", "tool_call_parser",
+        "workers", "models",
+    )  # fmt: skip
+    """The options that `--help` shows first."""
+
     model: Annotated[
         str,
         Meta(
@@ -172,7 +179,10 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
 
     cluster_key_file: Annotated[
         str | None,
-        Meta(description="file with the secret of the cluster; without it connections to instances are not encrypted"),
+        Meta(
+            description="file with the secret of the cluster; without it connections to instances are not encrypted",
+            extra={"group": "security"},
+        ),
     ] = None
     api_key: Annotated[
         list[str], Meta(description="API key to accept, may be repeated; without any key every client is accepted")
@@ -222,7 +232,8 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
         Meta(
             description="import path of an ASGI middleware around all requests: a class, or a coroutine function "
             "that takes a request and the function to call next; may be repeated, the last one is the "
-            "outermost"
+            "outermost",
+            extra={"group": "server"},
         ),
     ] = []
     ssl_keyfile: Annotated[str | None, Meta(description="file with the private key for TLS")] = None

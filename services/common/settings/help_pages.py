@@ -1,0 +1,100 @@
+"""The pages of `--help`: the everyday options, one group, a search, or everything.
+
+A command of a hundred options would otherwise print five screens, and the first of them is not what a new user needs.
+"""
+
+import argparse
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+HELP_WIDTH = 110
+ALL = "all"
+MAX_SHORT_HELP = 16
+"""A command with at most this many options shows all of them at once."""
+
+
+class NothingFoundError(Exception):
+    """No group has this name, and no option contains the word."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps help texts without breaking names."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=HELP_WIDTH)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # A name such as `x-baton-ttft-ms` must stay in one piece, so that users can find and copy it.
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class HelpPages:
+    """The texts about one command. `groups` has its options by the title of their group, and `everyday` the main ones.
+
+    `sources` is the paragraph about environment variables and the file.
+    """
+
+    program: str
+    usage: str
+    description: str
+    sources: str
+    groups: Mapping[str, Sequence[argparse.Action]]
+    everyday: Sequence[argparse.Action]
+
+    def page(self, word: str) -> str:
+        """Return the page for `--help=WORD`, and for `--help` if `word` is empty. Raises `NothingFoundError`."""
+        count = sum(len(_shown(actions)) for actions in self.groups.values())
+        if word == ALL or (not word and (not self.everyday or count <= MAX_SHORT_HELP)):
+            return self._text([self.description, self.sources], self.groups)
+        if not word:
+            return self._text([self.description], {"everyday options": self.everyday}) + "\n" + self._advice()
+        if found := self._found(word):
+            return self._text([], found)
+        raise NothingFoundError(
+            f"--help={word}: no group has this name and no option contains it (groups: {', '.join(self.groups)}, {ALL})"
+        )
+
+    def _advice(self) -> str:
+        """Return the last paragraphs of the short page: the names of the groups, and how to see more."""
+        counted = ", ".join(f"{title} ({len(_shown(actions))})" for title, actions in self.groups.items())
+        more = (
+            f"{self.program} --help=GROUP shows a group, --help=WORD all options whose name or text contains the word,"
+            f" --help={ALL} every option."
+        )
+        return "\n".join([_filled(f"groups of options: {counted}"), "", _filled(f"{more} {self.sources}"), ""])
+
+    def _found(self, word: str) -> dict[str, Sequence[argparse.Action]]:
+        """Return the group of this name, or else the options that contain the word, by group."""
+        wanted = word.lower().lstrip("-").replace("_", "-")
+        if (named := self.groups.get(wanted)) is not None:
+            return {wanted: named}
+        matching = {
+            title: [action for action in _shown(actions) if wanted in _words(action) or word.lower() in _words(action)]
+            for title, actions in self.groups.items()
+        }
+        return {title: actions for title, actions in matching.items() if actions}
+
+    def _text(self, paragraphs: Sequence[str], sections: Mapping[str, Sequence[argparse.Action]]) -> str:
+        formatter = HelpFormatter(self.program)
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        head = "\n\n".join([f"usage: {self.usage}", *(_filled(paragraph) for paragraph in paragraphs)])
+        return f"{head}\n\n{formatter.format_help()}"
+
+
+def _shown(actions: Sequence[argparse.Action]) -> list[argparse.Action]:
+    """Return the options that help pages show: not those that only exist to undo a default."""
+    return [action for action in actions if action.help != argparse.SUPPRESS]
+
+
+def _words(action: argparse.Action) -> str:
+    """Return the text of an option in which `--help=WORD` searches."""
+    return " ".join([*action.option_strings, action.dest, str(action.help)]).lower()
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), HELP_WIDTH, break_on_hyphens=False)
