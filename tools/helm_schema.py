@@ -30,6 +30,7 @@ OBJECT_LISTS |= {"parentRefs", "routerFrom", "metricsFrom", "pullSecrets"}
 CHOICES: dict[str, list[str]] = {
     "pullPolicy": ["Always", "IfNotPresent", "Never"],
     "model.source.kind": ["pvc", "hostPath", "download"],
+    "cache.kind": ["pvc", "hostPath", "emptyDir"],
     "router.service.type": ["ClusterIP", "NodePort", "LoadBalancer"],
     "autoscaling.kind": ["none", "hpa", "keda"],
     "slo.itlSeconds": ["0.01", "0.025", "0.05", "0.075", "0.1", "0.15", "0.2", "0.3", "0.4", "0.5", "0.75", "1.0"],
@@ -57,7 +58,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kvCacheUsage": FRACTION,
     "slowLinkMinUtilization": FRACTION,
     "objective": FRACTION,
-    "model.source.download.sizeLimit": {"type": "string", "pattern": "^[0-9]+(Mi|Gi|Ti)$"},
+    "model.source.download.cache.accessModes": {
+        "type": "array",
+        "minItems": 1,
+        "items": {"enum": ["ReadWriteOnce", "ReadWriteMany"]},
+    },
+    "model.source.download.cache.size": {"type": "string", "pattern": "^[0-9]+(Mi|Gi|Ti)$"},
     "maxUnavailable": {"type": ["integer", "string"]},
 }
 TARGETS = {"waitSeconds", "interTokenSeconds", "kvCacheUsage"}

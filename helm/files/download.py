@@ -42,7 +42,7 @@ def check_space(sizes: Mapping[str, int], folder: Path, *, free: int, limit: int
     if limit and total > limit:
         raise NoSpaceError(
             f"the model has {total / 1e9:.1f} GB, the volume's limit is {limit / 1e9:.1f} GB: "
-            "raise model.source.download.sizeLimit"
+            "raise model.source.download.cache.size"
         )
     if missing > free:
         raise NoSpaceError(
@@ -85,6 +85,7 @@ def main() -> None:
     repository, revision = os.environ["REPOSITORY"], os.environ["REVISION"]
     folder, limit = Path(os.environ["FOLDER"]), int(os.environ["LIMIT_BYTES"])
     patterns: list[str] = json.loads(os.environ["PATTERNS"])
+    folder.mkdir(parents=True, exist_ok=True)
 
     def once() -> None:
         try:

@@ -112,19 +112,41 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
 {{- end }}
 {{- end }}
 
+{{/* The model's volume: (dict "root" $ "cache" (include "baton.cacheKind" …)). */}}
 {{- define "baton.modelVolume" -}}
+{{- $cache := .root.Values.model.source.download.cache }}
 - name: model
-{{- with .Values.model.source }}
+{{- with .root.Values.model.source }}
 {{- if eq .kind "pvc" }}
   persistentVolumeClaim: {claimName: {{ required "model.source.pvc.claimName is needed" .pvc.claimName }}, readOnly: true}
 {{- else if eq .kind "hostPath" }}
   hostPath: {path: {{ required "model.source.hostPath.path is needed" .hostPath.path }}, type: Directory}
-{{- else if .download.claimName }}
-  persistentVolumeClaim: {claimName: {{ .download.claimName }}}
+{{- else if eq $.cache "pvc" }}
+  persistentVolumeClaim: {claimName: {{ $cache.claimName | default (include "baton.cacheClaim" $.root) }}}
+{{- else if eq $.cache "hostPath" }}
+  hostPath: {path: {{ $cache.hostPath }}, type: DirectoryOrCreate}
 {{- else }}
-  emptyDir: {sizeLimit: {{ .download.sizeLimit }}}
+  emptyDir: {sizeLimit: {{ $cache.size }}}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{- define "baton.cacheClaim" -}}
+{{ include "baton.fullname" . }}-model
+{{- end }}
+
+{{/* Where a pod keeps the download: pvc, hostPath or emptyDir. Routers need only the tokenizer, and run on any node: they share a
+claim only if it can be mounted everywhere. (dict "root" $ "role" "router") */}}
+{{- define "baton.cacheKind" -}}
+{{- $cache := .root.Values.model.source.download.cache }}
+{{- $isShared := and (eq $cache.kind "pvc") (has "ReadWriteMany" $cache.accessModes) }}
+{{- if and (eq .role "router") (not $isShared) }}emptyDir{{ else }}{{ $cache.kind }}{{ end }}
+{{- end }}
+
+{{/* Folder of the model inside a container. Downloads of different models and revisions do not mix: old pods still read theirs. */}}
+{{- define "baton.modelFolder" -}}
+{{- $source := .Values.model.source }}
+{{- .Values.model.mountPath }}{{ if eq $source.kind "download" }}/{{ $source.download.repository }}/{{ $source.download.revision }}{{ end }}
 {{- end }}
 
 {{- define "baton.modelMount" -}}
@@ -136,10 +158,15 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
   readOnly: true
 {{- end }}
 
-{{/* Downloads what is not there yet; `patterns` keeps the router from fetching weights, `block` has the pod's extraEnv. */}}
+{{/* Downloads what is not there yet: (dict "root" $ "role" "decode" "target" IMAGE "block" .Values.decode). `block` has the pod's
+extraEnv with proxies, and extraVolumeMounts with certificates of authorities. */}}
 {{- define "baton.download" -}}
 {{- if eq .root.Values.model.source.kind "download" }}
 {{- $source := .root.Values.model.source.download }}
+{{- $cache := include "baton.cacheKind" . }}
+{{- if eq $cache "hostPath" }}
+{{- include "baton.ownFolder" (dict "root" .root "target" .target "volume" "model" "path" .root.Values.model.mountPath) }}
+{{- end }}
 - name: download
   image: {{ include "baton.image" (dict "root" .root "target" .target) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -153,15 +180,15 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
     - {name: HF_HOME, value: /tmp/hf}
     - {name: REPOSITORY, value: {{ $source.repository | quote }}}
     - {name: REVISION, value: {{ $source.revision | quote }}}
-    - {name: FOLDER, value: {{ .root.Values.model.mountPath | quote }}}
-    - {name: LIMIT_BYTES, value: {{ include "baton.downloadLimit" .root | quote }}}
-    - {name: PATTERNS, value: {{ .patterns | toJson | quote }}}
+    - {name: FOLDER, value: {{ include "baton.modelFolder" .root | quote }}}
+    - {name: LIMIT_BYTES, value: {{ include "baton.downloadLimit" (dict "cache" $cache "size" $source.cache.size) | quote }}}
+    # A router needs no weights.
+    - {name: PATTERNS, value: {{ ternary (list "*.json" "*.jinja" "*.txt") list (eq .role "router") | toJson | quote }}}
     {{- with $source.tokenSecret }}
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef: {name: {{ . }}, key: HF_TOKEN}
     {{- end }}
-    {{- /* Proxies and certificates of authorities. */}}
     {{- with .block.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -176,11 +203,27 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
 {{- end }}
 {{- end }}
 
-{{/* Bytes of the emptyDir's limit, which the file system does not show; 0 for a claim. */}}
+{{/* Bytes of the emptyDir's limit, which the file system does not show; 0 for other volumes. */}}
 {{- define "baton.downloadLimit" -}}
-{{- $limit := .Values.model.source.download.sizeLimit }}
-{{- $factor := get (dict "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776) (regexFind "[A-Za-z]+$" $limit) }}
-{{- if .Values.model.source.download.claimName }}0{{ else }}{{ mul (regexFind "^[0-9]+" $limit) $factor }}{{ end }}
+{{- $factor := get (dict "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776) (regexFind "[A-Za-z]+$" .size) }}
+{{- if eq .cache "emptyDir" }}{{ mul (regexFind "^[0-9]+" .size) $factor }}{{ else }}0{{ end }}
+{{- end }}
+
+{{/* Makes the pods' user the owner of a hostPath volume: the folder on the node belongs to root, and fsGroup does not change that. */}}
+{{- define "baton.ownFolder" }}
+- name: own-{{ .volume }}
+  image: {{ include "baton.image" (dict "root" .root "target" .target) }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: ["chown", "{{ .root.Values.podSecurityContext.runAsUser }}:{{ .root.Values.podSecurityContext.runAsGroup }}", {{ .path | quote }}]
+  securityContext:
+    runAsNonRoot: false
+    runAsUser: 0
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities: {drop: [ALL], add: [CHOWN]}
+  resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
+  volumeMounts:
+    - {name: {{ .volume }}, mountPath: {{ .path }}}
 {{- end }}
 
 {{/* What routers and instances have in common of a pod: (dict "root" $ "block" .Values.router). */}}

@@ -7,7 +7,8 @@
 {{- $name := printf "%s-%s" (include "baton.fullname" $root) $role }}
 {{- $prefix := printf "BATON__%s__" (upper $role) }}
 {{- $labels := dict "root" $root "component" $role }}
-{{- $image := include "baton.image" (dict "root" $root "target" (printf "worker-%s" $values.gpu.device)) }}
+{{- $target := printf "worker-%s" $values.gpu.device }}
+{{- $image := include "baton.image" (dict "root" $root "target" $target) }}
 {{- $settings := include "baton.pool.settings" . }}
 {{- $isCard := ne $values.gpu.device "cpu" }}
 {{- $cards := index $pool.engine "tensorParallelSize" | default $values.engine.tensorParallelSize }}
@@ -24,12 +25,14 @@ metadata:
   name: {{ $name }}
   labels: {{- include "baton.labels" $labels | nindent 4 }}
 spec:
-  {{- /* files/replicas.py sets the number: in the manifest it would compete with `kubectl scale`. */}}
-  {{- if and (eq $pool.autoscaling.kind "none") (not $values.replicasHook.enabled) }}
+  {{- /* files/deployments.py sets the number: in the manifest it would compete with `kubectl scale`. */}}
+  {{- if and (eq $pool.autoscaling.kind "none") (not $values.upgradeJobs.enabled) }}
   replicas: {{ $pool.replicas }}
   {{- end }}
   revisionHistoryLimit: 3
-  # One at a time and none on top: a pool never loses more than one instance, and a new one finds a free card.
+  # One at a time and none on top: a pool never loses more than one instance, and a new one finds a free card. Routers have these
+  # seconds to find a new instance before the next one ends.
+  minReadySeconds: 5
   strategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}
   selector:
     matchLabels: {{- include "baton.selector" $labels | nindent 6 }}
@@ -74,22 +77,9 @@ spec:
       {{- if or $prepares (eq $values.model.source.kind "download") $pool.extraInitContainers }}
       initContainers:
         {{- if $prepares }}
-        # A folder on the node belongs to root, and fsGroup does not change that.
-        - name: sockets
-          image: {{ $image }}
-          imagePullPolicy: {{ $values.image.pullPolicy }}
-          command: ["chown", "{{ $values.podSecurityContext.runAsUser }}:{{ $values.podSecurityContext.runAsGroup }}", "/run/baton"]
-          securityContext:
-            runAsNonRoot: false
-            runAsUser: 0
-            allowPrivilegeEscalation: false
-            readOnlyRootFilesystem: true
-            capabilities: {drop: [ALL], add: [CHOWN]}
-          resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
-          volumeMounts:
-            - {name: sockets, mountPath: /run/baton}
+        {{- include "baton.ownFolder" (dict "root" $root "target" $target "volume" "sockets" "path" "/run/baton") | nindent 8 }}
         {{- end }}
-        {{- include "baton.download" (dict "root" $root "target" (printf "worker-%s" $values.gpu.device) "patterns" list "block" $pool) | nindent 8 }}
+        {{- include "baton.download" (dict "root" $root "role" $role "target" $target "block" $pool) | nindent 8 }}
         {{- with $pool.extraInitContainers }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -165,7 +155,7 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
       volumes:
-        {{- include "baton.modelVolume" $root | nindent 8 }}
+        {{- include "baton.modelVolume" (dict "root" $root "cache" (include "baton.cacheKind" .)) | nindent 8 }}
         - {name: tmp, emptyDir: {}}
         - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $pool.shmSizeLimit }}}}
         {{- if $values.kvTransfer.usm.enabled }}
@@ -198,7 +188,7 @@ spec:
 {{- range $key, $value := $values.engine }}{{ $_ := set $settings $key $value }}{{ end }}
 {{- range $key, $value := $pool.engine }}{{ $_ := set $settings $key $value }}{{ end }}
 {{- $decided := dict
-      "model" $values.model.mountPath
+      "model" (include "baton.modelFolder" .root)
       "servedModelName" (include "baton.servedNames" .root)
       "device" $values.gpu.device
       "host" "0.0.0.0"

@@ -28,14 +28,15 @@ def values_of(path: Path | None) -> Manifest:
     return dict(yaml.safe_load(path.read_text())) if path else {}
 
 
-def texts(values: Manifest, release: str = "test") -> dict[str, str]:
+def texts(values: Manifest, release: str = "test", *, revision: int = 1) -> dict[str, str]:
     """Rendered files by template, without NOTES."""
-    files = helm_python.Chart.load(str(CHART)).render(values=values, name=release, namespace="llm")
+    files = helm_python.Chart.load(str(CHART)).render(values=values, name=release, namespace="llm", revision=revision)
     return {name: text for name, text in files.items() if not name.endswith(".txt")}
 
 
-def objects(values: Manifest, release: str = "test") -> list[Manifest]:
-    documents = [document for text in texts(values, release).values() for document in yaml.safe_load_all(text)]
+def objects(values: Manifest, release: str = "test", *, revision: int = 1) -> list[Manifest]:
+    rendered = texts(values, release, revision=revision).values()
+    documents = [document for text in rendered for document in yaml.safe_load_all(text)]
     return [document for document in documents if document]
 
 

@@ -26,6 +26,7 @@ _NETWORK = f"127.{SystemRandom().randrange(1, 255)}.{SystemRandom().randrange(25
 """Of this run's pods alone: another run on the machine has the same ports."""
 ADDRESSES = {role: f"{_NETWORK}.{n}" for n, role in enumerate(("router", "prefill", "decode", "unified"), start=2)}
 VALUES: Manifest = {
+    "model": {"servedName": ["tiny"], "source": {"kind": "hostPath", "hostPath": {"path": "/srv/models/tiny"}}},
     "gpu": {"resourceName": "", "device": "cpu"},
     "engine": {"dtype": "float32", "threads": 1, "kvCacheMemoryBytes": "8M", "maxNumSeqs": 8},
     "unified": {"replicas": 1},

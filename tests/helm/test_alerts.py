@@ -136,6 +136,7 @@ REGISTRY = f"baton:registry_connected{{{ROUTER}}}"
 UP = f'up{{{DECODE},job="baton"}}'
 RESTARTS = "kube_pod_container_status_restarts_total{" + DECODE + ',container="decode"}'
 DOWNLOAD = "kube_pod_init_container_status_ready{" + DECODE + ',container="download"}'
+PAUSED = 'kube_deployment_spec_paused{namespace="llm",deployment="test-baton-decode"}'
 SCALER = 'namespace="llm",horizontalpodautoscaler="keda-hpa-test-baton-decode"'
 REPLICAS = f"kube_horizontalpodautoscaler_status_current_replicas{{{SCALER}}}"
 MAXIMUM = f"kube_horizontalpodautoscaler_spec_max_replicas{{{SCALER}}}"
@@ -154,6 +155,12 @@ SCALER_LABELS = {"namespace": "llm", "horizontalpodautoscaler": "keda-hpa-test-b
         ("BatonRestarts", {RESTARTS: "0x35 0+1x25"}, {RESTARTS: "0x35 1x25"}, {**POD, "container": "decode"}),
         ("BatonDownloadStuck", {DOWNLOAD: "0x60"}, {DOWNLOAD: "0x25 1x35"}, POD),
         (
+            "BatonRolloutPaused",
+            {PAUSED: "1x100"},
+            {PAUSED: "1x20 0x40"},
+            {"namespace": "llm", "deployment": "test-baton-decode"},
+        ),
+        (
             "BatonAutoscalerAtMaximum",
             {REPLICAS: "4x60", MAXIMUM: "4x60"},
             {REPLICAS: "3x60", MAXIMUM: "4x60"},
@@ -164,7 +171,7 @@ SCALER_LABELS = {"namespace": "llm", "horizontalpodautoscaler": "keda-hpa-test-b
 def test_an_alert_fires_for_the_bad_state_and_not_for_the_good_one(
     tmp_path: Path, alert: str, bad: dict[str, str], good: dict[str, str], labels: Labels
 ) -> None:
-    evaluate(tmp_path, alert, bad, fires_for=[labels])
+    evaluate(tmp_path, alert, bad, fires_for=[labels], at="90m" if alert == "BatonRolloutPaused" else "50m")
     evaluate(tmp_path, alert, good, fires_for=[])
 
 

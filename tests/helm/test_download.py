@@ -10,7 +10,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from tests.helm.chart import CHART, Manifest, environment_of, objects, pod_of
+from tests.helm.chart import CHART, Manifest, environment_of, named, objects, of_kind, pod_of
 
 SCRIPT = runpy.run_path(str(CHART / "files" / "download.py"))
 NO_SPACE: type[Exception] = SCRIPT["NoSpaceError"]
@@ -27,7 +27,7 @@ def test_a_volume_that_is_too_small_is_named_before_the_download(tmp_path: Path)
     SCRIPT["check_space"](SIZES, tmp_path, free=1010, limit=0)
     with pytest.raises(NO_SPACE, match="are free"):
         SCRIPT["check_space"](SIZES, tmp_path, free=1009, limit=0)
-    with pytest.raises(NO_SPACE, match="sizeLimit"):
+    with pytest.raises(NO_SPACE, match=r"cache\.size"):
         SCRIPT["check_space"](SIZES, tmp_path, free=10**6, limit=1009)
 
 
@@ -89,18 +89,80 @@ def test_proxies_and_certificates_reach_the_download(role: str) -> None:
     assert {"name": "ca", "mountPath": "/ca"} in found["volumeMounts"]
 
 
+def download(**cache: Any) -> Manifest:
+    return {"model": {"source": {"download": {"cache": cache}}}}
+
+
 @pytest.mark.parametrize(
-    ("download", "limit"),
-    [({}, 64 << 30), ({"sizeLimit": "500Mi"}, 500 << 20), ({"claimName": "models"}, 0)],
+    ("cache", "limit"),
+    [({"kind": "emptyDir"}, 64 << 30), ({"kind": "emptyDir", "size": "500Mi"}, 500 << 20), ({}, 0)],
 )
-def test_the_limit_of_the_volume_is_known_to_the_download(download: Manifest, limit: int) -> None:
-    found = container("decode", {"model": {"source": {"download": download}}})
+def test_the_limit_of_the_volume_is_known_to_the_download(cache: Manifest, limit: int) -> None:
+    found = container("decode", download(**cache))
     assert environment_of([], found, secrets=SECRETS, fields={})["LIMIT_BYTES"] == str(limit)
 
 
 def test_a_limit_that_the_download_cannot_read_is_refused() -> None:
-    with pytest.raises(helm_python.HelmError, match="sizeLimit"):
-        objects({"model": {"source": {"download": {"sizeLimit": "64 gigabytes"}}}})
+    with pytest.raises(helm_python.HelmError, match="size"):
+        objects(download(size="64 gigabytes"))
+
+
+def volume(rendered: list[Manifest], role: str) -> Manifest:
+    (found,) = [volume for volume in pod_of(rendered, role)["volumes"] if volume["name"] == "model"]
+    return {kind: details for kind, details in found.items() if kind != "name"}
+
+
+def test_by_default_instances_share_a_claim_of_the_release_and_routers_have_their_own_volumes() -> None:
+    rendered = objects({})
+    (claim,) = of_kind(rendered, "PersistentVolumeClaim")
+    assert claim["spec"] == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "64Gi"}}}
+    for role in ("prefill", "decode"):
+        assert volume(rendered, role) == {"persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}
+    # They avoid each other's nodes, where a ReadWriteOnce claim cannot follow them.
+    assert "emptyDir" in volume(rendered, "router")
+
+
+def test_routers_use_a_claim_that_can_be_mounted_on_all_nodes() -> None:
+    rendered = objects(download(accessModes=["ReadWriteMany"], storageClass="nfs", size="1Ti"))
+    (claim,) = of_kind(rendered, "PersistentVolumeClaim")
+    assert claim["spec"]["storageClassName"] == "nfs"
+    assert volume(rendered, "router") == volume(rendered, "decode")
+
+
+def test_an_existing_claim_is_used_and_none_is_made() -> None:
+    rendered = objects(download(claimName="models", accessModes=["ReadWriteMany"]))
+    assert not of_kind(rendered, "PersistentVolumeClaim")
+    assert (
+        volume(rendered, "decode") == volume(rendered, "router") == {"persistentVolumeClaim": {"claimName": "models"}}
+    )
+
+
+def test_a_folder_on_the_nodes_is_given_to_the_user_of_the_pods_before_the_download() -> None:
+    rendered = objects(download(kind="hostPath", hostPath="/srv/cache"))
+    assert not of_kind(rendered, "PersistentVolumeClaim")
+    assert volume(rendered, "decode") == {"hostPath": {"path": "/srv/cache", "type": "DirectoryOrCreate"}}
+    owner, found = pod_of(rendered, "decode")["initContainers"]
+    assert found["name"] == "download"
+    assert owner["command"] == ["chown", "10001:10001", "/models/model"]
+    assert owner["volumeMounts"] == [{"name": "model", "mountPath": "/models/model"}]
+
+
+def test_models_and_revisions_have_folders_of_their_own_in_the_cache() -> None:
+    """Pods of the old version still read their files while new ones download."""
+    folders = []
+    for source in ({}, {"revision": "v2"}, {"repository": "Qwen/Qwen3-1.7B"}):
+        rendered = objects({"model": {"source": {"download": source}}})
+        (found,) = pod_of(rendered, "decode")["initContainers"]
+        folder = environment_of([], found, secrets=SECRETS, fields={})["FOLDER"]
+        for role in ("router", "prefill", "decode"):
+            assert named(rendered, "ConfigMap", f"-{role}")["data"][f"BATON__{role.upper()}__MODEL"] == folder
+        folders.append(folder)
+    assert len(set(folders)) == 3 and all(folder.startswith("/models/model/") for folder in folders)
+
+
+def test_without_a_download_no_claim_is_made() -> None:
+    source = {"kind": "hostPath", "hostPath": {"path": "/srv/models/small"}}
+    assert not of_kind(objects({"model": {"source": source}}), "PersistentVolumeClaim")
 
 
 @pytest.mark.parametrize(("role", "patterns"), [("router", '["*.json","*.jinja","*.txt"]'), ("decode", "[]")])
@@ -110,7 +172,7 @@ def test_the_container_runs_the_script(tmp_path: Path, role: str, patterns: str)
     assert found["command"] == ["python", "-c"]
     environ = environment_of([], found, secrets=SECRETS, fields={})
     assert environ["PATTERNS"] == patterns
-    environ |= {"HF_HUB_OFFLINE": "1", "FOLDER": str(tmp_path), "PATH": os.environ["PATH"]}
+    environ |= {"HF_HUB_OFFLINE": "1", "FOLDER": str(tmp_path / "org" / "name"), "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", *found["args"]]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "download of Qwen/Qwen3-4B failed" in done.stderr, done.stderr

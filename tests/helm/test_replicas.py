@@ -1,7 +1,6 @@
 """The number of pods survives upgrades, rollbacks and autoscaling, by the field ownership of an API server."""
 
 import json
-import runpy
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,67 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.helm.api_server import ApplyConflictError, LiveObject, tree
-from tests.helm.chart import CHART, Manifest, environment_of, named, objects, of_kind
+from tests.helm.api_server import ApplyConflictError
+from tests.helm.chart import Manifest, named, objects, of_kind
+from tests.helm.releases import SCRIPT, Release
 
-SCRIPT = runpy.run_path(str(CHART / "files" / "replicas.py"))
-REPLICAS = ("spec", "replicas")
 DECODE = "test-baton-decode"
-IN_MANIFEST: Manifest = {"replicasHook": {"enabled": False}}
-
-
-class Release:
-    """A release whose Deployments are in a model of the API server; `is_server_side` is Helm 4's way to write."""
-
-    def __init__(self, *, is_server_side: bool) -> None:
-        self._is_server_side = is_server_side
-        self._revisions: list[list[Manifest]] = []
-        self.live: dict[str, LiveObject] = {}
-
-    def install(self, values: Manifest) -> None:
-        self._write(objects(values), before=False)
-
-    def upgrade(self, values: Manifest) -> None:
-        self._write(objects(values), before=True)
-
-    def rollback(self, revision: int) -> None:
-        """Helm does not render again: it writes the manifests that it has stored."""
-        self._write(self._revisions[revision - 1], before=True)
-
-    def scale(self, name: str, number: int, *, by: str = "kubectl") -> None:
-        self.live[name].update(by, REPLICAS, number)
-
-    def replicas(self, name: str = DECODE) -> int:
-        return int(self.live[name].fields[REPLICAS])
-
-    def _write(self, rendered: list[Manifest], *, before: bool) -> None:
-        if before:
-            self._run_hook(rendered, "before")
-        old = {o["metadata"]["name"]: o for o in self._revisions[-1]} if self._revisions else {}
-        for deployment in of_kind(rendered, "Deployment"):
-            name = deployment["metadata"]["name"]
-            live = self.live.setdefault(name, LiveObject())
-            if self._is_server_side:
-                live.apply("helm", deployment)
-            else:
-                live.merge(old.get(name, {}), deployment)
-        self._revisions.append(rendered)
-        self._run_hook(rendered, "after")
-
-    def _run_hook(self, rendered: list[Manifest], when: str) -> None:
-        for job in of_kind(rendered, "Job"):
-            if job["metadata"]["name"].endswith(f"-{when}"):
-                (container,) = job["spec"]["template"]["spec"]["containers"]
-                environ = environment_of([], container, secrets={}, fields={})
-                for name, scale in json.loads(environ["WANTED"]).items():
-                    SCRIPT["apply_replicas"](name, scale, self._send, before_upgrade=environ["BEFORE"] == "1")
-
-    def _send(self, method: str, name: str, body: Manifest | None) -> Manifest | None:
-        if name not in self.live:
-            return None
-        if body is not None:
-            self.live[name].apply(SCRIPT["MANAGER"], body, force=True)
-        return tree(self.live[name].fields)
+IN_MANIFEST: Manifest = {"upgradeJobs": {"enabled": False}}
 
 
 @pytest.fixture(params=[True, False], ids=["server-side apply", "three-way merge"])
@@ -96,37 +40,37 @@ def test_a_number_set_by_hand_survives_upgrade_and_rollback(release: Release) ->
     release.install(decode(1))
     release.scale(DECODE, 6)
     release.upgrade({**decode(1), "logging": {"level": "debug"}})
-    assert release.replicas() == 6
+    assert release.replicas(DECODE) == 6
     release.rollback(1)
-    assert release.replicas() == 6
+    assert release.replicas(DECODE) == 6
 
 
 def test_autoscaling_may_be_switched_on_and_off_without_a_change(release: Release) -> None:
     release.install(decode(1))
     release.scale(DECODE, 6)
     release.upgrade(decode(1, "keda"))
-    assert release.replicas() == 6
+    assert release.replicas(DECODE) == 6
     release.scale(DECODE, 4, by="horizontal-pod-autoscaler")
     release.upgrade(decode(1))
-    assert release.replicas() == 4
+    assert release.replicas(DECODE) == 4
     release.rollback(2)
-    assert release.replicas() == 4
+    assert release.replicas(DECODE) == 4
 
 
 def test_autoscaling_from_the_start_keeps_its_number_when_it_is_switched_off(release: Release) -> None:
     release.install(decode(2, "keda"))
     release.scale(DECODE, 5, by="horizontal-pod-autoscaler")
     release.upgrade(decode(2))
-    assert release.replicas() == 5
+    assert release.replicas(DECODE) == 5
 
 
 def test_a_new_number_in_the_values_is_applied(release: Release) -> None:
     release.install(decode(1))
     release.scale(DECODE, 6)
     release.upgrade(decode(3))
-    assert release.replicas() == 3
+    assert release.replicas(DECODE) == 3
     release.rollback(1)
-    assert release.replicas() == 1
+    assert release.replicas(DECODE) == 1
 
 
 def test_a_pool_that_an_upgrade_adds_has_the_number_of_the_values(release: Release) -> None:
@@ -138,7 +82,7 @@ def test_a_pool_that_an_upgrade_adds_has_the_number_of_the_values(release: Relea
 def test_a_release_with_numbers_in_its_manifests_keeps_them_when_the_hook_is_enabled(release: Release) -> None:
     release.install({**decode(4), **IN_MANIFEST})
     release.upgrade(decode(4))
-    assert release.replicas() == 4
+    assert release.replicas(DECODE) == 4
 
 
 def test_without_the_hook_server_side_apply_conflicts_and_a_merge_resets_the_number() -> None:
@@ -151,29 +95,34 @@ def test_without_the_hook_server_side_apply_conflicts_and_a_merge_resets_the_num
     merged.install({**decode(1), **IN_MANIFEST})
     merged.scale(DECODE, 6)
     merged.upgrade({**decode(1), **IN_MANIFEST})
-    assert merged.replicas() == 1
+    assert merged.replicas(DECODE) == 1
 
 
 def test_without_the_hook_switching_to_keda_drops_the_number() -> None:
     release = Release(is_server_side=True)
     release.install({**decode(6), **IN_MANIFEST})
     release.upgrade({**decode(6, "keda"), **IN_MANIFEST})
-    assert release.replicas() == 1
+    assert release.replicas(DECODE) == 1
 
 
-def test_the_account_of_the_hook_may_only_read_and_patch_the_deployments_of_the_release() -> None:
+def test_the_accounts_of_the_jobs_may_only_read_and_patch_the_deployments_of_the_release() -> None:
     rendered = objects({})
     names = {o["metadata"]["name"] for o in of_kind(rendered, "Deployment")}
+    accounts = {o["metadata"]["name"] for o in of_kind(rendered, "Role")}
+    assert accounts == {f"test-baton-{name}" for name in ("upgrade-before", "upgrade-after", "rollout")}
     for role in of_kind(rendered, "Role"):
         (rule,) = role["rules"]
         assert set(rule["resourceNames"]) == names and rule["verbs"] == ["get", "patch"]
-    for when in ("before", "after"):
-        pod = named(rendered, "Job", f"-{when}")["spec"]["template"]["spec"]
-        assert pod["serviceAccountName"] == f"test-baton-replicas-{when}"
+    for job in of_kind(rendered, "Job"):
+        pod = job["spec"]["template"]["spec"]
+        assert pod["serviceAccountName"] in accounts
         assert pod["automountServiceAccountToken"] is True
         assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
-    hooks = [o["metadata"]["annotations"]["helm.sh/hook"] for o in of_kind(rendered, "Job")]
-    assert hooks == ["pre-upgrade,pre-rollback", "post-install,post-upgrade,post-rollback"]
+    hooks = {
+        name: named(rendered, "Job", f"-{name}")["metadata"]["annotations"]["helm.sh/hook"]
+        for name in ("before", "after")
+    }
+    assert hooks == {"before": "pre-upgrade,pre-rollback", "after": "post-install,post-upgrade,post-rollback"}
 
 
 class Api(BaseHTTPRequestHandler):
@@ -214,7 +163,9 @@ def test_the_script_sends_its_token_and_applies_by_its_own_manager(
         "API": api,
         "CREDENTIALS": str(tmp_path),
         "NAMESPACE": "llm",
-        "BEFORE": "0",
+        "STEP": "after",
+        "ROLLOUT": "r2",
+        "POOLS": json.dumps([["a", "missing"]]),
         "WANTED": json.dumps(wanted),
     }
     for name, value in environ.items():
