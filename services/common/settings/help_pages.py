@@ -87,7 +87,7 @@ class HelpPages:
 
 
 def _shown(actions: Sequence[argparse.Action]) -> list[argparse.Action]:
-    """Return the options that help pages show: not those that only exist to undo a default."""
+    """Return the options that help pages show. A flag that only restores a default is not among them."""
     return [action for action in actions if action.help != argparse.SUPPRESS]
 
 
