@@ -27,6 +27,8 @@ class BeamRules:
     """Token ids that end a beam."""
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    num_alternatives: int | None = None
+    """Number of alternatives that the steps of a beam keep for each token; None keeps all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class BeamSearch:
                 # Finished and running extensions are kept apart: the number of finished beams decides when the search
                 # stops.
                 (self._finished if candidate.finish_reason is not None else continuing).append(candidate)
+        # No others can be among the best later. A long search could otherwise finish millions of tokens.
+        self._finished = _best(self._finished, self._rules.width)
         continuing = _best(continuing, self._rules.width)
         # All running beams have the same length.
         if not continuing or len(continuing[0].token_ids) >= self._rules.max_tokens:
@@ -80,13 +84,14 @@ class BeamSearch:
     def _extended(self, beam: Beam, answer: TokenLogprobs) -> list[Beam]:
         """Return the extensions of a beam by each of its most likely next tokens."""
         candidates: list[Beam] = []
+        alternatives = answer.top[: self._rules.num_alternatives]
         for one in answer.top[: 2 * self._rules.width]:
             is_end = one.token_id in self._rules.ends
             cumulative = beam.cumulative + one.logprob
             token_ids = [*beam.token_ids, one.token_id]
             # The end-of-sequence token does not count as length, as in vLLM.
             score = self._score(cumulative, len(token_ids) - is_end)
-            steps = [*beam.steps, TokenLogprobs(one, answer.top)]
+            steps = [*beam.steps, TokenLogprobs(one, alternatives)]
             candidates.append(Beam(token_ids, steps, cumulative, score, "stop" if is_end else None))
         return candidates
 

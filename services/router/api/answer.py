@@ -20,10 +20,10 @@ from baton_serve.services.router.protocol.asgi import (
     Send,
     send_json,
 )
-from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS
-from baton_serve.services.router.protocol.errors import ApiError, BadRequestError, ClientGoneError
+from baton_serve.services.router.protocol.errors import ApiError, ClientGoneError
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
 from baton_serve.services.router.protocol.openai_responses import Explanation, Usage
+from baton_serve.services.router.text.sampling_params import check_num_logprobs
 from baton_serve.services.router.text.text_output import TextAccumulator, TextDelta
 from baton_serve.services.router.text.thread_pools import ANSWERS
 
@@ -33,13 +33,26 @@ class SseDeltaWriter:
     `generation.DeltaConsumer`.
     """
 
-    __slots__ = ("_encode", "_events", "_exchange")
+    __slots__ = ("_encode", "_events", "_exchange", "_is_direct", "_num_logprobs")
 
-    def __init__(self, events: EventStream, encode: Callable[[int, TextDelta], bytes]) -> None:
-        """Create the writer. `encode` returns the events for the next delta of a choice, or empty bytes."""
+    def __init__(
+        self,
+        events: EventStream,
+        encode: Callable[[int, TextDelta], bytes],
+        *,
+        num_logprobs: Callable[[int, TextDelta], int] | None = None,
+        is_direct: bool = True,
+    ) -> None:
+        """Create the writer. `encode` returns the events for the next delta of a choice, or empty bytes.
+
+        `num_logprobs` returns the number of logprobs in these events: many are encoded in a thread. If `is_direct` is
+        False, deltas are never encoded in the call that brings their tokens.
+        """
         self._events = events
         self._exchange = events.exchange
         self._encode = encode
+        self._num_logprobs = num_logprobs
+        self._is_direct = is_direct and events.exchange is not None
 
     async def copy(self, generation: TextGeneration) -> bytes:
         """Write the events of all deltas until the generation is done. Return the last events without writing them, so
@@ -47,12 +60,19 @@ class SseDeltaWriter:
         """
         while True:
             # Without an exchange (another server, or a middleware of the operator) every write must be awaited.
-            text_deltas = await generation.take(None if self._exchange is None else self)
-            data = b"".join([self._encode(choice, text_delta) for choice, text_delta in text_deltas])
+            text_deltas = await generation.take(self if self._is_direct else None)
+            count = self._num_logprobs
+            if count is not None and sum([count(*text_delta) for text_delta in text_deltas]) > _LOGPROBS_INLINE:
+                data = await ANSWERS.run(self._encode_all, text_deltas)
+            else:
+                data = self._encode_all(text_deltas)
             if generation.is_done:
                 return data
             if data:
                 await self._events.write(data)
+
+    def _encode_all(self, text_deltas: Sequence[tuple[int, TextDelta]]) -> bytes:
+        return b"".join([self._encode(choice, text_delta) for choice, text_delta in text_deltas])
 
     def can_write(self) -> bool:
         """Return whether the client has received everything that was written so far."""
@@ -69,7 +89,7 @@ class SseDeltaWriter:
 _encoder = msgspec.json.Encoder()
 _NUL = _encoder.encode("\0")
 _LOGPROBS_INLINE = 500
-"""Largest number of logprobs of an answer that is formatted on the event loop."""
+"""Largest number of logprobs that is formatted on the event loop. Formatting one takes 2 us."""
 
 
 class AnswerFormat(Protocol):
@@ -80,6 +100,8 @@ class AnswerFormat(Protocol):
     """True if all deltas of a choice but its last contain only text, so that they can be encoded without structs."""
     sends_tokens: bool
     """True if the client wants token ids: a delta with tokens but without text is then sent too."""
+    echoes_logprobs: bool
+    """True if the result of `opening` contains the logprobs of the prompt."""
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
         """Return what a stream sends for a choice before its first delta, such as the role or the echoed prompt; empty
@@ -168,28 +190,17 @@ async def _send_whole(generation: TextGeneration, form: AnswerFormat, send: Send
     while not generation.is_done:
         for choice, text_delta in await generation.take():
             accumulators[choice].add(text_delta)
-            num_logprobs += _count_logprobs(text_delta)
-        if num_logprobs > MAX_LOGPROBS:
-            raise BadRequestError(
-                f"the answer has more than {MAX_LOGPROBS} logprobs: stream it, or ask for fewer tokens or alternatives",
-                param="logprobs",
-                code="too_many_values",
-            )
+            num_logprobs += text_delta.num_logprobs
+        check_num_logprobs(num_logprobs, remedy="stream it, or ask for fewer tokens or alternatives")
     baton = generation.explain() if explain else msgspec.UNSET
     text_deltas, usage = [choice.whole() for choice in accumulators], generation.usage()
     num_prompt = sum([len(one.prompt_logprobs or ()) for one in generation.lifecycles]) * generation.num_choices
     if num_logprobs + num_prompt <= _LOGPROBS_INLINE:
         await send_json(send, form.whole(text_deltas, usage, baton))
         return
-    # Formatting takes 2 us for each logprob, which would delay all streams.
+    # Formatting all of them here would delay all streams.
     encoded = await ANSWERS.run(lambda: _encoder.encode(form.whole(text_deltas, usage, baton)))
     await send_json(send, msgspec.Raw(encoded))
-
-
-def _count_logprobs(text_delta: TextDelta) -> int:
-    """Return the number of logprobs of a delta. All its tokens have the same number of alternatives."""
-    steps = text_delta.logprobs
-    return len(steps) * (len(steps[0].top) + 1) if steps else 0
 
 
 async def _stream(
@@ -203,7 +214,9 @@ async def _stream(
 ) -> None:
     encoder = _DeltaEncoder(request, generation, form, chunks)
     try:
-        last = await SseDeltaWriter(events, encoder.encode).copy(generation)
+        num_logprobs = None if form.has_only_text else encoder.num_logprobs
+        writer = SseDeltaWriter(events, encoder.encode, num_logprobs=num_logprobs, is_direct=not form.echoes_logprobs)
+        last = await writer.copy(generation)
         if encoder.wants_usage or explain:
             last += chunks.last(generation.usage(), generation.explain() if explain else None)
     except ApiError as exc:
@@ -261,6 +274,15 @@ class _DeltaEncoder:
             return opening
         delta = self._form.delta(choice, text_delta)
         return opening if delta is None else opening + self._chunks.choice(delta, usage)
+
+    def num_logprobs(self, choice: int, text_delta: TextDelta) -> int:
+        """Return the number of logprobs that `encode` would write for a delta."""
+        if self._opened[choice] or not self._form.echoes_logprobs:
+            return text_delta.num_logprobs
+        # The first token of a prompt has no logprobs.
+        steps = self._generation.lifecycle(choice).prompt_logprobs or ()
+        per_token = 1 + max((len(step.top) for step in steps[1:2] if step is not None), default=0)
+        return text_delta.num_logprobs + len(steps) * per_token
 
     def _opening(self, choice: int) -> bytes:
         self._opened[choice] = True

@@ -18,6 +18,7 @@ from baton_serve.services.router.protocol.openai_responses import Explanation, U
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.prompt_request import PromptRequest, RequestTiming
 from baton_serve.services.router.requests.token_queue import TokenQueue
+from baton_serve.services.router.text.sampling_params import check_num_logprobs
 from baton_serve.services.router.text.text_output import SequenceWriter, TextDelta
 from baton_serve.services.router.text.token_sequence import NewTokens
 
@@ -90,6 +91,9 @@ class BeamGeneration:
         """
         while self._queries:
             await self._apply_answers()
+            if (wanted := self._plan.logprobs) is not None:
+                num_kept = self._num_steps * len(self._queries) * (wanted + 1)
+                check_num_logprobs(num_kept, remedy="ask for fewer beams, tokens or alternatives; all beams count")
             self._queries = self._submit_step()
         self.is_done = True
         best = [beam for search in self._plan.searches for beam in search.best(self._plan.count)]
@@ -172,10 +176,7 @@ class BeamGeneration:
     def _delta(self, beam: Beam) -> TextDelta:
         """Convert a finished beam to text, and count its tokens for the usage."""
         writer, num_logprobs = self._plan.write(), self._plan.logprobs
-        logprobs = None
-        if num_logprobs is not None:
-            # The search asked for more alternatives than the client.
-            logprobs = [TokenLogprobs(step.chosen, step.top[:num_logprobs]) for step in beam.steps]
+        logprobs = beam.steps if num_logprobs is not None else None
         stop_token_id = beam.token_ids[-1] if beam.finish_reason == "stop" else None
         text_delta = writer.push(NewTokens(beam.token_ids, logprobs, beam.finish_reason, stop_token_id))
         self._num_generated += writer.num_tokens

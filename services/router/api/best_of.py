@@ -5,10 +5,12 @@ have ended.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from baton_serve.services.router.api.generation import DeltaConsumer, SampledGeneration
 from baton_serve.services.router.protocol.openai_responses import Explanation, Usage
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
+from baton_serve.services.router.text.sampling_params import check_num_logprobs
 from baton_serve.services.router.text.text_output import TextAccumulator, TextDelta
 
 
@@ -35,23 +37,20 @@ class BestOfGeneration:
 
         Raises `ApiError` or `ClientGoneError`.
         """
-        gathered = [TextAccumulator() for _ in range(self._inner.num_choices)]
+        gathered = [RankedText() for _ in range(self._inner.num_choices)]
+        num_logprobs = 0
         while not self._inner.is_done:
             for number, text_delta in await self._inner.take():
-                gathered[number].add(text_delta)
+                gathered[number].add(text_delta, keeps_logprobs=self._keeps_logprobs)
+                num_logprobs += text_delta.num_logprobs
+            check_num_logprobs(
+                num_logprobs, remedy="ask for fewer sequences (best_of), tokens or alternatives; all sequences count"
+            )
         self.is_done = True
-        text_deltas = [one.whole() for one in gathered]
         # Choices of one prompt stand together, and only these compete.
-        width = len(text_deltas) // len(self.lifecycles)
-        best = [
-            text_delta
-            for i in range(0, len(text_deltas), width)
-            for text_delta in best_of(text_deltas[i : i + width], self._count)
-        ]
-        if not self._keeps_logprobs:
-            for text_delta in best:
-                text_delta.logprobs = None
-        return list(enumerate(best))
+        width = len(gathered) // len(self.lifecycles)
+        best = [one for i in range(0, len(gathered), width) for one in best_of(gathered[i : i + width], self._count)]
+        return [(choice, one.whole()) for choice, one in enumerate(best)]
 
     def abandon(self) -> None:
         self._inner.abandon()
@@ -67,10 +66,22 @@ class BestOfGeneration:
         return self._inner.explain()
 
 
-def best_of(text_deltas: Sequence[TextDelta], count: int) -> list[TextDelta]:
+class RankedText(TextAccumulator):
+    """One sequence with the sum of its tokens' log-probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cumulative = 0.0
+
+    def add(self, text_delta: TextDelta, *, keeps_logprobs: bool = True) -> None:
+        """Append a piece. Without `keeps_logprobs` its logprobs only count in the sum, and are removed from it."""
+        for step in text_delta.logprobs or ():
+            self.cumulative += step.chosen.logprob
+        if not keeps_logprobs:
+            text_delta.logprobs = None
+        super().add(text_delta)
+
+
+def best_of(texts: Sequence[RankedText], count: int) -> list[RankedText]:
     """Return the `count` most likely texts, the best first. Equal ones stay in their order (the sort is stable)."""
-    return sorted(text_deltas, key=_cumulative, reverse=True)[:count]
-
-
-def _cumulative(text_delta: TextDelta) -> float:
-    return sum(step.chosen.logprob for step in text_delta.logprobs or ())
+    return sorted(texts, key=attrgetter("cumulative"), reverse=True)[:count]

@@ -80,6 +80,7 @@ class ChatFormat:
         self._generation = generation
         self._logprobs = logprobs
         self._shape = shape
+        self.echoes_logprobs = False
         self.sends_tokens = shape.wants_token_ids
         self.has_only_text = shape.message_format.is_plain and not (shape.wants_logprobs or self.sends_tokens)
         # One `MessageReader` per choice, because it keeps the state of a partly parsed text. None: nothing to parse.

@@ -96,6 +96,7 @@ class CompletionFormat:
         # then left out of the answer.
         self._is_echo_only = request.echo is True and request.max_tokens == 0
         self._wants_logprobs = request.logprobs is not None
+        self.echoes_logprobs = echoed is not None and self._wants_logprobs
         self.sends_tokens = bool(request.return_token_ids)
         self.has_only_text = not (self._wants_logprobs or self._is_echo_only or self.sends_tokens)
         self._wants_prompt_logprobs = request.prompt_logprobs is not None

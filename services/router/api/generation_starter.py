@@ -149,6 +149,7 @@ class GenerationStarter:
                     ends=eos | rules.stop_token_ids,
                     length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
                     early_stopping=request.early_stopping or False,
+                    num_alternatives=rules.logprobs or 0,
                 ),
                 num_prompt_tokens=len(prompt_request.token_ids),
             )

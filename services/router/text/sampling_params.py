@@ -381,6 +381,14 @@ def check_num_prompt_logprobs(num_tokens: int, per_token: int | None, num_answer
         )
 
 
+def check_num_logprobs(num_logprobs: int, *, remedy: str) -> None:
+    """Raise `BadRequestError` if the answer, or the sequences from which it is chosen, have too many logprobs."""
+    if num_logprobs > MAX_LOGPROBS:
+        raise BadRequestError(
+            f"the answer has more than {MAX_LOGPROBS} logprobs: {remedy}", param="logprobs", code="too_many_values"
+        )
+
+
 def _check_logprobs(wanted: int | None, param: str, limits: ModelLimits) -> None:
     if wanted is not None and wanted > limits.max_logprobs:
         raise BadRequestError(f"{param} is {wanted}, the limit is {limits.max_logprobs} (--max-logprobs)", param=param)

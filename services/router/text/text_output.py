@@ -135,6 +135,11 @@ class TextDelta(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    @property
+    def num_logprobs(self) -> int:
+        """Number of logprobs, alternatives included. All tokens have the same number of alternatives."""
+        return len(self.logprobs) * (len(self.logprobs[0].top) + 1) if self.logprobs else 0
+
 
 class TextAccumulator:
     """Joins all pieces of one choice, for an answer that is not streamed."""

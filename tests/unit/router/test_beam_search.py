@@ -9,7 +9,7 @@ import pytest
 
 from baton_serve.contracts.beam_search import Beam, BeamRules, BeamSearch, EarlyStopping
 from baton_serve.contracts.messages import TokenLogprob, TokenLogprobs
-from baton_serve.services.router.api.best_of import best_of
+from baton_serve.services.router.api.best_of import RankedText, best_of
 from baton_serve.services.router.text.text_output import TextDelta
 from tests.unit.router.conftest import Router, Serve
 
@@ -95,11 +95,43 @@ def test_early_stopping_says_how_long_to_hope_for_better() -> None:
 
 
 def test_best_of_keeps_the_most_likely() -> None:
-    def piece(text: str, *logprobs: float) -> TextDelta:
-        return TextDelta(text, [], [TokenLogprobs(TokenLogprob(0, value, 1), []) for value in logprobs])
+    def ranked(text: str, *logprobs: float) -> RankedText:
+        found = RankedText()
+        found.add(TextDelta(text, [], [TokenLogprobs(TokenLogprob(0, value, 1), []) for value in logprobs]))
+        return found
 
-    pieces = [piece("a", -1.0, -1.0), piece("b", -0.5), piece("c", -0.2, -0.3), piece("d", -3.0)]
-    assert [one.text for one in best_of(pieces, 3)] == ["b", "c", "a"]
+    sequences = [ranked("a", -1.0, -1.0), ranked("b", -0.5), ranked("c", -0.2, -0.3), ranked("d", -3.0)]
+    assert [one.whole().text for one in best_of(sequences, 3)] == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{"best_of": 4}, {"best_of": 4, "use_beam_search": True}])
+def test_the_logprobs_of_all_sequences_count_from_which_the_answer_is_chosen(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], stream: bool
+) -> None:
+    monkeypatch.setattr("baton_serve.services.router.text.sampling_params.MAX_LOGPROBS", 200)
+
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"prompt": "hello", "max_tokens": 20, "seed": 0, "ignore_eos": True, **more}
+        # 4 sequences of 20 tokens, with 3 logprobs each.
+        refused = await router.http.post("/v1/completions", json={**body, "logprobs": 2, "stream": stream})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["code"] == "too_many_values"
+        monkeypatch.setattr("baton_serve.services.router.text.sampling_params.MAX_LOGPROBS", 20)
+        # The logprobs that only rank the sequences are not kept.
+        assert (await router.http.post("/v1/completions", json={**body, "stream": stream})).status_code == 200
+
+    serve(scenario)
+
+
+def test_a_long_search_keeps_as_many_finished_beams_as_can_be_answers() -> None:
+    rules = BeamRules(width=2, max_tokens=50, ends=frozenset({END}), early_stopping="never", length_penalty=9.0)
+    search = BeamSearch(rules, num_prompt_tokens=1)
+    while not search.is_over:
+        top = [TokenLogprob(END, -0.9, 1), TokenLogprob(1, -0.1, 2), TokenLogprob(2, -0.2, 3)]
+        search.advance([TokenLogprobs(top[0], top)] * len(search.running))
+        assert len(search._finished) <= 2 * rules.width
+    assert [len(beam.token_ids) for beam in search.best(2)] == [50, 50]
 
 
 def texts(chunks: list[dict[str, Any]], count: int) -> list[str]:

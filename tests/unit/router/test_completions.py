@@ -273,7 +273,7 @@ def test_many_logprobs_of_an_answer_are_formatted_beside_the_event_loop_and_boun
         monkeypatch.setattr("baton_serve.services.router.api.answer._LOGPROBS_INLINE", 10**6)
         inline = await router.complete(**body)
         assert inline["choices"] == whole["choices"]
-        monkeypatch.setattr("baton_serve.services.router.api.answer.MAX_LOGPROBS", 2000)
+        monkeypatch.setattr("baton_serve.services.router.text.sampling_params.MAX_LOGPROBS", 2000)
         refused = await router.http.post("/v1/completions", json=body)
         assert refused.status_code == 400 and "stream it" in refused.json()["error"]["message"]
         assert len(await router.stream("/v1/completions", **body)) > 40

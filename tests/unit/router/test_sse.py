@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from baton_serve.contracts.messages import Tokens, Work
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
 from baton_serve.services.router.requests.token_queue import TokenQueue
+from baton_serve.services.router.text.logprobs import LogprobWriter
 from baton_serve.services.router.text.token_sequence import NewTokens, TokenUpdate
 from tests.recorded_connection import RecordedConnection
 from tests.unit.router.conftest import Router, Serve, events_of, settle
@@ -78,6 +80,29 @@ def test_both_ways_write_the_same_reasoning_and_calls(serve: Serve, path: str) -
         assert at_once == by_the_task and '"f"' in at_once
 
     serve(test, **HERMES)
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"best_of": 3}])
+def test_many_logprobs_of_a_stream_are_formatted_beside_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    threads: dict[int, set[str]] = {}
+    write = LogprobWriter.completion
+
+    def noted(writer: LogprobWriter, token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        threads.setdefault(len(token_ids), set()).add(threading.current_thread().name)
+        return write(writer, token_ids, *args, **kwargs)
+
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr(LogprobWriter, "completion", noted)
+        body = {"prompt": [97] * 60, "echo": True, "logprobs": 10, "max_tokens": 60, "seed": 0, **more}
+        by_the_task, at_once = await both(router, "/v1/completions", body)
+        assert at_once == by_the_task
+        assert all(name.startswith("answers") for name in threads[60]), threads
+        if not more.get("best_of"):
+            assert threading.main_thread().name in threads[1], "single tokens need no thread"
+
+    serve(scenario)
 
 
 def test_a_token_is_written_before_the_call_that_brought_it_returns(serve: Serve) -> None:
