@@ -26,8 +26,8 @@ from baton_serve.services.router.text.sampling_params import (
     chat_logprobs,
     check_prompt,
     text_rules,
-    truncated,
 )
+from baton_serve.services.router.text.truncation import truncation_of
 
 
 class BegunChat(msgspec.Struct, frozen=True):
@@ -87,10 +87,11 @@ async def _begin(
     urls = image_urls(request.messages)
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
     message_format = service.message_formats.of(request, text)
+    truncation = truncation_of(request, limits)
     token_ids = await service.tokenize(
-        text, limits, add_special_tokens=bool(request.add_special_tokens), truncate=request.truncate_prompt_tokens
+        text, limits, add_special_tokens=bool(request.add_special_tokens), truncation=truncation
     )
-    prompt = TokenizedPrompt(truncated(token_ids, request.truncate_prompt_tokens, limits))
+    prompt = TokenizedPrompt(token_ids if truncation is None else truncation.cut(token_ids))
     if urls:
         prompt = await _expand_images(service, request, urls, token_ids, limits, images)
     # Taken here, because the prompt has just become tokens; what follows is not tokenization.

@@ -31,10 +31,10 @@ from baton_serve.services.router.text.sampling_params import (
     check_token_ids,
     sequence_counts,
     text_rules,
-    truncated,
 )
 from baton_serve.services.router.text.text_output import TextDelta
 from baton_serve.services.router.text.tokenization import beside_loop
+from baton_serve.services.router.text.truncation import truncation_of
 
 
 class CompletionEndpoint:
@@ -240,12 +240,12 @@ async def _all_token_ids(
 async def _token_ids(
     service: ModelService, request: CompletionRequest, prompt: str | list[int], limits: ModelLimits
 ) -> list[int]:
-    truncate = request.truncate_prompt_tokens
+    truncation = truncation_of(request, limits)
     if isinstance(prompt, str):
         add_special_tokens = request.add_special_tokens is not False
-        tokens = await service.tokenize(prompt, limits, add_special_tokens=add_special_tokens, truncate=truncate)
-        return truncated(tokens, truncate, limits)
-    tokens = truncated(prompt, truncate, limits)
+        tokens = await service.tokenize(prompt, limits, add_special_tokens=add_special_tokens, truncation=truncation)
+        return tokens if truncation is None else truncation.cut(tokens)
+    tokens = prompt if truncation is None else truncation.cut(prompt)
     # The length first: the second check looks at every id, which takes long for a list that is too long anyway.
     check_prompt(tokens, limits, param="prompt")
     check_token_ids(tokens, limits, param="prompt")

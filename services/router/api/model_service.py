@@ -26,8 +26,9 @@ from baton_serve.services.router.text.grammar import GrammarSpec
 from baton_serve.services.router.text.message_reader import MessageFormats
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory
 from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
-from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules, kept
+from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules
 from baton_serve.services.router.text.served_model import ServedModel
+from baton_serve.services.router.text.truncation import Truncation
 
 
 @coroutine
@@ -178,19 +179,18 @@ class ModelService:
         )
 
     async def tokenize(
-        self, text: str, limits: ModelLimits, *, add_special_tokens: bool, truncate: int | None
+        self, text: str, limits: ModelLimits, *, add_special_tokens: bool, truncation: Truncation | None
     ) -> list[int]:
-        """Return the token ids of a prompt. With `truncate`, return only about that number of tokens, from its end.
+        """Return the token ids of a prompt. With `truncation`, return only a few more tokens than it keeps.
         Raises `BadRequestError` for a text that is far too long, unless it is to be truncated.
         """
-        keep = kept(truncate, limits)
         # A text that is much too long is rejected or cut before all of it is tokenized, which could take seconds.
-        if keep is None:
+        if truncation is None:
             token_ids = await self.model.tokenize(
                 text, add_special_tokens=add_special_tokens, max_tokens=limits.max_model_len
             )
         else:
-            token_ids = await self.model.tokenize_end(text, add_special_tokens=add_special_tokens, num_tokens=keep)
+            token_ids = await self.model.tokenize_part(text, truncation, add_special_tokens=add_special_tokens)
         # Requests that arrived together are all tokenized before the first of them is placed. Doing one kind of work
         # several times in a row takes a tenth less time than alternating (docs/log/router.md).
         await _yield_to_loop()

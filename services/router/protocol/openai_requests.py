@@ -52,6 +52,9 @@ Numbers = Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_NUMBERS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 Metadata = Annotated[dict[str, Any], Field(max_length=MAX_METADATA)]
 
+TruncationSide = Literal["left", "right"]
+"""The side from which `truncate_prompt_tokens` takes tokens away. With `right` the first ones remain."""
+
 
 class _Request(BaseModel):
     """Base of all request schemas. It is strict: a string that contains a number is not accepted as a number."""
@@ -123,6 +126,7 @@ class GenerationRequest(_Request):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: NonNegative | None = None
     truncate_prompt_tokens: OrAll | None = None
+    truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None

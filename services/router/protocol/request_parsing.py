@@ -75,7 +75,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "structural_tag": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "truncation_side": ("left",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
     "verbosity": ("medium",),

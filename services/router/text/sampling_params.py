@@ -293,32 +293,6 @@ def too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError
     )
 
 
-def kept(wanted: int | None, limits: ModelLimits) -> int | None:
-    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps, or None for all.
-
-    The value -1 keeps as many as fit with one generated token. Raises `BadRequestError` if it exceeds the context.
-    """
-    if wanted is None:
-        return None
-    keep = limits.max_model_len - 1 if wanted == -1 else wanted
-    if keep > limits.max_model_len:
-        raise BadRequestError(
-            f"truncate_prompt_tokens is {keep}, greater than the context of {limits.max_model_len} tokens",
-            param="truncate_prompt_tokens",
-        )
-    # The value 0 keeps all tokens.
-    return keep or None
-
-
-def truncated(token_ids: list[int], wanted: int | None, limits: ModelLimits) -> list[int]:
-    """Return the last `wanted` tokens of a prompt; -1 means as many as the context allows, None means all.
-
-    Raises `BadRequestError` as `kept` does.
-    """
-    keep = kept(wanted, limits)
-    return token_ids if keep is None or keep >= len(token_ids) else token_ids[len(token_ids) - keep :]
-
-
 def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
     max_generated = limits.max_model_len - num_prompt_tokens
     name, wanted = "max_tokens", request.max_tokens

@@ -36,6 +36,7 @@ from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_
 from baton_serve.services.router.text.sampling_params import SamplingDefaults
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
+from baton_serve.services.router.text.truncation import Truncation
 
 SHORT_ID_CHARS = 9
 """Length of tool call ids for Mistral's models. Their chat templates reject any other length."""
@@ -148,9 +149,14 @@ class ServedModel:
             raise _too_long(max_tokens, len(text))
         return token_ids
 
-    async def tokenize_end(self, text: str, *, add_special_tokens: bool, num_tokens: int) -> list[int]:
-        """Return at least the last `num_tokens` tokens of a text, or all if the text has fewer."""
-        encode = partial(self.tokenizer.encode_end, add_special_tokens=add_special_tokens, num_tokens=num_tokens)
+    async def tokenize_part(self, text: str, truncation: Truncation, *, add_special_tokens: bool) -> list[int]:
+        """Return at least the tokens of a text that remain after its truncation."""
+        encode = partial(
+            self.tokenizer.encode_part,
+            add_special_tokens=add_special_tokens,
+            num_tokens=truncation.num_tokens,
+            from_end=not truncation.keeps_beginning,
+        )
         return await beside_loop(len(text), lambda: encode(text))
 
     async def grammar(self, grammar_spec: GrammarSpec, caller: str = "") -> str:

@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -135,36 +136,37 @@ class TextTokenizer:
                 return False
         return True
 
-    def beginning(self, text: str, num_tokens: int) -> Encoding:
-        """Return the encoding, with offsets, of the beginning of a text that has at least `num_tokens` tokens.
+    def part(self, text: str, num_tokens: int, *, from_end: bool = False) -> Encoding:
+        """Return the encoding, with offsets, of the beginning or the end of a text that has at least `num_tokens`
+        tokens.
 
         It has fewer tokens if the whole text has fewer, or if they are extremely long. Special tokens are not added.
         """
-        text = text[: _max_chars(num_tokens)]
-        num_chars = num_tokens + _MORE_CHARS
-        while num_chars < len(text):
-            found = self._batched(text[:num_chars])
-            # The last tokens may differ from those of the whole text, because the cut may be within a word. Require
-            # more tokens than the caller uses.
-            if len(found.ids) >= num_tokens + _CUT_TOKENS:
-                return found
-            num_chars *= 2
-        return self._batched(text)
+        return self._shortest(text, num_tokens, self._batched, lambda found: len(found.ids), from_end=from_end)
 
-    def encode_end(self, text: str, *, add_special_tokens: bool, num_tokens: int) -> list[int]:
-        """Return at least the last `num_tokens` tokens of a text, without encoding all of a long text.
+    def encode_part(self, text: str, *, add_special_tokens: bool, num_tokens: int, from_end: bool = True) -> list[int]:
+        """Return at least the last `num_tokens` tokens of a text, or the first ones, without encoding all of a long
+        text.
 
         It returns fewer if the whole text has fewer, or if they are extremely long.
         """
-        text = text[-_max_chars(num_tokens) :]
+        encode = partial(self.encode, add_special_tokens=add_special_tokens)
+        return self._shortest(text, num_tokens, encode, len, from_end=from_end)
+
+    def _shortest(
+        self, text: str, num_tokens: int, encode: Callable[[str], T], length: Callable[[T], int], *, from_end: bool
+    ) -> T:
+        """Encode as little of a text as has `num_tokens` tokens, from its beginning or its end."""
+        text = _part(text, _max_chars(num_tokens), from_end=from_end)
         num_chars = num_tokens + _MORE_CHARS
         while num_chars < len(text):
-            # The first tokens after the cut may differ from those of the whole text. Require more than the caller uses.
-            found = self.encode(text[-num_chars:], add_special_tokens=add_special_tokens)
-            if len(found) >= num_tokens + _CUT_TOKENS:
+            found = encode(_part(text, num_chars, from_end=from_end))
+            # The tokens at the cut may differ from those of the whole text, because the cut may be within a word.
+            # Require more tokens than the caller uses.
+            if length(found) >= num_tokens + _CUT_TOKENS:
                 return found
             num_chars *= 2
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        return encode(text)
 
     def _batched(self, text: str) -> Encoding:
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
@@ -181,6 +183,10 @@ class TextTokenizer:
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it, or None if the id is unknown."""
         return self.backend.id_to_token(token_id)
+
+
+def _part(text: str, num_chars: int, *, from_end: bool) -> str:
+    return text[-num_chars:] if from_end else text[:num_chars]
 
 
 def _max_chars(num_tokens: int) -> int:

@@ -78,6 +78,7 @@ GENERATION: dict[str, Any] = SAMPLING | {
     "skip_special_tokens": False,
     "prompt_logprobs": 1,
     "truncate_prompt_tokens": 2,
+    "truncation_side": Given("right", {"truncate_prompt_tokens": 2}),
     "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "a"},
     "guided_json": {"type": "object"},
@@ -108,10 +109,17 @@ INPUTS: dict[str, Any] = {
     "chat_template": Given("{{ messages[0].content }}", {"input": None, "messages": HELLO}),
     "chat_template_kwargs": Given({"mark": "!"}, {"input": None, "messages": HELLO}),
 }
-ANY_POOLING: dict[str, Any] = {"model": "nobody", "truncate_prompt_tokens": 2, "priority": 3, "request_id": "mine"}
+ANY_POOLING: dict[str, Any] = {
+    "model": "nobody",
+    "truncate_prompt_tokens": 2,
+    "truncation_side": Given("left", {"truncate_prompt_tokens": 3}),
+    "priority": 3,
+    "request_id": "mine",
+}
 EMBEDDING: dict[str, Any] = INPUTS | ANY_POOLING | {"encoding_format": "base64", "dimensions": 2, "normalize": False}
-SCORE: dict[str, Any] = ANY_POOLING | {"text_1": "other", "text_2": "other", "activation": False}
-RERANK: dict[str, Any] = ANY_POOLING | {
+ANY_PAIRS: dict[str, Any] = ANY_POOLING | {"truncation_side": Given("left", {"truncate_prompt_tokens": 4})}
+SCORE: dict[str, Any] = ANY_PAIRS | {"text_1": "other", "text_2": "other", "activation": False}
+RERANK: dict[str, Any] = ANY_PAIRS | {
     "query": "other",
     "documents": ["other"],
     "top_n": 1,

@@ -40,6 +40,7 @@ from baton_serve.services.router.protocol.openai_requests import (
 from baton_serve.services.router.protocol.request_parsing import parse, parsed
 from baton_serve.services.router.text.served_model import ServedModel
 from baton_serve.services.router.text.tokenization import PIECE_CHARS, TextTokenizer
+from baton_serve.services.router.text.truncation import Truncation
 from tests.unit.router.conftest import Router, Serve
 from tools.fuzz_bodies import search
 
@@ -320,17 +321,20 @@ def test_a_text_that_is_far_too_long_is_counted_by_pieces_and_refused(model: Ser
     assert sum(tokenizer.sizes) < 60_000
 
 
-def test_a_truncated_text_is_encoded_from_its_end_only(model: ServedModel) -> None:
+def test_only_the_part_of_a_text_that_truncation_keeps_is_encoded(model: ServedModel) -> None:
     text = "".join(random.Random(0).choices(["hello ", "w", "é", " "], k=100_000))
     counted, tokenizer = counting(model)
-    found = asyncio.run(counted.tokenize_end(text, add_special_tokens=True, num_tokens=1_000))
-    assert sum(tokenizer.sizes) < 20_000
-    assert found[-1_000:] == model.tokenizer.encode(text, add_special_tokens=True)[-1_000:]
+    whole = model.tokenizer.encode(text, add_special_tokens=True)
+    for truncation in (Truncation(1_000), Truncation(1_000, keeps_beginning=True)):
+        tokenizer.sizes.clear()
+        found = asyncio.run(counted.tokenize_part(text, truncation, add_special_tokens=True))
+        assert sum(tokenizer.sizes) < 20_000
+        assert truncation.cut(found) == truncation.cut(whole)
 
 
 def test_the_beginning_of_a_text_has_the_same_tokens_as_all_of_it(model: ServedModel) -> None:
     text = "".join(random.Random(0).choices(["hello ", "w", "é", " "], k=100_000))
-    found = model.tokenizer.beginning(text, 1_000).ids
+    found = model.tokenizer.part(text, 1_000).ids
     assert len(found) < 20_000
     assert found[:1_000] == model.tokenizer.encode(text, add_special_tokens=False)[:1_000]
 

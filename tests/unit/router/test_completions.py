@@ -235,11 +235,24 @@ def test_tokens_may_be_written_as_ids(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_truncation_keeps_the_last_tokens(serve: Serve) -> None:
+def test_truncation_keeps_the_last_tokens_or_the_first(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
-        await router.complete(prompt=list(range(100, 160)), max_tokens=2, truncate_prompt_tokens=5)
-        (prefill,) = router.fakes["prefill-0"].assignments()
-        assert prefill.work.token_ids == [155, 156, 157, 158, 159]
+        long = "ab" + "c" * 300
+        for prompt, more, kept in (
+            (list(range(100, 160)), {"truncate_prompt_tokens": 3}, [157, 158, 159]),
+            (list(range(100, 160)), {"truncate_prompt_tokens": 3, "truncation_side": "left"}, [157, 158, 159]),
+            (list(range(100, 160)), {"truncate_prompt_tokens": 3, "truncation_side": "right"}, [100, 101, 102]),
+            (list(range(100, 160)), {"truncate_prompt_tokens": 0}, list(range(100, 160))),
+            (long, {"truncate_prompt_tokens": 3, "truncation_side": "right"}, [97, 98, 99]),
+            (long, {"truncate_prompt_tokens": -1}, [99] * 254),
+            (long, {"truncate_prompt_tokens": -1, "max_tokens": 50}, [99] * 206),
+        ):
+            await router.complete(**{"prompt": prompt, "max_tokens": 2, **more})
+            assert router.fakes["prefill-0"].assignments()[-1].work.token_ids == kept, more
+        messages = [{"role": "user", "content": "c" * 300}]
+        body = {"messages": messages, "truncate_prompt_tokens": -1, "max_completion_tokens": 50}
+        answer = await router.http.post("/v1/chat/completions", json=body)
+        assert answer.json()["usage"]["prompt_tokens"] == 206
 
     serve(scenario)
 

@@ -193,12 +193,15 @@ def test_a_model_that_writes_text_says_so(serve: Serve) -> None:
     serve(scenario)
 
 
-def test_truncation_keeps_the_first_tokens(serve: Serve) -> None:
+def test_truncation_keeps_the_first_tokens_or_the_last(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         for wanted, kept in ((2, 2), (-1, 256)):
             answer = await ask(router, "/v1/embeddings", input="ab" + "c" * 300, truncate_prompt_tokens=wanted)
             assert answer["usage"]["prompt_tokens"] == kept
             assert messages(router)[-1].inputs[0].token_ids[:2] == [97, 98]
+        for text in ("a" * 300 + "bc", [*[97] * 300, 98, 99]):
+            await ask(router, "/v1/embeddings", input=text, truncate_prompt_tokens=3, truncation_side="left")
+            assert messages(router)[-1].inputs[0].token_ids == [97, 98, 99]
 
     serve(scenario, pooling=EMBEDS, **WORKERS)
 
@@ -470,7 +473,7 @@ def test_of_a_word_of_a_million_characters_only_as_much_is_encoded_as_a_prompt_c
 
     with pytest.raises(BadRequestError, match="has more than 64 tokens"):
         asyncio.run(of_texts(tokenizer, [word], rules, param="input"))
-    assert tokenizer.encode_end(word, add_special_tokens=False, num_tokens=64) == [0]
-    beginning = tokenizer.beginning(word, 64)
+    assert tokenizer.encode_part(word, add_special_tokens=False, num_tokens=64) == [0]
+    beginning = tokenizer.part(word, 64)
     assert beginning.ids == [0] and beginning.offsets[-1][1] <= 256 * 1024
     assert max(encoded) <= 256 * 1024

@@ -129,6 +129,7 @@ class PoolingCall:
             max_tokens=max_tokens,
             vocab_size=self.service.model.vocab_size,
             truncate=self._request.truncate_prompt_tokens,
+            keeps_end=self._request.truncation_side == "left",
             add_special_tokens=add_special_tokens,
             lowercase=self.service.model.lowercase,
         )

@@ -1,7 +1,7 @@
 """Convert texts, pairs of texts and token ids to the inputs of a pooling model: token ids that fit its context.
 
 The tokenizer encodes a pair as a pair, as cross-encoders were trained. Truncation keeps the first tokens of each text,
-and the special tokens around them.
+or the last ones, and the special tokens around them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,6 +34,8 @@ class InputRules:
     vocab_size: int
     truncate: int | None = None
     """`truncate_prompt_tokens`: number of tokens to keep; -1 for `max_tokens`, None to reject longer inputs."""
+    keeps_end: bool = False
+    """True if truncation keeps the last tokens of an input (`truncation_side: left`), False for the first ones."""
     add_special_tokens: bool = True
     lowercase: bool = False
 
@@ -109,7 +111,8 @@ def of_token_ids(prompts: Sequence[list[int]], rules: InputRules, *, param: str)
         # The model has no embedding for such an id: reject it here, not in the engine in the middle of a batch.
         if max(token_ids) >= rules.vocab_size:
             raise BadRequestError(f"{param}: token ids must be from 0 to {rules.vocab_size - 1}", param=param)
-    inputs = [PoolingInput(token_ids[:limit]) for token_ids in prompts]
+    cut = slice(-limit, None) if rules.keeps_end and limit is not None else slice(limit)
+    inputs = [PoolingInput(token_ids[cut]) for token_ids in prompts]
     _check(inputs, rules, param)
     return inputs
 
@@ -147,8 +150,8 @@ def _cut(tokenizer: TextTokenizer, text: _Text, rules: InputRules, limit: int) -
     """
     text = _lowered(text, rules)
     texts = [text] if isinstance(text, str) else list(text)
-    # Only the beginning of each text is encoded: the rest would be cut off anyway.
-    parts = [tokenizer.beginning(part, limit) for part in texts]
+    # Only the beginning or the end of each text is encoded: the rest would be cut off anyway.
+    parts = [tokenizer.part(part, limit, from_end=rules.keeps_end) for part in texts]
     backend = tokenizer.backend
     is_pair = len(parts) == 2
     available = limit - (backend.num_special_tokens_to_add(is_pair) if rules.add_special_tokens else 0)
@@ -158,7 +161,7 @@ def _cut(tokenizer: TextTokenizer, text: _Text, rules: InputRules, limit: int) -
             param="truncate_prompt_tokens",
         )
     for part, keep in zip(parts, truncated_lengths([len(part.ids) for part in parts], available), strict=True):
-        part.truncate(keep)
+        part.truncate(keep, direction="left" if rules.keeps_end else "right")
     pair = parts[1] if is_pair else None
     return backend.post_process(parts[0], pair, add_special_tokens=rules.add_special_tokens)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton_serve.services.router.protocol.bounds import MAX_INPUTS, MAX_NUMBERS, NonNegative, OrAll, Positive, Priority
-from baton_serve.services.router.protocol.openai_requests import Messages, Name
+from baton_serve.services.router.protocol.openai_requests import Messages, Name, TruncationSide
 
 Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 TokenIds = Annotated[list[NonNegative], Field(fail_fast=True, min_length=1, max_length=MAX_NUMBERS)]
@@ -20,6 +20,7 @@ class PoolingCommon(BaseModel):
 
     model: Name | None = None
     truncate_prompt_tokens: OrAll | None = None
+    truncation_side: TruncationSide | None = None
     priority: Priority | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     user: Name | None = None

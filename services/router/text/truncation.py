@@ -1,0 +1,56 @@
+"""Cuts prompts to the number of tokens that `truncate_prompt_tokens` keeps, from the side of `truncation_side`."""
+
+from dataclasses import dataclass
+
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.openai_requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from baton_serve.services.router.text.sampling_params import COMPLETION_TOKENS, ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How the prompts of a request are cut."""
+
+    num_tokens: int
+    """Largest number of tokens that remain of a prompt."""
+    keeps_beginning: bool = False
+    """True if the first tokens of a prompt remain (`truncation_side: right`), False if the last ones do."""
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens of a prompt that remain."""
+        if self.num_tokens >= len(token_ids):
+            return token_ids
+        return token_ids[: self.num_tokens] if self.keeps_beginning else token_ids[-self.num_tokens :]
+
+
+def truncation_of(request: GenerationRequest, limits: ModelLimits) -> Truncation | None:
+    """Return how the prompts of a request are cut, or None if they are not.
+
+    `truncate_prompt_tokens` -1 keeps what fits into the context together with the answer (`max_tokens`), and 0 keeps
+    everything. Raises `BadRequestError` if it exceeds the context.
+    """
+    wanted = request.truncate_prompt_tokens
+    if not wanted:
+        return None
+    if wanted > limits.max_model_len:
+        raise BadRequestError(
+            f"truncate_prompt_tokens is {wanted}, greater than the context of {limits.max_model_len} tokens",
+            param="truncate_prompt_tokens",
+        )
+    # With an answer that fills the whole context no prompt fits: the check of `max_tokens` says so later.
+    num_tokens = max(1, limits.max_model_len - _answer_tokens(request)) if wanted == -1 else wanted
+    return Truncation(num_tokens, keeps_beginning=request.truncation_side == "right")
+
+
+def _answer_tokens(request: GenerationRequest) -> int:
+    """Return the number of tokens to leave free for the answer: those that the request asks for, and at least one."""
+    wanted = request.max_tokens
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        wanted = request.max_completion_tokens
+    if isinstance(request, CompletionRequest) and "max_tokens" not in request.model_fields_set:
+        wanted = COMPLETION_TOKENS
+    return wanted or 1
