@@ -27,8 +27,11 @@ from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.text.message_reader import MessageReader
 from baton_serve.services.router.text.scanning.parts import Content, Part
 from baton_serve.services.router.text.text_output import TextDelta
+from baton_serve.services.router.text.thread_pools import ANSWERS
 
 _encoder = msgspec.json.Encoder()
+_LOGPROBS_INLINE = 100
+"""Largest number of tokens with logprobs of an answer that is formatted on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,19 @@ async def serve(
             else:
                 while not generation.is_done:
                     answer.changes([text_delta for _, text_delta in await generation.take()])
-                await send_json(send, dialect.whole(answer.blocks.blocks, answer.end()))
+                await _send_whole(answer, dialect, send)
     except ClientGoneError:
         return
+
+
+async def _send_whole(answer: "_Answer", dialect: Dialect, send: Send) -> None:
+    blocks, end = answer.blocks.blocks, answer.end()
+    if sum([len(block.logprobs) for block in blocks]) <= _LOGPROBS_INLINE:
+        await send_json(send, dialect.whole(blocks, end))
+        return
+    # Formatting takes 2 us for each logprob, which would delay all streams.
+    encoded = await ANSWERS.run(lambda: _encoder.encode(dialect.whole(blocks, end)))
+    await send_json(send, msgspec.Raw(encoded))
 
 
 async def _stream(generation: TextGeneration, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
@@ -133,7 +146,7 @@ class _Answer:
         """Add the deltas to the blocks and return what has changed, in order."""
         changes: list[Change] = []
         for text_delta in text_deltas:
-            changes += self.blocks.push(self._parts(text_delta))
+            changes += self.blocks.push(self._parts(text_delta), text_delta.logprobs or ())
             if text_delta.finish_reason is not None:
                 self._last = text_delta
                 changes += self.blocks.finish()

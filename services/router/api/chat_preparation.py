@@ -20,14 +20,13 @@ from baton_serve.services.router.text.multimodal.image_tokens import (
     expand_placeholders,
     image_urls,
 )
+from baton_serve.services.router.text.prompt_length import check_prompt, truncation_of
 from baton_serve.services.router.text.sampling_params import (
     ModelLimits,
     TextRules,
     chat_logprobs,
-    check_prompt,
     text_rules,
 )
-from baton_serve.services.router.text.truncation import truncation_of
 
 
 class BegunChat(msgspec.Struct, frozen=True):

@@ -24,17 +24,15 @@ from baton_serve.services.router.protocol.request_parsing import parsed
 from baton_serve.services.router.text.grammar import read_grammar_spec
 from baton_serve.services.router.text.logprobs import LogprobWriter
 from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
+from baton_serve.services.router.text.prompt_length import check_num_tokens, check_prompt, truncation_of
 from baton_serve.services.router.text.sampling_params import (
     ModelLimits,
-    check_num_tokens,
-    check_prompt,
     check_token_ids,
     sequence_counts,
     text_rules,
 )
 from baton_serve.services.router.text.text_output import TextDelta
 from baton_serve.services.router.text.tokenization import beside_loop
-from baton_serve.services.router.text.truncation import truncation_of
 
 
 class CompletionEndpoint:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.services.router.text.scanning.parts import Call, Content, Part, Reasoning
 
 BlockKind = Literal["text", "reasoning", "call"]
@@ -25,6 +26,8 @@ class Block:
     call: int = 0
     """Number of the tool call in the answer; 0 for other kinds."""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens of a text, if the request asked for them."""
 
     @property
     def text(self) -> str:
@@ -41,10 +44,11 @@ class BlockOpened:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrown:
-    """New `text` was added to the end of a block."""
+    """New `text` was added to the end of a block, and `logprobs` of its tokens."""
 
     block: Block
     text: str
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +69,40 @@ class ContentBlockBuilder:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open: Block | None = None
+        self._held_logprobs: list[TokenLogprobs] = []
+        """Of tokens whose text is held back, because it is incomplete or may become a tool call."""
 
-    def push(self, parts: Sequence[Part]) -> list[Change]:
-        """Add the next parts of the answer, and return the changes of the blocks, in order."""
+    def push(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprobs] = ()) -> list[Change]:
+        """Add the next parts of the answer, and return the changes of the blocks, in order.
+
+        `logprobs` are those of the tokens that came with the parts. Only text keeps them.
+        """
         changes: list[Change] = []
+        self._held_logprobs += logprobs
         for part in parts:
             block = self._block_of(part, changes)
             text = part.arguments if isinstance(part, Call) else part.text
             if text:
                 block.pieces.append(text)
-                changes.append(BlockGrown(block, text))
+                changes.append(BlockGrown(block, text, self._take_logprobs(block)))
         return changes
 
     def finish(self) -> list[Change]:
         """Close the last block. Call it after the last part; an answer without any part gets one empty text block."""
         changes: list[Change] = [] if self.blocks else self.push([Content("")])
+        # The last tokens, such as the end of sequence, may have no text.
+        if self._open is not None and (last := self._take_logprobs(self._open)):
+            changes.append(BlockGrown(self._open, "", last))
         self._close(changes)
         return changes
+
+    def _take_logprobs(self, block: Block) -> Sequence[TokenLogprobs]:
+        """Return the logprobs that are held back, after adding them to the block. Only a text gets them."""
+        taken, self._held_logprobs = self._held_logprobs, []
+        if block.kind != "text":
+            return ()
+        block.logprobs += taken
+        return taken
 
     def _block_of(self, part: Part, changes: list[Change]) -> Block:
         block, kind = self._open, _kind(part)

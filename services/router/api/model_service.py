@@ -26,9 +26,9 @@ from baton_serve.services.router.text.grammar import GrammarSpec
 from baton_serve.services.router.text.message_reader import MessageFormats
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory
 from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
+from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules
 from baton_serve.services.router.text.served_model import ServedModel
-from baton_serve.services.router.text.truncation import Truncation
 
 
 @coroutine

@@ -84,6 +84,9 @@ MAX_LOGPROBS = 524_288
 """Logprobs of the prompts of one request in all its answers together, or of the tokens of an answer that is not
 streamed. Each takes 500 bytes until the answer is sent."""
 
+MAX_REPEATED_LOGPROBS = 65_536
+"""Logprobs of an answer of the Responses API. The last events of a stream repeat all of them four times."""
+
 MAX_TOKENISED = 65_536
 """Tokens in an answer of /tokenize or /detokenize, unless the model's context is longer."""
 

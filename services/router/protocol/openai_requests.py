@@ -52,6 +52,12 @@ Numbers = Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_NUMBERS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 Metadata = Annotated[dict[str, Any], Field(max_length=MAX_METADATA)]
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model should reason. OpenAI has no `max`; vLLM and Anthropic have it."""
+
+Verbosity = Literal["low", "medium", "high"]
+"""How long an answer should be. Like `Effort` it has the meaning that the chat template gives it."""
+
 TruncationSide = Literal["left", "right"]
 """The side from which `truncate_prompt_tokens` takes tokens away. With `right` the first ones remain."""
 
@@ -202,7 +208,8 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     prediction: dict[str, Any] | None = None
 
 

@@ -77,7 +77,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
     "vllm_xargs": ({},),
     "watermarking": (False,),
-    "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Parameters of OpenAI's and vLLM's API that are not supported, with the values that are accepted nevertheless because

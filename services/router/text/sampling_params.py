@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from baton_serve.contracts.sampling import SamplingSpec
-from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS, MAX_TOKEN_RULES, MAX_TOKENS
+from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS, MAX_TOKEN_RULES
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -254,25 +254,6 @@ def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits
         )
 
 
-def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
-    """Raise `BadRequestError` if the prompt is empty or leaves no room for an answer in the context."""
-    if not token_ids:
-        raise BadRequestError(f"{param}: the prompt is empty", param=param)
-    if len(token_ids) >= limits.max_model_len:
-        raise too_long(len(token_ids), limits.max_model_len, param)
-
-
-def check_num_tokens(num_tokens: int, *, param: str) -> None:
-    """Raise `BadRequestError` if all prompts of a request together have too many tokens."""
-    if num_tokens > MAX_TOKENS:
-        raise BadRequestError(
-            f"{param}: the request has more than {MAX_TOKENS} tokens, the limit of this server: split it into several "
-            "requests",
-            param=param,
-            code="too_many_values",
-        )
-
-
 def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
     """Raise `BadRequestError` if a token id of a client is not in the vocabulary."""
     # `min` and `max` run in C. The offending id is searched only if there is one.
@@ -281,16 +262,6 @@ def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, param: str
         raise BadRequestError(
             f"{param}: token id {wrong} is not in the vocabulary of {limits.vocab_size} tokens", param=param
         )
-
-
-def too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError:
-    """Return the error for a prompt that leaves no room for an answer in the context."""
-    return BadRequestError(
-        f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens} tokens and needs room for an "
-        "answer: shorten it, or set truncate_prompt_tokens",
-        param=param,
-        code="context_length_exceeded",
-    )
 
 
 def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:

@@ -33,10 +33,10 @@ from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from baton_serve.services.router.text.grammar.lark import UnconvertedGbnfError
 from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE
+from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.sampling_params import SamplingDefaults
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
-from baton_serve.services.router.text.truncation import Truncation
 
 SHORT_ID_CHARS = 9
 """Length of tool call ids for Mistral's models. Their chat templates reject any other length."""
@@ -261,6 +261,10 @@ class ServedModel:
             documents = list(request.documents) if request.documents is not None else None
             if request.reasoning_effort is not None:
                 extra.setdefault("reasoning_effort", request.reasoning_effort)
+                # As in vLLM: templates whose reasoning is switched by this variable follow the effort too.
+                extra.setdefault("enable_thinking", request.reasoning_effort != "none")
+            if request.verbosity is not None:
+                extra.setdefault("verbosity", request.verbosity)
         return template.render(
             chat,
             tools=tools,

@@ -28,7 +28,7 @@ FLAGS: dict[str, Any] = {
     "reasoning_parser": "deepseek_r1",
     "trust_request_chat_template": True,
 }
-SHOWN = "{{ tools }}{{ documents }}{{ mark }}{{ reasoning_effort }}{{ enable_thinking }}"
+SHOWN = "{{ tools }}{{ documents }}{{ mark }}{{ reasoning_effort }}{{ enable_thinking }}{{ verbosity }}"
 HELLO = [{"role": "user", "content": "hello"}]
 BEGUN = {"messages": [*HELLO, {"role": "assistant", "content": "he"}], "add_generation_prompt": False}
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -133,7 +133,9 @@ COUNTED: dict[str, Any] = {
     "system": "be brief",
     "tools": CLAUDE_TOOLS,
     "thinking": {"type": "disabled"},
+    "output_config": {"effort": "high"},
 }
+CLAUDE_FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
 FIELDS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": GENERATION
@@ -151,6 +153,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "include_reasoning": False,
         "documents": [{"title": "a", "text": "b"}],
         "reasoning_effort": "high",
+        "verbosity": "low",
     },
     "/v1/completions": GENERATION
     | {
@@ -180,6 +183,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "reasoning": {"effort": "high"},
         "text": {"format": {"type": "json_object"}},
         "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "max_tool_calls": 3,
+        "truncation": "auto",
         "metadata": {"a": "b"},
         "user": "somebody",
         "chat_template_kwargs": {"mark": "!"},
@@ -201,6 +207,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "top_p": 0.5,
         "top_k": 3,
         "tool_choice": Given({"type": "any"}, {"tools": CLAUDE_TOOLS}),
+        "output_format": CLAUDE_FORM,
     },
     "/v1/messages/count_tokens": COUNTED,
     "/v1/embeddings": EMBEDDING,
@@ -231,7 +238,7 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
         "text": {"format": {"type": "text"}},
     },
     "/v1/messages": {"metadata": {"user_id": "somebody"}, "service_tier": "standard_only"},
-    "/v1/messages/count_tokens": {"tool_choice": {"type": "none"}},
+    "/v1/messages/count_tokens": {"tool_choice": {"type": "none"}, "output_format": CLAUDE_FORM},
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"), USER),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), USER),
 }

@@ -9,6 +9,7 @@ from typing import Any, cast
 import anthropic
 import httpx2
 import pytest
+from pydantic import BaseModel
 
 from baton_serve.services.router.api.messages.endpoint import arguments_of
 from baton_serve.services.router.api.messages.request import as_chat
@@ -101,6 +102,52 @@ def test_reasoning_is_left_out_where_it_is_not_wanted(serve: Serve) -> None:
         assert [block.type for block in answer.content] == ["text"]
 
     serve(scenario, **HERMES)
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+def test_an_answer_is_parsed_by_the_clients_own_helper(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        router.fakes.token_of = writes('{"city": "Paris", "degrees": 21}')
+        body: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 50}
+        async with client_of(router) as client:
+            answer = await client.messages.parse(**body, output_format=Weather)
+            old = await client.beta.messages.parse(**body, output_format=Weather)
+        assert answer.parsed_output == old.parsed_output == Weather(city="Paris", degrees=21)
+        for message in router.fakes["prefill-0"].assignments():
+            assert message.work.sampling.grammar is not None and "degrees" in message.work.sampling.grammar
+
+    serve(scenario)
+
+
+def test_the_form_and_the_effort_of_an_answer_are_those_of_a_chat(serve: Serve) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    other = {"type": "json_schema", "schema": {"type": "array"}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    for more in (
+        {"output_format": form},
+        {"output_config": {"format": form}},
+        {"output_format": form, "output_config": {"format": form}},
+    ):
+        assert as_chat(CountTokensRequest.model_validate({"messages": HELLO, **more})).response_format == wanted
+    chat = as_chat(CountTokensRequest.model_validate({"messages": HELLO, "output_config": {"effort": "max"}}))
+    assert (chat.response_format, chat.reasoning_effort) == (None, "max")
+
+    async def scenario(router: Router) -> None:
+        for more, reason in (
+            ({"output_format": form, "output_config": {"format": other}}, "exclude each other"),
+            ({"output_config": {"effort": "extreme"}}, "effort"),
+            ({"output_config": {"format": {"type": "json_object"}}}, "json_schema"),
+            ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "task_budget"),
+            ({"output_format": form, "tools": TOOLS, "tool_choice": {"type": "any"}}, "exclude each other"),
+        ):
+            answer = await router.http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 3, **more})
+            assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+
+    serve(scenario)
 
 
 def test_errors_have_anthropics_shape_and_its_key_header_is_taken(serve: Serve) -> None:

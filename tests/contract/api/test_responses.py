@@ -213,11 +213,142 @@ def test_a_conversation_becomes_the_chat_that_it_is() -> None:
     assert chat.tools is not None and chat.tools[0].function["name"] == "f"
 
 
+CODEX_TOOLS: list[dict[str, Any]] = [
+    *TOOLS,
+    {"type": "namespace", "name": "mcp", "description": "More.", "tools": [*TOOLS, {"type": "custom", "name": "c"}]},
+    {"type": "web_search", "external_web_access": False},
+]
+"""Tools as the Codex CLI offers them."""
+CODEX: dict[str, Any] = {
+    "model": "tiny",
+    "instructions": "You are Codex.",
+    "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+    "tools": CODEX_TOOLS,
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "thread",
+    "text": {"verbosity": "low"},
+}
+
+
+def test_functions_of_namespaces_are_called_by_their_own_names_and_hosted_tools_are_left_out(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        for written, namespace in (("mcp__f", "mcp"), ("f", None)):
+            router.fakes.token_of = writes(CALL.format(written))
+            whole = await client.responses.create(**CODEX)
+            (call,) = whole.output
+            assert call.type == "function_call"
+            assert (call.name, (call.model_extra or {}).get("namespace", call.namespace)) == ("f", namespace)
+            events = [event async for event in await client.responses.create(**CODEX, stream=True)]
+            items = [event.item for event in events if event.type.startswith("response.output_item.")]
+            assert [item.type == "function_call" and (item.name, item.namespace) for item in items] == [
+                ("f", namespace),
+                ("f", namespace),
+            ]
+        assert "web_search" in caplog.text and "custom" not in whole.model_dump_json(include={"output"})
+        router.fakes.token_of = writes('{"city": "Paris"}')
+        for choice in ({"name": "mcp__f"}, {"name": "f", "namespace": "mcp"}):
+            forced = await client.responses.create(**CODEX | {"tool_choice": {"type": "function", **choice}})
+            (call,) = forced.output
+            assert call.type == "function_call" and (call.name, call.namespace) == ("f", "mcp")
+
+    with caplog.at_level("INFO"):
+        serve(scenario, **HERMES)
+
+
+def test_the_model_sees_functions_of_namespaces_under_flat_names() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "namespace": "mcp", "arguments": "{}"}
+    chat = as_chat(ResponsesRequest.model_validate(CODEX | {"input": [*CODEX["input"], call]}))
+    assert [tool.function["name"] for tool in chat.tools or ()] == ["f", "mcp__f"]
+    assert chat.tools is not None and chat.tools[1].function["parameters"] == FUNCTION["parameters"]
+    (called,) = (chat.messages[-1].model_extra or {})["tool_calls"]
+    assert called["function"]["name"] == "mcp__f"
+    only = [{"type": "namespace", "name": "mcp", "tools": TOOLS}]
+    body = {"input": "x", "tools": only, "tool_choice": {"type": "function", "name": "f"}}
+    short = as_chat(ResponsesRequest.model_validate(body))
+    assert short.tool_choice == {"type": "function", "function": {"name": "mcp__f"}}, "as in vLLM"
+
+
+def test_logprobs_of_the_text_are_those_of_the_chat(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        router.fakes.token_of = writes("<think>Hm.</think>Hello!")
+        body: dict[str, Any] = {"model": "tiny", "input": "hello", "top_logprobs": 2}
+        body["include"] = ["message.output_text.logprobs"]
+        whole = await client.responses.create(**body)
+        assert whole.top_logprobs == 2
+        (text,) = [part for item in whole.output if item.type == "message" for part in item.content]
+        assert text.type == "output_text" and text.logprobs
+        tokens = "".join(one.token for one in text.logprobs)
+        assert "Hello!" in tokens and "Hm" not in tokens
+        assert all(len(one.top_logprobs) == 2 for one in text.logprobs)
+        events = [event async for event in await client.responses.create(**body, stream=True)]
+        streamed = [one for e in events if e.type == "response.output_text.delta" for one in e.logprobs]
+        assert [one.token for one in streamed] == [one.token for one in text.logprobs]
+        done = next(e for e in events if e.type == "response.output_text.done")
+        assert [one.logprob for one in done.logprobs] == [one.logprob for one in text.logprobs]
+        last = events[-1]
+        assert last.type == "response.completed" and without_ids(last.response.output) == without_ids(whole.output)
+        plain = await client.responses.create(model="tiny", input="hello")
+        (bare,) = [part for item in plain.output if item.type == "message" for part in item.content]
+        assert bare.type == "output_text" and bare.logprobs == []
+
+    serve(scenario, **HERMES)
+
+
+def test_the_number_of_logprobs_is_bounded_before_anything_is_generated(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton_serve.services.router.api.responses.endpoint.MAX_REPEATED_LOGPROBS", 30)
+
+    async def scenario(router: Router) -> None:
+        for num_tokens, status in ((10, 200), (11, 400), (None, 400)):
+            body = {"input": "hello", "top_logprobs": 2, "max_output_tokens": num_tokens}
+            answer = await router.http.post("/v1/responses", json=body)
+            assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == "top_logprobs"
+
+    serve(scenario)
+
+
+def test_a_long_answer_with_logprobs_is_formatted_beside_the_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(router: Router) -> None:
+        body = {"input": "hello", "top_logprobs": 2, "max_output_tokens": 8, "seed": 0}
+        short = (await router.http.post("/v1/responses", json=body)).json()["output"][0]["content"]
+        monkeypatch.setattr("baton_serve.services.router.api.api_format._LOGPROBS_INLINE", 7)
+        assert (await router.http.post("/v1/responses", json=body)).json()["output"][0]["content"] == short
+        assert len(short[0]["logprobs"]) == 8
+
+    serve(scenario)
+
+
+def test_a_conversation_that_is_too_long_is_truncated_if_the_client_wants_it(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        body: dict[str, Any] = {"input": "c" * 300, "max_output_tokens": 50}
+        assert (await router.http.post("/v1/responses", json=body)).status_code == 400
+        answer = (await router.http.post("/v1/responses", json=body | {"truncation": "auto"})).json()
+        assert (answer["truncation"], answer["usage"]["input_tokens"]) == ("auto", 206)
+
+    serve(scenario)
+
+
 def test_what_needs_a_memory_or_is_not_served_is_refused_by_name(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         wrong: list[dict[str, Any]] = [{name: {"asks": "something"}} for name in UNSERVED]
-        wrong += [{"include": ["file_search_call.results"]}, {"tools": [{"type": "web_search"}]}, {"input": []}]
-        wrong += [{"input": [{"type": "item_reference", "id": "x"}]}, {"text": {"verbosity": "low"}}]
+        wrong += [{"include": ["message.input_image.image_url"]}, {"tools": [{"type": "web_serch"}]}, {"input": []}]
+        wrong += [{"input": [{"type": "item_reference", "id": "x"}]}, {"text": {"verbosity": "long"}}]
+        wrong += [{"tools": [{"type": "namespace", "name": "n"}]}, {"tools": [{"type": "namespace", "tools": []}]}]
+        wrong += [{"tools": [{"type": "namespace", "name": "n", "tools": TOOLS * 1025}]}]
+        wrong += [{"tool_choice": "required", "tools": [{"type": "web_search"}]}, {"truncation": "left"}]
+        wrong += [{"top_logprobs": 21}, {"max_tool_calls": -1}]
         wrong += [{"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}]
         wrong += [{"tool_choice": {"type": "web_search"}, "tools": TOOLS}]
         for body in wrong:
@@ -227,7 +358,9 @@ def test_what_needs_a_memory_or_is_not_served_is_refused_by_name(serve: Serve) -
         answer = await router.http.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_1"})
         assert "send the whole conversation" in answer.text
         fine = {"store": False, "background": False, "truncation": "disabled", "user": "me", "metadata": {"a": "b"}}
+        fine |= {"max_tool_calls": 3, "tools": [{"type": "web_search"}], "include": ["web_search_call.results"]}
         kept = await router.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2, **fine})
         assert kept.status_code == 200 and kept.json()["metadata"] == {"a": "b"}
+        assert (kept.json()["max_tool_calls"], kept.json()["tools"]) == (3, fine["tools"])
 
     serve(scenario)

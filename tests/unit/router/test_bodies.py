@@ -38,9 +38,9 @@ from baton_serve.services.router.protocol.openai_requests import (
     TokenizeRequest,
 )
 from baton_serve.services.router.protocol.request_parsing import parse, parsed
+from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.served_model import ServedModel
 from baton_serve.services.router.text.tokenization import PIECE_CHARS, TextTokenizer
-from baton_serve.services.router.text.truncation import Truncation
 from tests.unit.router.conftest import Router, Serve
 from tools.fuzz_bodies import search
 

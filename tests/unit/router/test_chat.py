@@ -215,11 +215,14 @@ def test_special_tokens_are_added_where_they_are_asked_for(serve: Serve) -> None
     serve(scenario)
 
 
-def test_reasoning_effort_reaches_the_template(serve: Serve, monkeypatch: Any) -> None:
+def test_reasoning_effort_and_verbosity_reach_the_template(serve: Serve, monkeypatch: Any) -> None:
     async def scenario(router: Router) -> None:
         monkeypatch.setattr(router.service.model, "_trusts_requests", True)
-        template = "{{ reasoning_effort }}: {{ messages[0].content }}"
-        await ask(router, max_tokens=2, chat_template=template, reasoning_effort="low")
-        assert prompt_of(router) == "low: hello"
+        template = "{{ reasoning_effort }} {{ enable_thinking }} {{ verbosity }}: {{ messages[0].content }}"
+        await ask(router, max_tokens=2, chat_template=template, reasoning_effort="low", verbosity="high")
+        assert prompt_of(router) == "low True high: hello"
+        for more, shown in (({}, False), ({"chat_template_kwargs": {"enable_thinking": True}}, True)):
+            await ask(router, max_tokens=2, chat_template=template, reasoning_effort="none", **more)
+            assert prompt_of(router) == f"none {shown} : hello"
 
     serve(scenario)

@@ -51,8 +51,11 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     if request.thinking is not None:
         is_wanted = request.thinking.type != "disabled"
         values |= {"include_reasoning": is_wanted, "chat_template_kwargs": {"enable_thinking": is_wanted}}
+    if request.output_config is not None:
+        values["reasoning_effort"] = request.output_config.effort
     choice = request.tool_choice
     return ChatCompletionRequest(
+        response_format=_response_format(request),
         model=request.model,
         messages=messages,
         tools=[_tool(tool) for tool in request.tools] if request.tools else None,
@@ -60,6 +63,20 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         **values,
     )
+
+
+def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
+    """Return the form of the answer. Raises `BadRequestError` if its two parameters contradict each other."""
+    config, form = request.output_config, request.output_format
+    if config is not None and (config.model_extra or {}).get("task_budget") is not None:
+        raise BadRequestError("output_config: task_budget is not supported", param="output_config")
+    if config is not None and config.format is not None:
+        if form is not None and form.schema_ != config.format.schema_:
+            raise BadRequestError(
+                "output_format and output_config.format exclude each other: set only one of them", param="output_format"
+            )
+        form = config.format
+    return None if form is None else {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
 
 
 def _messages(message: AnthropicMessage) -> list[ChatMessage]:

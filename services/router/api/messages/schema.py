@@ -66,6 +66,20 @@ class Thinking(_Lenient):
     budget_tokens: Positive | None = None
 
 
+class OutputFormat(_Lenient):
+    """The form of the answer. Anthropic's API has no other type."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(_Lenient):
+    """How the answer should be written."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class CountTokensRequest(_Lenient):
     """The body of `POST /v1/messages/count_tokens`."""
 
@@ -75,6 +89,9 @@ class CountTokensRequest(_Lenient):
     tools: Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # The name of `output_config.format` before it left its beta.
+    output_format: OutputFormat | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -95,7 +112,5 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "context_management": ({},),
     "inference_geo": (),
     "mcp_servers": ([],),
-    "output_config": ({},),
-    "output_format": (),
 }
 """Parameters that are not served, each with the values that are accepted because they ask for nothing."""

@@ -13,7 +13,7 @@ from tokenizers import Encoding
 
 from baton_serve.contracts.pooling import PoolingInput
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.text.sampling_params import check_num_tokens
+from baton_serve.services.router.text.prompt_length import check_num_tokens
 from baton_serve.services.router.text.tokenization import PIECE_CHARS, TextTokenizer, beside_loop
 
 _Text: TypeAlias = str | tuple[str, str]

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import msgspec
 
 from baton_serve.services.router.protocol.errors import ErrorDetail
+from baton_serve.services.router.protocol.openai_responses import ChatLogprob
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[str] = []
-    logprobs: list[str] = []
+    logprobs: list[ChatLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,7 @@ class CallItem(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str
     status: str
 
@@ -90,6 +92,7 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None = None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem] = []
@@ -102,6 +105,7 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     text: dict[str, Any]
     tool_choice: Any
     tools: list[dict[str, Any]]
+    top_logprobs: int = 0
     top_p: float | None
     truncation: str = "disabled"
     usage: ResponsesUsage | None = None
@@ -148,7 +152,7 @@ class DeltaEvent(msgspec.Struct, frozen=True, kw_only=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
-    logprobs: list[str] | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[ChatLogprob] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ The router keeps no state of conversations, so the input must be the whole conve
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,13 +31,16 @@ from baton_serve.services.router.api.responses.answer import (
     ResponseEvent,
     ResponsesUsage,
 )
-from baton_serve.services.router.api.responses.request import as_chat, input_as_chat
+from baton_serve.services.router.api.responses.request import as_chat, input_as_chat, wants_logprobs
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
+from baton_serve.services.router.api.responses.tools import ToolName, names_of
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
-from baton_serve.services.router.protocol.errors import ApiError
+from baton_serve.services.router.protocol.bounds import MAX_REPEATED_LOGPROBS
+from baton_serve.services.router.protocol.errors import ApiError, BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
-from baton_serve.services.router.protocol.openai_responses import Usage
+from baton_serve.services.router.protocol.openai_responses import ChatLogprob, Usage
 from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parse
+from baton_serve.services.router.text.logprobs import LogprobWriter
 
 # Prefixes of item ids, as OpenAI's.
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -60,9 +63,12 @@ class ResponsesEndpoint:
         request, chat = await beside_loop(body, _request)
         service = await service.serving(request.model)
         api_id = f"resp_{request.request_id or context.request_id}"
+        check_num_logprobs(request, service.limits().max_model_len)
         begun = await begin_chat(service, chat, context, api_id, is_long=is_long(body))
         with begun:
-            dialect = ResponsesDialect(empty_answer(request, api_id, begun.model, created_at=service.now()))
+            empty = empty_answer(request, api_id, begun.model, created_at=service.now())
+            writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
+            dialect = ResponsesDialect(empty, names_of(request.tools or ()), writer)
             await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
 
 
@@ -87,9 +93,16 @@ def _request(body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
 class ResponsesDialect:
     """The `api_format.Dialect` of the Responses API, for one answer."""
 
-    def __init__(self, empty: ResponseAnswer) -> None:
-        """Create the dialect. `empty` is the answer before anything was generated."""
+    def __init__(self, empty: ResponseAnswer, names: Mapping[str, ToolName], logprobs: LogprobWriter) -> None:
+        """Create the dialect. `empty` is the answer before anything was generated.
+
+        `names` are the functions of namespaces by the names that the model uses.
+        """
         self._empty = empty
+        self._names = names
+        self._writer = logprobs
+        self._logprobs: dict[Block, list[ChatLogprob]] = {}
+        """The logprobs of each text that are in the form of the API already."""
         self._num_events = 0
         # The events of a block and the whole answer must carry the same ids.
         self._ids: dict[Block, tuple[str, str]] = {}
@@ -103,8 +116,8 @@ class ResponsesDialect:
         match change:
             case BlockOpened(block):
                 return self._opened(block)
-            case BlockGrown(block, text):
-                return [self._delta(block, "delta", text)]
+            case BlockGrown(block, text, logprobs):
+                return [self._delta(block, "delta", text, self._formatted(block)[-len(logprobs) :] if logprobs else [])]
             case BlockClosed(block):
                 return self._closed(block)
 
@@ -149,7 +162,7 @@ class ResponsesDialect:
 
     def _closed(self, block: Block) -> list[SseEvent]:
         item_id, _ = self._ids_of(block)
-        events = [self._delta(block, "done", block.text)]
+        events = [self._delta(block, "done", block.text, self._formatted(block))]
         if block.kind != "call":
             events.append(self._part_event("done", block, item_id))
         return [*events, self._item_event("response.output_item.done", block, self._item(block, "completed"))]
@@ -159,32 +172,52 @@ class ResponsesDialect:
         item_id, call_id = self._ids_of(block)
         text = "" if is_new else block.text
         if block.kind == "call":
-            return CallItem(id=item_id, call_id=call_id, name=block.name, arguments=text, status=status)
+            known = self._name_of(block)
+            namespace = known.namespace or msgspec.UNSET
+            return CallItem(
+                id=item_id, call_id=call_id, name=known.name, namespace=namespace, arguments=text, status=status
+            )
         if block.kind == "reasoning":
             content = [] if is_new else [ReasoningText(text=text)]
             return ReasoningItem(id=item_id, content=content, status=status)
-        return MessageItem(id=item_id, content=[] if is_new else [OutputText(text=text)], status=status)
+        return MessageItem(id=item_id, content=[] if is_new else [self._text(block)], status=status)
 
     def _part_event(self, what: str, block: Block, item_id: str) -> SseEvent:
         name = f"response.content_part.{what}" if block.kind == "text" else f"response.reasoning_part.{what}"
         text = block.text if what == "done" else ""
-        part = OutputText(text=text) if block.kind == "text" else ReasoningText(text=text)
+        part: OutputText | ReasoningText = ReasoningText(text=text)
+        if block.kind == "text":
+            part = self._text(block) if what == "done" else OutputText(text="")
         number = self._next()
         data = PartEvent(type=name, sequence_number=number, item_id=item_id, output_index=block.index, part=part)
         return SseEvent(name, data)
 
-    def _delta(self, block: Block, what: str, text: str) -> SseEvent:
+    def _text(self, block: Block) -> OutputText:
+        return OutputText(text=block.text, logprobs=self._formatted(block))
+
+    def _formatted(self, block: Block) -> list[ChatLogprob]:
+        """Return the logprobs of a text in the form of the API."""
+        done = self._logprobs.setdefault(block, [])
+        # Each is formatted once, although a stream repeats all of them at its end.
+        if len(done) < len(block.logprobs):
+            done += self._writer.chat(block.logprobs[len(done) :]).content
+        return done
+
+    def _name_of(self, block: Block) -> ToolName:
+        return self._names.get(block.name) or ToolName(block.name)
+
+    def _delta(self, block: Block, what: str, text: str, logprobs: list[ChatLogprob]) -> SseEvent:
         item_id, _ = self._ids_of(block)
         name = f"{_DELTA[block.kind]}.{what}"
         # In the API the field of the final text is named after its kind, that of a delta is not.
         field = "delta" if what == "delta" else "arguments" if block.kind == "call" else "text"
         extra: dict[str, Any] = {field: text}
         if block.kind == "text":
-            extra["logprobs"] = []
+            extra["logprobs"] = logprobs
         if block.kind == "call":
             extra["content_index"] = msgspec.UNSET
             if what == "done":
-                extra["name"] = block.name
+                extra["name"] = self._name_of(block).name
         number = self._next()
         data = DeltaEvent(type=name, sequence_number=number, item_id=item_id, output_index=block.index, **extra)
         return SseEvent(name, data)
@@ -212,6 +245,18 @@ def _status(block: Block, blocks: Sequence[Block], end: AnswerEnd) -> str:
     return "incomplete" if end.is_cut and block is blocks[-1] else "completed"
 
 
+def check_num_logprobs(request: ResponsesRequest, max_model_len: int) -> None:
+    """Raise `BadRequestError` if the answer may have too many logprobs: a stream repeats all of them at its end."""
+    num_tokens = min(request.max_output_tokens or max_model_len, max_model_len)
+    if wants_logprobs(request) and num_tokens * ((request.top_logprobs or 0) + 1) > MAX_REPEATED_LOGPROBS:
+        raise BadRequestError(
+            f"top_logprobs: {num_tokens} tokens may have more than {MAX_REPEATED_LOGPROBS} logprobs, the limit: set a "
+            "smaller max_output_tokens or top_logprobs",
+            param="top_logprobs",
+            code="too_many_values",
+        )
+
+
 def empty_answer(request: ResponsesRequest, api_id: str, model: str, *, created_at: int) -> ResponseAnswer:
     """Return the answer of a request before anything was generated."""
     reasoning = request.reasoning
@@ -232,6 +277,9 @@ def empty_answer(request: ResponsesRequest, api_id: str, model: str, *, created_
         text={"format": (request.text.format if request.text is not None else None) or {"type": "text"}},
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
+        top_logprobs=request.top_logprobs or 0,
+        max_tool_calls=request.max_tool_calls,
         top_p=request.top_p,
+        truncation=request.truncation or "disabled",
         user=request.user,
     )

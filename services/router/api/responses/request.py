@@ -6,18 +6,19 @@ from typing import Any
 
 from baton_serve.services.router.api.responses.schema import (
     INCLUDED,
+    LOGPROBS,
     UNSERVED,
     InputItem,
     InputTokensRequest,
     ResponsesRequest,
 )
+from baton_serve.services.router.api.responses.tools import flat_name, functions_of, tool_choice_of
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
     Parts,
-    Tool,
     chat_message,
 )
 from baton_serve.services.router.text.multimodal.image_tokens import image_part
@@ -38,8 +39,6 @@ def check_unserved(request: InputTokensRequest) -> None:
             why = "answers are not stored: send the whole conversation as input" if _needs_memory(name) else ""
             message = f"parameter {name!r} is not supported" + (f"; {why}" if why else "")
             raise BadRequestError(message, param=name, code="unsupported_parameter")
-    if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise BadRequestError("text: verbosity is not supported", param="text", code="unsupported_parameter")
 
 
 def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
@@ -48,7 +47,20 @@ def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
         if name not in INCLUDED:
             raise BadRequestError(f"include: {name!r} is not supported", param="include")
     answered = {name: getattr(request, name) for name in _OF_ANSWER}
-    return ChatCompletionRequest(max_completion_tokens=request.max_output_tokens, **answered, **_values(request))
+    return ChatCompletionRequest(
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=wants_logprobs(request),
+        top_logprobs=request.top_logprobs,
+        # As in vLLM the oldest tokens are left out; OpenAI leaves out whole items.
+        truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
+        **answered,
+        **_values(request),
+    )
+
+
+def wants_logprobs(request: ResponsesRequest) -> bool:
+    """Return whether the answer has the logprobs of the tokens of its text."""
+    return bool(request.top_logprobs) or LOGPROBS in (request.include or ())
 
 
 def input_as_chat(request: InputTokensRequest) -> ChatCompletionRequest:
@@ -64,8 +76,9 @@ def _values(request: InputTokensRequest) -> dict[str, Any]:
     messages += _merged(_message(item) for item in request.input) if not isinstance(request.input, str) else []
     return {
         "messages": messages,
-        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
-        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": functions_of(request.tools or ()) or None,
+        "tool_choice": tool_choice_of(request.tool_choice, request.tools or ()),
+        "verbosity": request.text.verbosity if request.text is not None else None,
         "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
         "response_format": _response_format(request),
         **{name: getattr(request, name) for name in _OF_INPUT},
@@ -84,7 +97,7 @@ def _message(item: InputItem) -> ChatMessage:
             role = "system" if item.role == "developer" else item.role or "user"
             return ChatMessage(role=role, content=_content(item.content))
         case "function_call":
-            function = {"name": item.name or "", "arguments": item.arguments or "{}"}
+            function = {"name": flat_name(item.namespace, item.name or ""), "arguments": item.arguments or "{}"}
             call = {"id": item.call_id or "", "type": "function", "function": function}
             return chat_message("assistant", None, tool_calls=[call])
         case "function_call_output":
@@ -180,26 +193,6 @@ def _text(content: str | Sequence[dict[str, Any]] | None) -> str:
             raise BadRequestError(f"input: content of type {kind!r} is not supported by this model", param="input")
         texts.append(text)
     return "\n".join(texts)
-
-
-def _tool(tool: dict[str, Any]) -> Tool:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise BadRequestError(
-            f"tools: only functions with a name are supported, not {str(tool.get('type'))[:50]!r}", param="tools"
-        )
-    # This API has the fields of a function in the tool itself, a chat request has them in an object `function`.
-    function = {key: value for key, value in tool.items() if key != "type" and value is not None}
-    return Tool(type="function", function=function)
-
-
-def _tool_choice(choice: Any) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "function" and isinstance(choice.get("name"), str):
-        return {"type": "function", "function": {"name": choice["name"]}}
-    raise BadRequestError(
-        'tool_choice must be "none", "auto", "required" or {"type": "function", "name": "…"}', param="tool_choice"
-    )
 
 
 def _response_format(request: InputTokensRequest) -> dict[str, Any] | None:

@@ -22,9 +22,14 @@ from baton_serve.services.router.protocol.bounds import (
     Temperature,
     TopP,
 )
-from baton_serve.services.router.protocol.openai_requests import Name, Objects, StopString, StopStrings
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+from baton_serve.services.router.protocol.openai_requests import (
+    Effort,
+    Name,
+    Objects,
+    StopString,
+    StopStrings,
+    Verbosity,
+)
 
 
 class _Lenient(BaseModel):
@@ -40,7 +45,7 @@ class ReasoningOptions(_Lenient):
 
 class TextOptions(_Lenient):
     format: dict[str, Any] | None = None
-    verbosity: Name | None = None
+    verbosity: Verbosity | None = None
 
 
 class InputItem(_Lenient):
@@ -51,6 +56,7 @@ class InputItem(_Lenient):
     content: str | Objects | None = None
     call_id: Name | None = None
     name: Name | None = None
+    namespace: Name | None = None
     arguments: str | None = None
     output: str | Objects | None = None
 
@@ -77,6 +83,9 @@ class ResponsesRequest(InputTokensRequest):
     max_output_tokens: Positive | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_logprobs: NonNegative | None = None
+    max_tool_calls: NonNegative | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Name], Field(fail_fast=True, max_length=MAX_METADATA)] | None = None
     metadata: Annotated[dict[str, str], Field(fail_fast=True, max_length=MAX_METADATA)] | None = None
     user: Name | None = None
@@ -99,7 +108,6 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "context_management": ([],),
     "conversation": (),
     "image": (),
-    "max_tool_calls": (),
     "moderation": (),
     "previous_response_id": (),
     "prompt": (),
@@ -107,10 +115,22 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
 """Parameters that are not served, each with the values that are accepted because they ask for nothing."""
 
-INCLUDED = frozenset({"reasoning.encrypted_content"})
-"""Values of `include` that are accepted. OpenAI's SDKs send this one; reasoning is returned unencrypted anyway."""
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for the logprobs of the text."""
+
+INCLUDED = frozenset(
+    {
+        LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+"""Values of `include` that are accepted. Those of hosted tools ask for parts of calls that the model never makes, and
+reasoning is returned unencrypted in any case."""

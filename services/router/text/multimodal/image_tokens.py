@@ -14,7 +14,8 @@ from baton_serve.services.router.protocol.image_limits import ImageLimits, image
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, ContentPart
 from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
-from baton_serve.services.router.text.sampling_params import ModelLimits, check_prompt
+from baton_serve.services.router.text.prompt_length import check_prompt
+from baton_serve.services.router.text.sampling_params import ModelLimits
 
 IMAGE_PART_TYPE = "image_url"
 """The `type` of a content part with an image in OpenAI's chat API."""

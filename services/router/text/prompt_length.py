@@ -1,7 +1,9 @@
-"""Cuts prompts to the number of tokens that `truncate_prompt_tokens` keeps, from the side of `truncation_side`."""
+"""Checks the length of prompts, and cuts them to what `truncate_prompt_tokens` and `truncation_side` keep."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton_serve.services.router.protocol.bounds import MAX_TOKENS
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -47,10 +49,39 @@ def truncation_of(request: GenerationRequest, limits: ModelLimits) -> Truncation
 
 
 def _answer_tokens(request: GenerationRequest) -> int:
-    """Return the number of tokens to leave free for the answer: those that the request asks for, and at least one."""
+    """Return the number of tokens to leave free for the answer: `max_tokens` of the request, and at least one."""
     wanted = request.max_tokens
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         wanted = request.max_completion_tokens
     if isinstance(request, CompletionRequest) and "max_tokens" not in request.model_fields_set:
         wanted = COMPLETION_TOKENS
     return wanted or 1
+
+
+def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
+    """Raise `BadRequestError` if the prompt is empty or leaves no room for an answer in the context."""
+    if not token_ids:
+        raise BadRequestError(f"{param}: the prompt is empty", param=param)
+    if len(token_ids) >= limits.max_model_len:
+        raise _too_long(len(token_ids), limits.max_model_len, param)
+
+
+def check_num_tokens(num_tokens: int, *, param: str) -> None:
+    """Raise `BadRequestError` if all prompts of a request together have too many tokens."""
+    if num_tokens > MAX_TOKENS:
+        raise BadRequestError(
+            f"{param}: the request has more than {MAX_TOKENS} tokens, the limit of this server: split it into several "
+            "requests",
+            param=param,
+            code="too_many_values",
+        )
+
+
+def _too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError:
+    """Return the error for a prompt that leaves no room for an answer in the context."""
+    return BadRequestError(
+        f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens} tokens and needs room for an "
+        "answer: shorten it, or set truncate_prompt_tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
