@@ -55,7 +55,11 @@ def read_machine(root: Path = Path("/")) -> Machine:
         vendor = device / "vendor"
         if vendor.exists() and vendor.read_text().strip() == INTEL_VENDOR:
             found.append(device.name)
-    return Machine((root / "proc/driver/nvidia/version").exists(), tuple(found))
+    # In WSL the driver is that of Windows: the kernel shows nothing, but Windows adds its libraries.
+    has_nvidia_driver = any(
+        (root / path).exists() for path in ("proc/driver/nvidia/version", "usr/lib/wsl/lib/libcuda.so.1")
+    )
+    return Machine(has_nvidia_driver, tuple(found))
 
 
 def choose(machine: Machine, index: str) -> Choice:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Print the tables of docs/reference/sizing.md from the formulas in `bench/cards.py`; a test compares them.
+"""Print the tables of docs/reference/sizing.md and docs/quickstart/arc.md from the formulas in `bench/cards.py`; tests
+compare them.
 
 `PYTHONPATH=. python tools/sizing.py` prints them.
 """
@@ -9,6 +10,9 @@ from math import ceil
 from baton_serve.bench.cards import (
     CARDS,
     MODELS,
+    WEIGHT_BITS,
+    GpuSpec,
+    ModelSpec,
     TargetLoad,
     batch_size,
     kv_tokens,
@@ -30,7 +34,6 @@ def one_card_table() -> str:
         for model in MODELS:
             tokens = kv_tokens(card, model)
             if not tokens:
-                rows.append(f"| {card.name} | {model.name} | weights do not fit | | | |")
                 continue
             rate = prefill_tokens_per_s(card, model)
             step = step_s(card, model, 1, EXAMPLE.prompt_tokens) * 1e3
@@ -45,7 +48,6 @@ def pool_table(load: TargetLoad = EXAMPLE) -> str:
         for model in MODELS:
             batch = batch_size(card, model, load) if kv_tokens(card, model) else 0
             if not batch:
-                rows.append(f"| {card.name} | {model.name} | | | does not meet it |")
                 continue
             prefill, decode = num_prefill(card, model, load), num_decode(card, model, load)
             counts = f"{ceil(prefill)} ({prefill:.2f}) | {ceil(decode)} ({decode:.2f})"
@@ -53,7 +55,17 @@ def pool_table(load: TargetLoad = EXAMPLE) -> str:
     return "\n".join(rows)
 
 
+def fits_table() -> str:
+    """Return the table of KV tokens, in thousands, that fit beside the weights in each number of bits."""
+    rows = [f"| Card | {' | '.join(model.name for model in MODELS)} |", "|---" * (len(MODELS) + 1) + "|"]
+    rows += [f"| {card.name} | {' | '.join(_fits(card, model) for model in MODELS)} |" for card in CARDS]
+    return "\n".join(rows)
+
+
+def _fits(card: GpuSpec, model: ModelSpec) -> str:
+    counts = [kv_tokens(card, model, bits) for bits in WEIGHT_BITS.values()]
+    return "/".join(str(count // 1000) for count in counts)
+
+
 if __name__ == "__main__":
-    print(one_card_table())
-    print()
-    print(pool_table())
+    print(one_card_table(), pool_table(), fits_table(), sep="\n\n")

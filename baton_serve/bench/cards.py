@@ -33,6 +33,10 @@ class ModelSpec:
     name: str
     parameters: float
     kv_bytes_per_token: int
+    table_parameters: float
+    """Parameters of the embedding table: vocabulary times hidden size."""
+    is_tied: bool = False
+    """True if the head is the embedding table, False if it has weights of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +54,31 @@ CARDS = [
     GpuSpec("B70 32 GB", 32e9, 608e9, 183e12),
 ]
 MODELS = [
-    ModelSpec("R1-Distill-Qwen-1.5B", 1.5e9, 28 * 1024),
-    ModelSpec("Qwen3-4B", 4.0e9, 144 * 1024),
-    ModelSpec("Qwen2.5-7B", 7.6e9, 56 * 1024),
-    ModelSpec("Llama-3.1-8B", 8.0e9, 128 * 1024),
-    ModelSpec("Qwen3-8B", 8.2e9, 144 * 1024),
+    ModelSpec("R1-Distill-Qwen-1.5B", 1.5e9, 28 * 1024, 151_936 * 1536),
+    ModelSpec("Qwen3-4B", 4.0e9, 144 * 1024, 151_936 * 2560, is_tied=True),
+    ModelSpec("Qwen2.5-7B", 7.6e9, 56 * 1024, 152_064 * 3584),
+    ModelSpec("Llama-3.1-8B", 8.0e9, 128 * 1024, 128_256 * 4096),
+    ModelSpec("Qwen3-8B", 8.2e9, 144 * 1024, 151_936 * 4096),
 ]
+WEIGHT_BITS = {"16": 16.0, "8": 8.0, "4": 4.125}
+"""Bits of a weight with its scales: unquantized, `--quantization int8` or `fp8`, and `sym_int4` in groups of 128."""
 
 
-def kv_tokens(card: GpuSpec, model: ModelSpec) -> int:
-    """Return the number of tokens whose KV fits beside the weights, or 0 if the weights alone do not fit."""
-    free = MEMORY_UTILIZATION * card.memory_bytes - WEIGHT_BYTES * model.parameters - WORKSPACE_BYTES
+def weight_bytes(model: ModelSpec, bits: float = 16.0) -> float:
+    """Return the bytes of all weights if those of linear layers have `bits`.
+
+    In few bits the head keeps eight. An embedding table that is not the head keeps the model's dtype.
+    """
+    if bits >= 16:
+        return WEIGHT_BYTES * model.parameters
+    tables = model.table_parameters * (1 if model.is_tied else 1 + WEIGHT_BYTES)
+    layers = model.parameters - model.table_parameters * (1 if model.is_tied else 2)
+    return tables + layers * bits / 8
+
+
+def kv_tokens(card: GpuSpec, model: ModelSpec, bits: float = 16.0) -> int:
+    """Return the number of tokens whose 16-bit KV fits beside the weights, or 0 if the weights alone do not fit."""
+    free = MEMORY_UTILIZATION * card.memory_bytes - weight_bytes(model, bits) - WORKSPACE_BYTES
     return max(0, int(free / model.kv_bytes_per_token))
 
 

@@ -65,7 +65,13 @@ def check_cards(root: Path) -> Iterator[Finding]:
 
 def _no_cards(root: Path) -> Iterator[Finding]:
     loaded = [name for name in ("xe", "i915") if (root / "sys/module" / name).exists()]
-    if loaded:
+    if (root / "dev/dxg").exists():
+        yield note(
+            "cards",
+            "this is WSL: its GPUs are behind /dev/dxg and use the driver of Windows, so cards cannot be listed here",
+            "install the GPU's driver in Windows only; see docs/quickstart/wsl.md",
+        )
+    elif loaded:
         yield warning(
             "cards",
             f"kernel module {', '.join(loaded)} is loaded, but no discrete Intel card was found",
@@ -151,16 +157,19 @@ def check_visible(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def runtime_version(root: Path) -> tuple[int, int] | None:
     """Return the version of the compute runtime by dpkg's database, or None if no package of it is installed."""
-    # The middle group skips the lines of one entry: it stops at the empty line that ends the entry.
     for package in RUNTIME_PACKAGES:
-        found = re.search(
-            rf"^Package: {package}$(?:\n(?!\n).*)*?\nVersion: (\d+)\.(\d+)",
-            _text(root / "var/lib/dpkg/status"),
-            re.MULTILINE,
-        )
-        if found:
+        if found := re.match(r"(\d+)\.(\d+)", installed_version(root, package)):
             return int(found[1]), int(found[2])
     return None
+
+
+def installed_version(root: Path, package: str) -> str:
+    """Return the version of a Debian package by dpkg's database, or "" if it is not installed."""
+    # The middle group skips the lines of one entry: it stops at the empty line that ends the entry.
+    found = re.search(
+        rf"^Package: {package}$(?:\n(?!\n).*)*?\nVersion: (\S+)", _text(root / "var/lib/dpkg/status"), re.MULTILINE
+    )
+    return found[1] if found else ""
 
 
 def _bar_sizes(text: str) -> Iterator[int]:

@@ -1,6 +1,8 @@
 """Entry point of `baton doctor`: runs all checks and prints their findings."""
 
 import asyncio
+import getpass
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +15,11 @@ from baton_serve.services.doctor.cards import check_cards, check_visible
 from baton_serve.services.doctor.device_probe import ProbeFacts
 from baton_serve.services.doctor.devices import check_transports, device_findings, probe_devices
 from baton_serve.services.doctor.findings import DoctorReport, Finding
+from baton_serve.services.doctor.kernels import check_kernels
 from baton_serve.services.doctor.limits import check_limits
 from baton_serve.services.doctor.network import check_network
+from baton_serve.services.doctor.report import STATUS_MARKS, Redaction, as_issue_text
 from baton_serve.services.doctor.settings import DoctorSettings
-
-STATUS_MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "problem": "PROBLEM"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,8 +33,24 @@ def main(argv: Sequence[str]) -> int:
     )
     findings = asyncio.run(run_checks(settings, Path("/")))
     report = DoctorReport(VERSION, all(finding.status != "problem" for finding in findings), findings)
-    sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if settings.json else as_text(report))
+    sys.stdout.write(_shown(report, settings))
     return 0 if report.healthy else 1
+
+
+def _shown(report: DoctorReport, settings: DoctorSettings) -> str:
+    if settings.json:
+        return msgspec.json.encode(report).decode() + "\n"
+    if settings.report:
+        return as_issue_text(report, Path("/"), environment(), Redaction(socket.gethostname(), _user()))
+    return as_text(report)
+
+
+def _user() -> str:
+    """Return the name of the user, or "" in a container that has none for its number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 async def run_checks(settings: DoctorSettings, root: Path) -> list[Finding]:
@@ -43,9 +61,12 @@ async def run_checks(settings: DoctorSettings, root: Path) -> list[Finding]:
         # The probe waits for a child process, so it must not run on the event loop.
         facts = await asyncio.to_thread(probe_devices, settings.probe_timeout_s)
         findings += [facts] if isinstance(facts, Finding) else device_findings(facts)
-    if settings.probe:
+    if settings.probe or settings.report:
         found = facts if isinstance(facts, ProbeFacts) else None
         findings += [finding async for finding in check_transports(found, settings.probe_timeout_s)]
+        # Without torch there is nothing to test, which a finding of its absence says already.
+        if not isinstance(facts, Finding):
+            findings += await asyncio.to_thread(lambda: list(check_kernels(settings.probe_timeout_s)))
     findings += [finding async for finding in check_network(settings.registry, settings.peer)]
     return findings
 

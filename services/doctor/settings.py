@@ -19,8 +19,23 @@ class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[bool, Meta(description="test the accelerators (in a child process that loads torch)")] = True
     probe: Annotated[
         bool,
-        Meta(description="test every KV transport: send known bytes between two child processes and compare them"),
+        Meta(
+            description="also test every KV transport, with known bytes between two child processes, and the kernels"
+            " of the engine, against plain torch"
+        ),
+    ] = False
+    report: Annotated[
+        bool,
+        Meta(
+            description="test as --probe does, and print one text for an issue: versions of kernel, drivers and"
+            " packages, devices and findings, without host names, user names and paths of the user"
+        ),
     ] = False
     probe_timeout_s: Annotated[
-        float, Meta(description="longest time of the accelerator test, and of each transport's test", gt=0)
+        float,
+        Meta(description="longest time of the accelerator test, of each transport's test, and of all kernels", gt=0),
     ] = 120.0
+
+    def __post_init__(self) -> None:
+        if self.report and (self.json or self.registry or self.peer):
+            raise ValueError("--report is a text without addresses: leave out --json, --registry and --peer")

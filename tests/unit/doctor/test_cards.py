@@ -57,6 +57,13 @@ def test_a_module_without_a_card_is_suspicious(tmp_path: Path) -> None:
     assert only.status == "warning"
 
 
+def test_wsl_gets_a_note_about_the_driver_of_windows(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/dxg").touch()
+    (only,) = check_cards(tmp_path)
+    assert only.status == "note" and "WSL" in only.message and "Windows only" in only.remedy
+
+
 def test_cards_of_others_do_not_count(tmp_path: Path) -> None:
     add_card(tmp_path, 0, vendor="0x10de")
     assert intel_cards(tmp_path) == []

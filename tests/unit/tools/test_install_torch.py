@@ -53,6 +53,13 @@ def test_an_nvidia_driver_takes_pypis_build_also_beside_an_arc_card(tmp_path: Pa
     assert (chosen.build, chosen.pip_options) == ("CUDA", ())
 
 
+def test_nvidias_driver_of_windows_takes_the_cuda_build_in_wsl(tmp_path: Path) -> None:
+    (tmp_path / "usr/lib/wsl/lib").mkdir(parents=True)
+    assert choose(read_machine(tmp_path), "").build == "CPU"
+    (tmp_path / "usr/lib/wsl/lib/libcuda.so.1").touch()
+    assert choose(read_machine(tmp_path), "").build == "CUDA"
+
+
 def test_an_index_of_the_user_is_used_alone() -> None:
     assert choose(NOTHING, "https://example.org/whl").pip_options == ("--index-url", "https://example.org/whl")
     assert choose(NOTHING, "pip").pip_options == ()

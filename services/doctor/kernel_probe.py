@@ -1,0 +1,169 @@
+"""Runs the kernels that an engine would use on this machine, and compares each with its plain-torch twin on the CPU.
+
+`kernels` runs this module in a child process with a deadline, because a broken driver may hang or crash it. Each result
+is printed as soon as it is known, so that the parent knows which kernel was running when the process ended.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton_serve.engine.device import defaults, select_device
+from baton_serve.engine.kernels import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    QuantizedWeight,
+    argmax_kernel,
+    attention_backend,
+    layer_kernels,
+)
+from baton_serve.engine.kernels.quantized import pack_codes
+from baton_serve.engine.kernels.reference import layers as twin_layers
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.services.doctor.kernels import KERNELS, KernelFacts
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 2, 64, 512
+CONTEXTS = (70, 9, 200)
+"""KV tokens of the sequences: one is shorter than a block, and some last blocks are not full."""
+CHUNK = 5
+"""New tokens of each sequence in the check of prefill."""
+HOST = torch.device("cpu")
+DTYPE = torch.bfloat16
+
+
+class KernelChecks:
+    """Runs each kernel once on the device and its twin once on the CPU, both with the same random inputs."""
+
+    def __init__(self) -> None:
+        self._device = select_device("auto")
+        self._attention = attention_backend(self._device, DTYPE)
+        self._layers = layer_kernels(self._device, DTYPE)
+        self._block_tokens = defaults(self._device).block_tokens
+        torch.manual_seed(0)
+
+    @property
+    def backend(self) -> str:
+        """Return what computes attention: `triton`, `cpu` (C++) or `reference` (plain torch)."""
+        return type(self._attention).__module__.split(".kernels.")[1].split(".")[0]
+
+    def result(self, kernel: str) -> tuple[Tensor, Tensor]:
+        """Return what the kernel computed, and what its twin computed."""
+        checks: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+            "store": self._store,
+            "decode attention": lambda: self._attend(1),
+            "prefill attention": lambda: self._attend(CHUNK),
+            "norm": self._norm,
+            "silu": self._silu,
+            "argmax": self._argmax,
+            "int8 product": lambda: self._product(8),
+            "int4 product": lambda: self._product(4),
+        }
+        return checks[kernel]()
+
+    def _store(self) -> tuple[Tensor, Tensor]:
+        meta, cache = self._batch(CHUNK)
+        key, value = (torch.randn(CHUNK * len(CONTEXTS), KV_HEADS, HEAD_DIM, dtype=DTYPE) for _ in range(2))
+        stored = cache.to(self._device)
+
+        def store(attention: AttentionBackend, target: Tensor, device: torch.device) -> None:
+            attention.store(key.to(device), value.to(device), target[:, 1], _on(meta, device))
+
+        store(self._attention, stored, self._device)
+        store(ReferenceAttention(), cache, HOST)
+        return stored, cache
+
+    def _attend(self, chunk: int) -> tuple[Tensor, Tensor]:
+        meta, cache = self._batch(chunk)
+        query = torch.randn(chunk * len(CONTEXTS), HEADS, HEAD_DIM, dtype=DTYPE)
+        spec = AttentionSpec(HEAD_DIM**-0.5)
+        found = self._attention.attend(
+            query.to(self._device), cache.to(self._device)[:, 1], _on(meta, self._device), spec
+        )
+        return found, ReferenceAttention().attend(query, cache[:, 1], meta, spec)
+
+    def _norm(self) -> tuple[Tensor, Tensor]:
+        x, weight = torch.randn(7, HIDDEN, dtype=DTYPE), torch.randn(HIDDEN, dtype=DTYPE)
+        found = self._layers.rms_norm(x.to(self._device), weight.to(self._device), 1e-6)
+        return found, twin_layers.rms_norm(x, weight, 1e-6)
+
+    def _silu(self) -> tuple[Tensor, Tensor]:
+        x = torch.randn(7, 2 * HIDDEN, dtype=DTYPE)
+        return self._layers.silu_mul(x.to(self._device)), twin_layers.silu_mul(x)
+
+    def _argmax(self) -> tuple[Tensor, Tensor]:
+        # Float32, because equal values are frequent in bfloat16, and columns of equal values differ by backend.
+        logits = torch.randn(7, 5000)
+        found = torch.empty(7, dtype=torch.int64, device=self._device)
+        return argmax_kernel(self._device)(logits.to(self._device), found), logits.argmax(dim=-1)
+
+    def _product(self, bits: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(7, HIDDEN, dtype=DTYPE)
+        codes = torch.randint(0, 1 << bits, (HIDDEN, HIDDEN), dtype=torch.uint8)
+        scales = torch.rand(HIDDEN, HIDDEN // 128, dtype=DTYPE) / 16
+        if bits == 4:
+            weight = QuantizedWeight("int4", HIDDEN, 128, pack_codes(codes, 4), scales)
+        else:
+            weight = QuantizedWeight("int8", HIDDEN, HIDDEN, codes.view(torch.int8), scales[:, :1].contiguous())
+        expected = twin_layers.linear(x, weight, None)
+        packed = self._layers.pack(weight.to(self._device))
+        return self._layers.linear(x.to(self._device), packed, None), expected
+
+    def _batch(self, chunk: int) -> tuple[AttentionMetadata, Tensor]:
+        """Return sequences of `chunk` new tokens, and a random cache of two layers [num_blocks, 2, 2, num_kv_heads,
+        block_tokens, head_dim], both on the CPU. Block 0 belongs to no sequence.
+        """
+        block = self._block_tokens
+        counts = [-(-context // block) for context in CONTEXTS]
+        order = (torch.randperm(sum(counts)) + 1).tolist()
+        starts = list(itertools.accumulate(counts, initial=0))
+        rows = [order[start:end] for start, end in itertools.pairwise(starts)]
+        positions = [(row, p) for row, end in zip(rows, CONTEXTS, strict=True) for p in range(end - chunk, end)]
+        meta = AttentionMetadata(
+            query_starts=torch.arange(0, chunk * len(CONTEXTS) + 1, chunk, dtype=torch.int32),
+            context_lens=torch.tensor(CONTEXTS, dtype=torch.int32),
+            block_tables=torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows], dtype=torch.int32),
+            slots=torch.tensor([row[p // block] * block + p % block for row, p in positions], dtype=torch.int64),
+            max_query_len=chunk,
+            max_context_len=max(CONTEXTS),
+        )
+        return meta, torch.randn(len(order) + 1, 2, 2, KV_HEADS, block, HEAD_DIM).to(DTYPE)
+
+
+def _on(meta: AttentionMetadata, device: torch.device) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_starts=meta.query_starts.to(device),
+        context_lens=meta.context_lens.to(device),
+        block_tables=meta.block_tables.to(device),
+        slots=meta.slots.to(device),
+        max_query_len=meta.max_query_len,
+        max_context_len=meta.max_context_len,
+    )
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a fraction of the largest number of `expected`; infinity if there is NaN."""
+    a, b = found.to(HOST, torch.float64), expected.to(torch.float64)
+    largest = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
+    return largest if largest == largest else float("inf")
+
+
+def main() -> None:
+    """Check all kernels and print a line of JSON for each."""
+    checks = KernelChecks()
+    for kernel in KERNELS:
+        try:
+            facts = KernelFacts(kernel, checks.backend, difference(*checks.result(kernel)))
+        # A kernel that does not compile must not hide the results of the others.
+        except Exception as exc:  # noqa: BLE001 - drivers and compilers raise whatever they want
+            facts = KernelFacts(kernel, checks.backend, error=f"{type(exc).__name__}: {exc}".splitlines()[0])
+        sys.stdout.buffer.write(msgspec.json.encode(facts) + b"\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
