@@ -27,7 +27,7 @@ EXAMPLE = TargetLoad(requests_per_s=2.0, prompt_tokens=2000, answer_tokens=300, 
 
 def one_card_table() -> str:
     rows = [
-        "| card | model | prefill tok/s | KV tokens | step, 1 sequence | KV made by prefill |",
+        "|card|model|prefill tok/s|KV tokens|step, 1 sequence|KV made by prefill|",
         "|---|---|---|---|---|---|",
     ]
     for card in CARDS:
@@ -38,27 +38,27 @@ def one_card_table() -> str:
             rate = prefill_tokens_per_s(card, model)
             step = step_s(card, model, 1, EXAMPLE.prompt_tokens) * 1e3
             made = rate * model.kv_bytes_per_token / 1e9
-            rows.append(f"| {card.name} | {model.name} | {rate:,.0f} | {tokens:,} | {step:.0f} ms | {made:.2f} GB/s |")
+            rows.append(f"|{card.name}|{model.name}|{rate:,.0f}|{tokens:,}|{step:.0f} ms|{made:.2f} GB/s|")
     return "\n".join(rows)
 
 
 def pool_table(load: TargetLoad = EXAMPLE) -> str:
-    rows = ["| card | model | prefill instances | decode instances | sequences per decode |", "|---|---|---|---|---|"]
+    rows = ["|card|model|prefill instances|decode instances|sequences per decode|", "|---|---|---|---|---|"]
     for card in CARDS:
         for model in MODELS:
             batch = batch_size(card, model, load) if kv_tokens(card, model) else 0
             if not batch:
                 continue
             prefill, decode = num_prefill(card, model, load), num_decode(card, model, load)
-            counts = f"{ceil(prefill)} ({prefill:.2f}) | {ceil(decode)} ({decode:.2f})"
-            rows.append(f"| {card.name} | {model.name} | {counts} | {batch} |")
+            counts = f"{ceil(prefill)} ({prefill:.2f})|{ceil(decode)} ({decode:.2f})"
+            rows.append(f"|{card.name}|{model.name}|{counts}|{batch}|")
     return "\n".join(rows)
 
 
 def fits_table() -> str:
     """Return the table of KV tokens, in thousands, that fit beside the weights in each number of bits."""
-    rows = [f"| Card | {' | '.join(model.name for model in MODELS)} |", "|---" * (len(MODELS) + 1) + "|"]
-    rows += [f"| {card.name} | {' | '.join(_fits(card, model) for model in MODELS)} |" for card in CARDS]
+    rows = [f"|Card|{'|'.join(model.name for model in MODELS)}|", "|---" * (len(MODELS) + 1) + "|"]
+    rows += [f"|{card.name}|{'|'.join(_fits(card, model) for model in MODELS)}|" for card in CARDS]
     return "\n".join(rows)
 
 

@@ -66,6 +66,7 @@ class KernelChecks:
         return checks[kernel]()
 
     def _store(self) -> tuple[Tensor, Tensor]:
+        # The whole caches are compared: a kernel must also leave all other blocks, and the other layer, as they were.
         meta, cache = self._batch(CHUNK)
         key, value = (torch.randn(CHUNK * len(CONTEXTS), KV_HEADS, HEAD_DIM, dtype=DTYPE) for _ in range(2))
         stored = cache.to(self._device)
@@ -106,9 +107,11 @@ class KernelChecks:
         codes = torch.randint(0, 1 << bits, (HIDDEN, HIDDEN), dtype=torch.uint8)
         scales = torch.rand(HIDDEN, HIDDEN // 128, dtype=DTYPE) / 16
         if bits == 4:
+            # As `sym_int4` in groups of 128, the default of --quantization-group-size.
             weight = QuantizedWeight("int4", HIDDEN, 128, pack_codes(codes, 4), scales)
         else:
             weight = QuantizedWeight("int8", HIDDEN, HIDDEN, codes.view(torch.int8), scales[:, :1].contiguous())
+        # The twin runs first: `pack` may take over the memory of the weight.
         expected = twin_layers.linear(x, weight, None)
         packed = self._layers.pack(weight.to(self._device))
         return self._layers.linear(x.to(self._device), packed, None), expected
@@ -119,6 +122,7 @@ class KernelChecks:
         """
         block = self._block_tokens
         counts = [-(-context // block) for context in CONTEXTS]
+        # In random order, so that a kernel that ignores the block table reads wrong blocks.
         order = (torch.randperm(sum(counts)) + 1).tolist()
         starts = list(itertools.accumulate(counts, initial=0))
         rows = [order[start:end] for start, end in itertools.pairwise(starts)]
@@ -149,6 +153,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a fraction of the largest number of `expected`; infinity if there is NaN."""
     a, b = found.to(HOST, torch.float64), expected.to(torch.float64)
     largest = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
+    # Only NaN differs from itself.
     return largest if largest == largest else float("inf")
 
 

@@ -38,6 +38,7 @@ def check_kernels(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
         output, fate = done.stdout, _fate(done)
+    # The results that were printed before the deadline are still in the pipe.
     except subprocess.TimeoutExpired as exc:
         output, fate = exc.stdout or b"", f"it did not end within {timeout_s:g} s (--probe-timeout-s)"
     # Drivers may print lines of their own.
@@ -68,6 +69,7 @@ def kernel_finding(facts: KernelFacts) -> Finding:
 
 
 def _fate(done: "subprocess.CompletedProcess[bytes]") -> str:
+    # A negative status is the signal that ended the process: 11 for a crash in a driver.
     if done.returncode < 0:
         return f"its process was ended by signal {-done.returncode}"
     last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]

@@ -48,17 +48,20 @@ class Redaction:
 
     def apply(self, text: str) -> str:
         """Return `text` without the host, the user and the folders of paths. A file name with a suffix stays."""
+        # Paths first: their folders often contain the user's name, and then disappear as a whole.
         text = _PATH.sub(self._path, text)
         for name, mark in ((self.host, "HOST"), (self.host.split(".")[0], "HOST"), (self.user, "USER")):
-            # `root` tells nobody anything, and is also a word of messages.
+            # `root` identifies nobody, and messages contain it as a word.
             if name and name != "root":
                 text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", mark, text)
         return text
 
     def _path(self, match: re.Match[str]) -> str:
         folder, _, name = match[0].rpartition("/")
+        # These folders are alike on all machines of a distribution.
         if match[0].split("/")[1] in _PUBLIC_FOLDERS:
             return match[0]
+        # Which library or module failed matters; the last folder of a path may be a person's or a model's name.
         return f"PATH/{name}" if "." in name and folder else "PATH"
 
 
@@ -85,6 +88,7 @@ def _facts(root: Path, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _system(root: Path) -> str:
+    # By files and not by `platform`, whose functions also return the host name.
     release = re.search(r'^PRETTY_NAME="?(.*?)"?$', _text(root / "etc/os-release"), re.MULTILINE)
     is_container = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
     parts = [
@@ -98,6 +102,7 @@ def _system(root: Path) -> str:
 
 
 def _cpu(root: Path) -> str:
+    # ARM has no "model name" and calls its flags "Features": the line then says so.
     text = _text(root / "proc/cpuinfo")
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     words = set((flags[1] if (flags := re.search(r"^flags\s*: (.*)$", text, re.MULTILINE)) else "").split())
@@ -127,6 +132,7 @@ def _versions(packages: Sequence[str]) -> str:
     for package in packages:
         try:
             found.append(f"{package} {metadata.version(package)}")
+        # A package that is absent is left out: most of them belong to another kind of device.
         except metadata.PackageNotFoundError:
             continue
     return ", ".join(found)
