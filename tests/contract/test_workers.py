@@ -123,6 +123,21 @@ def test_two_workers_answer_as_one_router_and_one_that_is_killed_comes_back() ->
         asyncio.run(run(folder))
 
 
+def test_a_router_process_that_is_stopped_is_replaced() -> None:
+    async def run(folder: str) -> None:
+        async with router(folder) as one:
+            await until(one.all_serve)
+            stopped = one.workers()[0]
+            stopped.suspend()
+            await until(lambda: _other_than(one, stopped.pid))
+            await until(one.all_serve)
+            assert {answer.status_code for answer in await asyncio.gather(*(one.ask() for _ in range(8)))} == {200}
+        assert "has not answered 3 queries of its supervisor" in (Path(folder) / "log").read_text()
+
+    with tempfile.TemporaryDirectory(prefix="b") as folder:
+        asyncio.run(run(folder))
+
+
 async def _tells_of(one: Router, requests: int) -> bool:
     """Return whether a router process whose sibling does not answer reports only its own requests."""
     made = sum((await one.generated()).values())

@@ -175,6 +175,27 @@ class SiblingRpc:
         writer.close()
 
 
+async def is_hung(path: str, timeout_s: float) -> bool:
+    """Return whether the process at a socket takes a query but does not answer it in time.
+
+    A process that has closed its socket, because it ends, is not hung.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(b"stats\n")
+                await reader.read()
+            finally:
+                writer.close()
+    # The queue of connections is full: nobody accepts them.
+    except (TimeoutError, BlockingIOError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 async def _query(path: str, query: SiblingQuery, timeout_s: float) -> bytes:
     """Return the answer of one process as JSON, or empty bytes if it does not answer in time."""
     try:

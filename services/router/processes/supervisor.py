@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from math import ceil
 
@@ -18,10 +19,10 @@ from baton_serve.child_command import module_command
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp
-from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.common.lifecycle import Lifecycle, cancel_all
 from baton_serve.services.common.supervisor import ProcessSupervisor
 from baton_serve.services.router.processes.registry_relay import RegistryRelay
-from baton_serve.services.router.processes.sibling_rpc import RouterProcess
+from baton_serve.services.router.processes.sibling_rpc import RouterProcess, is_hung
 from baton_serve.services.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -100,20 +101,57 @@ async def _start_relay(
     return relay
 
 
-class _RouterRun:
-    """One run of a router process. It is ready once it has printed `READY`."""
+class WatchRules(msgspec.Struct, frozen=True):
+    """When a router process counts as hung: after `max_missed` queries in a row without an answer."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    interval_s: float = 2.0
+    """Time in seconds between two queries."""
+    timeout_s: float = 5.0
+    """Longest time in seconds for an answer."""
+    max_missed: int = 3
+
+
+class _RouterRun:
+    """One run of a router process. It is ready once it has printed `READY`, and is killed if it hangs after that."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str, socket: str, rules: WatchRules) -> None:
+        """Follow `process`, which answers queries at `socket` once it is ready."""
         self.is_ready = False
         self.status: int | None = None
         self._process = process
+        self._name = name
+        self._socket = socket
+        self._rules = rules
+        self._watching: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
         assert self._process.stdout is not None
         self.is_ready = await self._process.stdout.readline() == READY
-        self.status = await self._process.wait()
+        self._watching = asyncio.create_task(self._kill_if_hung())
+        try:
+            self.status = await self._process.wait()
+        finally:
+            await cancel_all([self._watching])
+
+    async def _kill_if_hung(self) -> None:
+        # The kernel goes on giving a stopped or blocked process its share of new connections, until it is killed.
+        rules, num_missed = self._rules, 0
+        while num_missed < rules.max_missed:
+            await asyncio.sleep(rules.interval_s)
+            num_missed = num_missed + 1 if await is_hung(self._socket, rules.timeout_s) else 0
+        logger.error(
+            "%s has not answered %d queries of its supervisor within %g s each, so it is killed: it was stopped, or "
+            "its event loop is blocked",
+            self._name,
+            rules.max_missed,
+            rules.timeout_s,
+        )
+        self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
+        # A process that ends has `--shutdown-timeout-s`.
+        if self._watching is not None and number == signal.SIGTERM:
+            self._watching.cancel()
         with contextlib.suppress(ProcessLookupError):  # it has exited, but `wait` has not returned yet
             self._process.send_signal(number)
 
@@ -121,9 +159,17 @@ class _RouterRun:
 class RouterSupervisor(ProcessSupervisor[_RouterRun]):
     """Starts the processes of one router, restarts each that exits, and stops them. Runs on the event loop."""
 
-    def __init__(self, settings: RouterSettings, workers: list[RouterProcess], *, relay: RegistryRelay | None) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: list[RouterProcess],
+        *,
+        relay: RegistryRelay | None,
+        rules: WatchRules | None = None,
+    ) -> None:
         """Create the supervisor. The caller owns `relay`, which is None if the registry is not a `memory:` one."""
         super().__init__()
+        self._rules = rules or WatchRules()
         self._settings = settings
         self._workers = {f"router process {worker.index}": worker for worker in workers}
         self._relay = relay
@@ -162,7 +208,7 @@ class RouterSupervisor(ProcessSupervisor[_RouterRun]):
             process.stdin.close()
         if self._relay is not None:
             self._relay.send_all_records(worker.index)
-        return _RouterRun(process)
+        return _RouterRun(process, name, worker.socket(worker.index), self._rules)
 
     async def _create_process(self, worker: RouterProcess) -> asyncio.subprocess.Process:
         # Its own session keeps Ctrl-C of the terminal away from it: only the supervisor gets that signal and passes it
