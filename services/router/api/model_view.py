@@ -109,6 +109,17 @@ class ModelView:
         stated = self._max_model_len
         return min([*lengths, *([stated] if stated is not None else [])], default=None)
 
+    def tasks(self) -> list[str]:
+        """Return what the model computes: `generate`, or the tasks of a pooling model; empty if no instance is known.
+
+        Besides the tasks of its profile, a classifier with a single class has `score`, as in vLLM.
+        """
+        profiles = [worker.record.pooling for worker in self.workers()]
+        profile = next((profile for profile in profiles if profile is not None), None)
+        if profile is None:
+            return ["generate"] if profiles else []
+        return [*profile.tasks, *(["score"] if "classify" in profile.tasks and len(profile.labels) == 1 else [])]
+
     def pooling_profile(self) -> PoolingProfile:
         """Return what a pooling model computes: its tasks, dimensions and labels.
 

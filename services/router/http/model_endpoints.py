@@ -86,7 +86,11 @@ def _cards(service: ModelService) -> list[ModelCard]:
     """Return the entries of /v1/models: all models under each of their names, then their adapters."""
     cards = [
         ModelCard(
-            id=name, created=sibling.started_at, root=sibling.model.path, max_model_len=sibling.view.max_model_len()
+            id=name,
+            created=sibling.started_at,
+            root=sibling.model.path,
+            max_model_len=sibling.view.max_model_len(),
+            tasks=sibling.view.tasks(),
         )
         for sibling in service.siblings
         for name in sibling.view.names()
@@ -98,6 +102,7 @@ def _cards(service: ModelService) -> list[ModelCard]:
             root=adapter.path,
             parent=sibling.view.names()[0],
             max_model_len=sibling.view.max_model_len(),
+            tasks=sibling.view.tasks(),
         )
         for sibling in service.siblings
         for adapter in sibling.view.adapters().values()

@@ -240,6 +240,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     max_model_len: int | None
     permission: list[str] = []
+    tasks: list[str] = []
+    """Baton's own: `generate`, or the tasks of a pooling model (`embed`, `token_embed`, `classify`, `score`); empty
+    while no instance is known."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import asyncio
 import struct
 from base64 import b64decode
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,21 @@ async def ask(router: Router, path: str, **body: Any) -> dict[str, Any]:
 
 def messages(router: Router, instance: str = "prefill-0") -> list[Pool]:
     return [m for m in router.fakes[instance].received if isinstance(m, Pool)]
+
+
+def test_the_list_of_models_says_what_each_computes(serve: Serve) -> None:
+    def scenario(expected: list[str]) -> Callable[[Router], Awaitable[None]]:
+        async def run(router: Router) -> None:
+            cards = (await router.http.get("/v1/models")).json()["data"]
+            assert [card["tasks"] for card in cards] == [expected] * len(cards)
+
+        return run
+
+    serve(scenario(["generate"]))
+    serve(scenario(["embed", "token_embed"]), pooling=EMBEDS, **WORKERS)
+    serve(scenario(["classify", "score"]), pooling=SCORES, **WORKERS)
+    serve(scenario(["classify"]), pooling=CLASSIFIES, **WORKERS)
+    serve(scenario([]), prefill=0, decode=0)
 
 
 def test_embeddings_of_texts_and_of_token_ids_in_their_order(serve: Serve) -> None:
