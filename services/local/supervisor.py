@@ -37,7 +37,8 @@ class ProcessLostError(LocalError):
 class _Health(msgspec.Struct, frozen=True):
     """The part of the router's /health that the supervisor reads."""
 
-    instances: list[dict[str, object]]
+    pools: dict[str, int]
+    """Number of instances of each role that accept requests. Unlike the list of instances it needs no API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         return ProcessLostError(f"{name} keeps failing: {reason}")
 
     async def _is_complete(self, client: "httpx.AsyncClient") -> bool:
-        """Return whether the router answers and lists all instances as ready."""
+        """Return whether the router answers and counts all instances as ready."""
         import httpx
 
         try:
@@ -186,4 +187,4 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
             return False
         # The router prints no line when it is ready, as instances do; its first answer shows it.
         self.runs[ROUTER].is_ready = True
-        return len(health.instances) == len(self._instances) and self.runs.keys() == self._processes.keys()
+        return sum(health.pools.values()) == len(self._instances) and self.runs.keys() == self._processes.keys()

@@ -53,19 +53,27 @@ class InstanceSource(Protocol):
 class _RouterHealth(msgspec.Struct, frozen=True):
     """The part of the router's /health that lists instances."""
 
-    instances: list[InstanceInfo]
+    instances: list[InstanceInfo] | None = None
+    """None if the router has API keys and the request had none of them."""
 
 
 class RouterSource:
     """Reads the instances from a router's /health, which lists ready and draining ones."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
+    def __init__(self, client: httpx.AsyncClient, url: str, api_key: str | None = None) -> None:
         self._client = client
         self._url = url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key is not None else {}
 
     async def instances(self) -> list[InstanceInfo]:
-        answer = await _request(self._client, "GET", f"{self._url}/health")
-        return _decoded(answer, _RouterHealth).instances
+        answer = await _request(self._client, "GET", f"{self._url}/health", headers=self._headers)
+        instances = _decoded(answer, _RouterHealth).instances
+        if instances is None:
+            raise AdminRequestError(
+                f"{self._url} lists its instances only to clients with an API key: give a valid one as --api-key, or"
+                " the registry as --registry"
+            )
+        return instances
 
 
 class RegistrySource:

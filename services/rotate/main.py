@@ -58,8 +58,10 @@ async def rotate(settings: RotateSettings) -> int:
     roles = ROLES if settings.pool == "all" else (settings.pool,)
     key = read_cluster_key(settings.cluster_key_file)
     async with AsyncExitStack() as stack:
-        # The certificate is not checked: --url is often an address that it does not name. No secret goes to the router.
-        client = await stack.enter_async_context(httpx.AsyncClient(timeout=TIMEOUT_S, verify=False))
+        # --url is often an address that the certificate does not name, so it is checked only if a secret is sent there.
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(timeout=TIMEOUT_S, verify=settings.api_key is not None)
+        )
         source = await _source(settings, client, stack)
         rotation = Rotation(source, InstanceAdmin(client, key), timeout_s=settings.timeout_s, say=say)
         return await rotation.run(roles)
@@ -67,7 +69,7 @@ async def rotate(settings: RotateSettings) -> int:
 
 async def _source(settings: RotateSettings, client: httpx.AsyncClient, stack: AsyncExitStack) -> InstanceSource:
     if not settings.registry:
-        return RouterSource(client, settings.url)
+        return RouterSource(client, settings.url, settings.api_key)
     if settings.registry.startswith("memory:"):
         raise ConfigurationError("--registry memory://… is part of a router: leave it out and give the router as --url")
     view = registry_view(settings.registry)

@@ -39,6 +39,10 @@ class RotateSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: Annotated[str, Meta(description="URL of a router of the cluster, which lists the instances")] = (
         "http://127.0.0.1:8000"
     )
+    api_key: Annotated[
+        str | None,
+        Meta(description="API key of the router; a router with keys lists its instances only to clients with one"),
+    ] = None
     registry: Annotated[
         str,
         Meta(description="registry that lists the instances, in place of a router: redis://…, rediss://… or unix:///…"),

@@ -16,6 +16,7 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.http.endpoints import Endpoint, add_to_document, endpoints
 from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.http.model_endpoints import model_routes, tokenizer_routes
+from baton_serve.services.router.http.pages import page_routes
 from baton_serve.services.router.http.status_endpoints import monitoring_routes, system_routes
 from baton_serve.services.router.processes.sibling_rpc import SiblingRpc
 from baton_serve.services.router.protocol.errors import ErrorBody, ErrorDetail
@@ -35,9 +36,9 @@ def create_app(
     app = _Documented(table)
     # Not by `include_router`, which in newer versions of FastAPI hides the routes and their paths.
     routes = app.router.routes
-    routes += monitoring_routes(service, sibling_rpc).routes
-    # The keys protect the model, not the monitoring: probes and scrapers have no key, and the page asks the user for
-    # one. The routes so far also contain those of FastAPI itself, for the OpenAPI document and the pages that show it.
+    routes += [*page_routes(), *monitoring_routes(service, api_keys, sibling_rpc).routes]
+    # Probes and scrapers have no key, and the page asks the user for one. The routes so far also contain that of the
+    # OpenAPI document, which FastAPI adds itself.
     open_paths = {route.path for route in routes if isinstance(route, Route)}
     for router in (system_routes(service, sibling_rpc), model_routes(service), tokenizer_routes(service)):
         routes += router.routes
@@ -72,7 +73,8 @@ class _Documented(FastAPI):
     """Adds the plain ASGI endpoints, whose schemas FastAPI does not know, to its OpenAPI document."""
 
     def __init__(self, table: Mapping[str, Endpoint]) -> None:
-        super().__init__(title="Baton", version=VERSION)
+        # FastAPI's own pages load their scripts from another host: `page_routes` replaces them.
+        super().__init__(title="Baton", version=VERSION, docs_url=None, redoc_url=None)
         self._table = table
 
     def openapi(self) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Cluster(Api):
             raise RuntimeError("baton serve has ended")
         with contextlib.suppress(httpx.TransportError):
             answer = self.client.get("/health")
-            return answer.status_code == 200 and len(answer.json()["instances"]) == self._size
+            return answer.status_code == 200 and sum(answer.json()["pools"].values()) == self._size
         return False
 
     def _has_ended(self, within_s: float = 0.0) -> bool:

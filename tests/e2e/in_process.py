@@ -118,7 +118,7 @@ def in_background(model: Path, **settings: Any) -> Iterator[Api]:
     async def serve() -> None:
         async with served(model, transport="usm", **settings) as client:
             num_roles = len(settings.get("roles", ("prefill", "decode")))
-            while len((await client.get("/health")).json()["instances"]) < num_roles:  # noqa: ASYNC110
+            while sum((await client.get("/health")).json()["pools"].values()) < num_roles:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             address.append(str(client.base_url))
             ready.set()

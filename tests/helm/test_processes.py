@@ -42,7 +42,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
 
 
 def health() -> Manifest:
-    return dict(httpx.get(f"{URL}/health").json())
+    return dict(httpx.get(f"{URL}/health", headers=HEADERS).json())
 
 
 def complete(prompt: str) -> Manifest:

@@ -28,15 +28,23 @@ def count_pools(cluster: WatchedCluster) -> Mapping[str, int]:
     return {role: roles[role] for role in ("prefill", "decode", "unified")}
 
 
-def unready_reason(cluster: WatchedCluster) -> str | None:
-    """Return the reason why no request can be served now, or None if requests can be served."""
+def empty_pools_reason(cluster: WatchedCluster) -> str | None:
+    """Return the reason why no request can be served now, without names of instances, or None if requests can be."""
     workers, pools = cluster.workers(), count_pools(cluster)
     computes_vectors = any(w.state == "ready" and w.takes_work and w.record.pooling is not None for w in workers)
     # A prompt needs a decode or a unified instance in the end: prefill instances alone can answer nothing.
     if pools["decode"] or pools["unified"] or computes_vectors:
         return None
     empty = [name for name, size in pools.items() if not size]
-    reason = f"no instance can generate an answer: empty pools are {', '.join(empty)}"
+    return f"no instance can generate an answer: empty pools are {', '.join(empty)}"
+
+
+def unready_reason(cluster: WatchedCluster) -> str | None:
+    """Return the reason of `empty_pools_reason` with the instances that are not connected, or None without a reason."""
+    reason = empty_pools_reason(cluster)
+    if reason is None:
+        return None
+    workers = cluster.workers()
     if unreached := [worker.record.instance for worker in workers if worker.state != "ready"]:
         reason += f"; registered, but not connected: {', '.join(unreached)}"
     if not cluster.is_registry_connected():
@@ -66,6 +74,6 @@ class ReadinessLog:
             return
         self._is_ready = reason is None
         if reason is None:
-            logger.info("ready: %s at %s/v1, status page and chat at %s/", self._names, self._url, self._url)
+            logger.info("ready: %s at %s/v1, page at %s/", self._names, self._url, self._url)
         else:
             logger.warning("not ready any more: %s", reason)

@@ -151,7 +151,11 @@ def add_to_document(document: dict[str, Any], table: Mapping[str, Endpoint]) -> 
     _, definitions = models_json_schema(
         [(endpoint.schema, "validation") for endpoint in table.values()], ref_template=_SCHEMAS
     )
-    document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    # The empty object says that a router without keys needs none.
+    components["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"ApiKey": []}, {}]
     for path, endpoint in table.items():
         reference = {"$ref": _SCHEMAS.format(model=endpoint.schema.__name__)}
         operation = {

@@ -28,6 +28,7 @@ from baton_serve.services.router.protocol.asgi import (
     RequestLimits,
     Scope,
     Send,
+    authorization,
     exchange_of,
     send_error,
 )
@@ -188,7 +189,7 @@ class Gateway:
         """
         if path in self._open_paths:
             return ANONYMOUS
-        caller = self.keys.caller(_authorization(headers))
+        caller = self.keys.caller(authorization(headers))
         if caller is None:
             raise AuthenticationError("a valid API key is required: send it as 'Authorization: Bearer KEY'")
         return caller
@@ -242,13 +243,6 @@ def _trace_headers(headers: Headers) -> Mapping[str, str]:
     if b"traceparent" not in headers:
         return NO_TRACE
     return trace_headers(lambda name: _text(headers.get(name.encode())))
-
-
-def _authorization(headers: Headers) -> str | None:
-    """Return the value of the Authorization header, or None if the request carries no key."""
-    # Anthropic's clients send the bare key in a header of their own.
-    key = _text(headers.get(b"x-api-key"))
-    return _text(headers.get(b"authorization")) if key is None else f"Bearer {key}"
 
 
 def _request_id(value: bytes | None) -> str:

@@ -1,11 +1,10 @@
-"""Serve the state of the cluster (/health, /ping, /metrics, /recent, the page), /tokenize and /detokenize.
+"""Serve the state of the cluster (/health, /ping, /metrics, /recent), /tokenize and /detokenize.
 
 None of these endpoints sends work to an instance.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -14,26 +13,26 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.cluster.readiness import count_pools, unready_reason
+from baton_serve.services.router.cluster.readiness import count_pools, empty_pools_reason, unready_reason
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.processes.sibling_rpc import ProcessStats, SiblingRpc, join_metrics, newest_requests
-from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
+from baton_serve.services.router.protocol.asgi import (
+    Receive,
+    RequestContext,
+    Scope,
+    Send,
+    authorization,
+    read_body,
+    send_json,
+)
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import DetokenizeRequest, TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import DetokenizeAnswer, TokenizeAnswer
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
+from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.handoff_counts import HandoffStats, joined, warning_of
 from baton_serve.services.router.text.multimodal.image_tokens import expand_placeholders, image_urls
 from baton_serve.services.router.text.tokenization import beside_loop
-
-_PAGE = Path(__file__).parent / "page" / "index.html"
-# The page shows texts that models generate and instances report. The policy keeps injected markup from loading anything
-# from elsewhere or sending data there.
-_PAGE_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
-}
 
 
 class LinkHealth(msgspec.Struct, frozen=True):
@@ -76,8 +75,8 @@ class UnreachableInstance(msgspec.Struct, frozen=True):
     http_address: str
 
 
-class RouterHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /health."""
+class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /health for a client without an accepted API key: what probes need, without names and addresses."""
 
     status: str
     reason: str | None
@@ -85,6 +84,11 @@ class RouterHealth(msgspec.Struct, frozen=True, kw_only=True):
     pools: Mapping[str, int]
     """Number of instances of each role that accept requests."""
     registry_connected: bool
+
+
+class RouterHealth(RouterStatus, frozen=True, kw_only=True):
+    """The body of /health for a client with an accepted API key, and for every client if the router has no keys."""
+
     requests_in_flight: int
     generated_tokens: int
     """Number of tokens generated since the start of the router's processes."""
@@ -118,6 +122,18 @@ def own_stats(service: ModelService) -> ProcessStats:
 
 def _own_handoffs(service: ModelService) -> dict[str, HandoffStats]:
     return {one.metrics.model_name: one.dispatcher.handoff_counts.stats() for one in service.siblings}
+
+
+def public_status(service: ModelService) -> RouterStatus:
+    """Return the part of the cluster's state that needs no API key."""
+    cluster = service.cluster
+    reason = empty_pools_reason(cluster)
+    return RouterStatus(
+        status="ok" if reason is None else "unavailable",
+        reason=reason,
+        pools=count_pools(cluster),
+        registry_connected=cluster.is_registry_connected(),
+    )
 
 
 def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> RouterHealth:
@@ -169,16 +185,18 @@ def _instance_health(worker: WorkerState) -> InstanceHealth:
     )
 
 
-def monitoring_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
-    """Return the routes for probes, scrapers and people who watch the cluster. They need no API key.
+def monitoring_routes(service: ModelService, api_keys: ApiKeys, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
+    """Return the routes for probes and scrapers. They need no API key, but without one /health leaves out the details.
 
     Counters and metrics include those of the sibling processes if `sibling_rpc` is given.
     """
     router = APIRouter()
 
     @router.get("/health", summary="Report pools, instances and links; status 503 if no request can be served")
-    async def get_health() -> Response:
-        state = health(service, await _siblings(sibling_rpc))
+    async def get_health(request: Request) -> Response:
+        # The gateway checks no key here, because probes have none.
+        has_key = api_keys.caller(authorization(dict(request.scope["headers"]))) is not None
+        state = health(service, await _siblings(sibling_rpc)) if has_key else public_status(service)
         return _json(state, status=200 if state.reason is None else 503)
 
     # Load balancers call /ping often: it does not query the sibling processes, whose counters do not change the status.
@@ -193,10 +211,6 @@ def monitoring_routes(service: ModelService, sibling_rpc: SiblingRpc | None = No
     async def metrics() -> Response:
         text = own_metrics(service) if sibling_rpc is None else join_metrics(await sibling_rpc.metrics())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-    @router.get("/", summary="Serve a page that shows the cluster and offers a chat", include_in_schema=False)
-    async def page() -> Response:
-        return Response(_PAGE.read_bytes(), media_type="text/html", headers=_PAGE_HEADERS)
 
     return router
 

@@ -97,6 +97,14 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
+def authorization(headers: Mapping[bytes, bytes]) -> str | None:
+    """Return the value of the Authorization header, or None if the request carries no API key."""
+    # Anthropic's clients send the bare key in a header of their own.
+    key = headers.get(b"x-api-key")
+    value = headers.get(b"authorization") if key is None else b"Bearer " + key
+    return None if value is None else value.decode("latin-1")
+
+
 def exchange_of(scope: Scope) -> Exchange | None:
     """Return the `Exchange` of a request, by which Baton's own HTTP server offers direct writes, or None on other
     servers.

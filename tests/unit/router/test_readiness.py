@@ -20,7 +20,7 @@ def test_the_router_is_announced_as_ready_only_when_an_instance_can_answer(
         assert messages(caplog) == [listening]
         router.fakes.add(record("decode-0", "decode"))
         await settle()
-        ready = "ready: tiny at http://127.0.0.1:8000/v1, status page and chat at http://127.0.0.1:8000/"
+        ready = "ready: tiny at http://127.0.0.1:8000/v1, page at http://127.0.0.1:8000/"
         assert messages(caplog) == [listening, ready]
         router.fakes["decode-0"].die()
         await settle()

@@ -174,8 +174,8 @@ def test_metrics_show_the_load_that_the_router_has_assigned_to_instances(serve: 
     serve(scenario)
 
 
-PAGES = {"/", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
-"""Pages for people, and the document itself. They are not part of the API."""
+PAGES = {"/", "/docs", "/docs/swagger-ui.js", "/docs/swagger-ui.css", "/openapi.json"}
+"""Pages for people, what they load, and the document itself. They are not part of the API."""
 
 
 def routes_of(router: Router) -> list[Route]:
@@ -219,7 +219,8 @@ def test_the_openapi_document_has_schemas_and_pages_that_show_it(serve: Serve) -
     async def scenario(router: Router) -> None:
         document = (await router.http.get("/openapi.json")).json()
         assert "ChatMessage" in document["components"]["schemas"]
-        for path in ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"):
+        assert document["components"]["securitySchemes"] == {"ApiKey": {"type": "http", "scheme": "bearer"}}
+        for path in PAGES:
             assert (await router.http.get(path)).status_code == 200
             assert (await router.http.head(path)).status_code == 200
         assert (await router.http.get("/version")).json().keys() == {"version"}
