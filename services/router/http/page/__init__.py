@@ -1,4 +1,6 @@
-"""Holds the page that `GET /` serves: one HTML file without a build step, which shows the cluster and offers a chat.
+"""Holds the pages for people and the files that they load. There is no build step.
 
-The page reads /health and /recent and posts to /v1/chat/completions.
+`index.html` shows the cluster and offers a chat, or a comparison of texts for models that compute vectors. It reads
+/health, /recent and /v1/models. `docs.html` shows /openapi.json with Swagger UI, whose version NOTICE names. The two
+files of Swagger UI are stored compressed (`gzip -9n`), without their reference to a source map.
 """
