@@ -54,7 +54,7 @@ class _RouterHealth(msgspec.Struct, frozen=True):
     """The part of the router's /health that lists instances."""
 
     instances: list[InstanceInfo] | None = None
-    """None if the router has API keys and the request had none of them."""
+    """The list is None if the router has API keys and the request had none of them."""
 
 
 class RouterSource:

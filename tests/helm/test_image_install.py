@@ -20,6 +20,8 @@ from tests.helm.test_images import stages
 pytestmark = pytest.mark.slow
 
 DEMO_MODEL = ROOT / "services" / "local" / "demo_model"
+PAGE = ROOT / "services" / "router" / "http" / "page"
+"""The pages for people and the files of Swagger UI."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,8 @@ def test_the_wheel_owns_one_import_name(installed: Path) -> None:
         names = set(archive.namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"baton_serve"}
     needed = {"py.typed", "services/cli.py", "kvtransfer/node.py", "engine/kernels/cpu/src/linear.cpp"}
-    needed |= {"services/router/http/page/index.html", "services/local/demo_model/config.json"}
+    needed |= {"services/local/demo_model/config.json"}
+    needed |= {f"services/router/http/page/{path.name}" for path in PAGE.iterdir() if path.is_file()}
     assert {f"baton_serve/{name}" for name in needed} <= names
 
 

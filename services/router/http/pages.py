@@ -52,7 +52,7 @@ def _hashes(tag: str, html: str) -> str:
 
 
 def _asset_route(name: str, media_type: str) -> Route:
-    # A function that is no coroutine runs in a thread: reading and decompressing do not block the event loop.
+    # Starlette calls plain functions in a thread: reading and decompressing do not block the event loop.
     def asset(request: Request) -> Response:
         content = (_FOLDER / f"{name}.gz").read_bytes()
         headers = {"cache-control": "max-age=3600", "vary": "accept-encoding"}
