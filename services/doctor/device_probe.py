@@ -26,6 +26,8 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     """Rate in bytes per second."""
     device_to_pinned: float
     """Rate in bytes per second."""
+    driver: str = ""
+    """Version of the driver as torch reports it; empty if it does not, as for CUDA."""
 
 
 class PeerFacts(msgspec.Struct, frozen=True):
@@ -91,6 +93,8 @@ def _device(torch: Any, module: Any, kind: str, index: int) -> DeviceFacts:
         memory_bytes=int(properties.total_memory),
         pinned_to_device=_speed(lambda: on_device.copy_(host, non_blocking=True), lambda: module.synchronize(device)),
         device_to_pinned=_speed(lambda: host.copy_(on_device, non_blocking=True), lambda: module.synchronize(device)),
+        # On XPU this is the version of the compute runtime, whatever package manager installed it.
+        driver=str(getattr(properties, "driver_version", "")),
     )
 
 

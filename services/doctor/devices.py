@@ -118,7 +118,8 @@ def device_findings(facts: ProbeFacts) -> Iterator[Finding]:
         yield note("devices", "torch finds no accelerator: instances run on the CPU", _cpu_remedy(facts.torch))
         return
     for device in facts.devices:
-        yield ok("devices", f"{facts.kind}:{device.index} {device.name}, {device.memory_bytes / 2**30:.1f} GiB")
+        driver = f", driver {device.driver}" if device.driver else ""
+        yield ok("devices", f"{facts.kind}:{device.index} {device.name}, {device.memory_bytes / 2**30:.1f} GiB{driver}")
         yield _copy_speed(facts.kind, device)
     for peer in facts.peers:
         yield _peer(facts.kind, peer)

@@ -17,6 +17,7 @@ from baton_serve.engine.kernels import (
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
+    LayerKernels,
     QuantizedWeight,
     argmax_kernel,
     attention_backend,
@@ -32,18 +33,30 @@ CONTEXTS = (70, 9, 200)
 """KV tokens of the sequences: one is shorter than a block, and some last blocks are not full."""
 CHUNK = 5
 """New tokens of each sequence in the check of prefill."""
+ArgmaxKernel = Callable[[Tensor, Tensor], Tensor]
+"""A function as `engine.kernels.argmax_kernel` returns it."""
 HOST = torch.device("cpu")
 DTYPE = torch.bfloat16
 
 
 class KernelChecks:
-    """Runs each kernel once on the device and its twin once on the CPU, both with the same random inputs."""
+    """Runs each kernel once on the device and its twin once on the CPU, both with the same random inputs.
 
-    def __init__(self) -> None:
-        self._device = select_device("auto")
-        self._attention = attention_backend(self._device, DTYPE)
-        self._layers = layer_kernels(self._device, DTYPE)
-        self._block_tokens = defaults(self._device).block_tokens
+    `dtype` is that of the inputs: Triton's interpreter, in which tests run, does not compute products of bfloat16.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        attention: AttentionBackend,
+        layers: LayerKernels,
+        argmax: ArgmaxKernel,
+        *,
+        dtype: torch.dtype = DTYPE,
+    ) -> None:
+        self._device, self._attention, self._layers, self._argmax_kernel = device, attention, layers, argmax
+        self._dtype = dtype
+        self._block_tokens = defaults(device).block_tokens
         torch.manual_seed(0)
 
     @property
@@ -68,8 +81,9 @@ class KernelChecks:
     def _store(self) -> tuple[Tensor, Tensor]:
         # The whole caches are compared: a kernel must also leave all other blocks, and the other layer, as they were.
         meta, cache = self._batch(CHUNK)
-        key, value = (torch.randn(CHUNK * len(CONTEXTS), KV_HEADS, HEAD_DIM, dtype=DTYPE) for _ in range(2))
-        stored = cache.to(self._device)
+        key, value = (torch.randn(CHUNK * len(CONTEXTS), KV_HEADS, HEAD_DIM, dtype=self._dtype) for _ in range(2))
+        # A copy also on the CPU, where `to` alone would return the twin's own cache.
+        stored = cache.clone().to(self._device)
 
         def store(attention: AttentionBackend, target: Tensor, device: torch.device) -> None:
             attention.store(key.to(device), value.to(device), target[:, 1], _on(meta, device))
@@ -80,7 +94,7 @@ class KernelChecks:
 
     def _attend(self, chunk: int) -> tuple[Tensor, Tensor]:
         meta, cache = self._batch(chunk)
-        query = torch.randn(chunk * len(CONTEXTS), HEADS, HEAD_DIM, dtype=DTYPE)
+        query = torch.randn(chunk * len(CONTEXTS), HEADS, HEAD_DIM, dtype=self._dtype)
         spec = AttentionSpec(HEAD_DIM**-0.5)
         found = self._attention.attend(
             query.to(self._device), cache.to(self._device)[:, 1], _on(meta, self._device), spec
@@ -88,24 +102,24 @@ class KernelChecks:
         return found, ReferenceAttention().attend(query, cache[:, 1], meta, spec)
 
     def _norm(self) -> tuple[Tensor, Tensor]:
-        x, weight = torch.randn(7, HIDDEN, dtype=DTYPE), torch.randn(HIDDEN, dtype=DTYPE)
+        x, weight = torch.randn(7, HIDDEN, dtype=self._dtype), torch.randn(HIDDEN, dtype=self._dtype)
         found = self._layers.rms_norm(x.to(self._device), weight.to(self._device), 1e-6)
         return found, twin_layers.rms_norm(x, weight, 1e-6)
 
     def _silu(self) -> tuple[Tensor, Tensor]:
-        x = torch.randn(7, 2 * HIDDEN, dtype=DTYPE)
+        x = torch.randn(7, 2 * HIDDEN, dtype=self._dtype)
         return self._layers.silu_mul(x.to(self._device)), twin_layers.silu_mul(x)
 
     def _argmax(self) -> tuple[Tensor, Tensor]:
         # Float32, because equal values are frequent in bfloat16, and columns of equal values differ by backend.
         logits = torch.randn(7, 5000)
         found = torch.empty(7, dtype=torch.int64, device=self._device)
-        return argmax_kernel(self._device)(logits.to(self._device), found), logits.argmax(dim=-1)
+        return self._argmax_kernel(logits.to(self._device), found), logits.argmax(dim=-1)
 
     def _product(self, bits: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(7, HIDDEN, dtype=DTYPE)
+        x = torch.randn(7, HIDDEN, dtype=self._dtype)
         codes = torch.randint(0, 1 << bits, (HIDDEN, HIDDEN), dtype=torch.uint8)
-        scales = torch.rand(HIDDEN, HIDDEN // 128, dtype=DTYPE) / 16
+        scales = torch.rand(HIDDEN, HIDDEN // 128, dtype=self._dtype) / 16
         if bits == 4:
             # As `sym_int4` in groups of 128, the default of --quantization-group-size.
             weight = QuantizedWeight("int4", HIDDEN, 128, pack_codes(codes, 4), scales)
@@ -135,7 +149,7 @@ class KernelChecks:
             max_query_len=chunk,
             max_context_len=max(CONTEXTS),
         )
-        return meta, torch.randn(len(order) + 1, 2, 2, KV_HEADS, block, HEAD_DIM).to(DTYPE)
+        return meta, torch.randn(len(order) + 1, 2, 2, KV_HEADS, block, HEAD_DIM).to(self._dtype)
 
 
 def _on(meta: AttentionMetadata, device: torch.device) -> AttentionMetadata:
@@ -159,7 +173,8 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 def main() -> None:
     """Check all kernels and print a line of JSON for each."""
-    checks = KernelChecks()
+    device = select_device("auto")
+    checks = KernelChecks(device, attention_backend(device, DTYPE), layer_kernels(device, DTYPE), argmax_kernel(device))
     for kernel in KERNELS:
         try:
             facts = KernelFacts(kernel, checks.backend, difference(*checks.result(kernel)))

@@ -24,6 +24,13 @@ def test_a_good_card_is_reported_with_its_speed() -> None:
     assert any("12.0 GB/s in, 11.0 GB/s out" in finding.message for finding in found)
 
 
+def test_a_driver_version_is_shown_if_torch_reports_it() -> None:
+    card = msgspec.structs.replace(CARD, driver="1.6.33578")
+    shown = [f.message for f in device_findings(facts(device=card)) if f.check == "devices"]
+    assert shown == ["xpu:0 Arc B580, 12.0 GiB, driver 1.6.33578"]
+    assert all("driver" not in f.message for f in device_findings(facts()))
+
+
 def test_slow_copies_are_a_warning() -> None:
     slow = msgspec.structs.replace(CARD, device_to_pinned=1.5e9)
     assert [f.status for f in device_findings(facts(device=slow)) if f.check == "copies"] == ["warning"]
