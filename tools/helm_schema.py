@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from baton_serve.services.common.settings.options import Option, options_of  # noqa: E402
 from baton_serve.services.instance.settings import InstanceSettings  # noqa: E402
+from baton_serve.services.router.models import ModelSettings  # noqa: E402
 from baton_serve.services.router.settings import RouterSettings  # noqa: E402
 
 FREE_OBJECTS = {"resources", "nodeSelector", "affinity", "annotations", "podAnnotations", "podLabels", "labels"}
@@ -66,6 +67,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "model.source.download.cache.size": {"type": "string", "pattern": "^[0-9]+(Mi|Gi|Ti)$"},
     "maxUnavailable": {"type": ["integer", "string"]},
 }
+MODEL_BLOCKS = ["model", "gpu", "engine", "prefill", "decode", "unified"]
+"""Blocks of the values that an entry of `models` may replace."""
+RESERVED_NAMES = ["main", "router", "redis", "prefill", "decode", "unified"]
+"""Not for an entry of `models`: labels and names of objects would be ambiguous."""
+PER_MODEL = set(ModelSettings.__struct_fields__) - {"model", "served_model_name"}
 TARGETS = {"waitSeconds", "interTokenSeconds", "kvCacheUsage"}
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m)?$"}
 
@@ -145,6 +151,26 @@ def listed_schema(path: str) -> dict[str, Any] | None:
     return next((schema for keys, schema in by_key if key in keys), None)
 
 
+def further_model_schema() -> dict[str, Any]:
+    """Return the schema of an entry of `models`."""
+    name = {"type": "string", "pattern": "^[a-z][a-z0-9]{0,11}$", "not": {"enum": RESERVED_NAMES}}
+    own = {
+        camel(option.name): option_schema(option) for option in options_of(RouterSettings) if option.name in PER_MODEL
+    }
+    router = {"type": "object", "additionalProperties": False, "properties": own}
+    properties = {
+        "name": name,
+        **{block: {"$ref": f"#/properties/{block}"} for block in MODEL_BLOCKS},
+        "router": router,
+    }
+    return {"type": "object", "additionalProperties": False, "required": ["name"], "properties": properties}
+
+
+def camel(name: str) -> str:
+    """Convert max_model_len to maxModelLen."""
+    return re.sub(r"_([a-z])", lambda found: found[1].upper(), name)
+
+
 def snake(key: str) -> str:
     """Convert maxModelLen to max_model_len, as the templates do."""
     return re.sub(r"(?<!^)([A-Z])", r"_\1", key).lower()
@@ -154,6 +180,7 @@ def build() -> str:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = {"$schema": "http://json-schema.org/draft-07/schema#"} | schema_of(values, "", values)
     schema["properties"]["global"] = {"type": "object"}
+    schema["properties"]["models"] = {"type": "array", "items": further_model_schema()}
     return json.dumps(schema, indent=2) + "\n"
 
 

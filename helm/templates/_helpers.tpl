@@ -8,12 +8,56 @@
 {{- else }}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}{{ end }}
 {{- end }}
 
-{{/* Labels that select pods of the release; of one component with "component". */}}
+{{/* Puts a list of all models into `into`: (dict "root" $ "into" $found), then range $found.models. Each is a context like the top one,
+whose Values are those of the release with an entry of `models` over them. `Model` is the entry's name, or "" for the first model;
+`RouterSettings` are the entry's block `router`. */}}
+{{- define "baton.models" -}}
+{{- $root := .root }}
+{{- $context := dict "Release" $root.Release "Chart" $root.Chart "Files" $root.Files "Template" $root.Template }}
+{{- $models := list (merge (dict "Model" "" "Values" $root.Values) $context) }}
+{{- $names := list }}
+{{- range $entry := $root.Values.models }}
+{{- $_ := required "models: each entry needs a name" $entry.name }}
+{{- if has $entry.name $names }}{{ fail (printf "models: the name %s occurs twice" $entry.name) }}{{ end }}
+{{- $names = append $names $entry.name }}
+{{- $values := deepCopy $root.Values }}
+{{- $_ := set $values.model "servedName" list }}
+{{- $_ := set $values.model "mountPath" (printf "/models/%s" $entry.name) }}
+{{- include "baton.overlay" (dict "values" $values "over" (omit $entry "name" "router")) }}
+{{- if not (or $values.model.servedName (eq $values.model.source.kind "download")) }}
+{{- $_ := set $values.model "servedName" (list $entry.name) }}
+{{- end }}
+{{- $models = append $models (merge (dict "Model" $entry.name "Values" $values "RouterSettings" $entry.router) $context) }}
+{{- end }}
+{{- $_ := set .into "models" $models }}
+{{- end }}
+
+{{/* Writes `over` into `values`, key by key; also false, 0 and null. */}}
+{{- define "baton.overlay" -}}
+{{- $values := .values }}
+{{- range $key, $value := .over }}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $values $key)) }}
+{{- include "baton.overlay" (dict "values" (get $values $key) "over" $value) }}
+{{- else }}
+{{- $_ := set $values $key $value }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* First part of the names of a model's objects. */}}
+{{- define "baton.modelPrefix" -}}
+{{ include "baton.fullname" . }}{{ with .Model }}-{{ . }}{{ end }}
+{{- end }}
+
+{{/* Labels that select pods of the release; of one component with "component", and of one model where `root` is one. */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ include "baton.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- if hasKey .root "Model" }}
+baton.dev/model: {{ .root.Model | default "main" }}
 {{- end }}
 {{- end }}
 
@@ -57,6 +101,14 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{/* Pools that exist, as a JSON list: `unified` only with replicas. */}}
 {{- define "baton.pools" -}}
 {{ if gt (int .Values.unified.replicas) 0 }}["prefill", "decode", "unified"]{{ else }}["prefill", "decode"]{{ end }}
+{{- end }}
+
+{{/* Roles for which some model has a pool, as a JSON list. */}}
+{{- define "baton.roles" -}}
+{{- $found := dict }}{{- include "baton.models" (dict "root" . "into" $found) }}
+{{- $roles := list }}
+{{- range $found.models }}{{ $roles = concat $roles (include "baton.pools" . | fromJsonArray) | uniq }}{{ end }}
+{{- $roles | toJson }}
 {{- end }}
 
 {{/* Names of the model: a downloaded one is called as on the hub. */}}
@@ -112,10 +164,10 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
 {{- end }}
 {{- end }}
 
-{{/* The model's volume: (dict "root" $ "cache" (include "baton.cacheKind" …)). */}}
+{{/* The volume of a model: (dict "root" MODEL "cache" (include "baton.cacheKind" …) "volume" NAME). */}}
 {{- define "baton.modelVolume" -}}
 {{- $cache := .root.Values.model.source.download.cache }}
-- name: model
+- name: {{ .volume }}
 {{- with .root.Values.model.source }}
 {{- if eq .kind "pvc" }}
   persistentVolumeClaim: {claimName: {{ required "model.source.pvc.claimName is needed" .pvc.claimName }}, readOnly: true}
@@ -132,7 +184,7 @@ redis://:$(REDIS_PASSWORD)@{{ include "baton.fullname" . }}-redis:6379/0
 {{- end }}
 
 {{- define "baton.cacheClaim" -}}
-{{ include "baton.fullname" . }}-model
+{{ include "baton.modelPrefix" . }}-model
 {{- end }}
 
 {{/* Where a pod keeps the download: pvc, hostPath or emptyDir. Routers need only the tokenizer, and run on any node: they share a
@@ -146,28 +198,29 @@ claim only if it can be mounted everywhere. (dict "root" $ "role" "router") */}}
 {{/* Folder of the model inside a container. Downloads of different models and revisions do not mix: old pods still read theirs. */}}
 {{- define "baton.modelFolder" -}}
 {{- $source := .Values.model.source }}
-{{- .Values.model.mountPath }}{{ if eq $source.kind "download" }}/{{ $source.download.repository }}/{{ $source.download.revision }}{{ end }}
+{{- .Values.model.mountPath }}{{ if eq $source.kind "download" }}/{{ $source.download.revision }}/{{ $source.download.repository }}{{ end }}
 {{- end }}
 
+{{/* Its mount: (dict "root" MODEL "volume" NAME). */}}
 {{- define "baton.modelMount" -}}
-- name: model
-  mountPath: {{ .Values.model.mountPath }}
-{{- if and (eq .Values.model.source.kind "pvc") .Values.model.source.pvc.subPath }}
-  subPath: {{ .Values.model.source.pvc.subPath }}
+- name: {{ .volume }}
+  mountPath: {{ .root.Values.model.mountPath }}
+{{- if and (eq .root.Values.model.source.kind "pvc") .root.Values.model.source.pvc.subPath }}
+  subPath: {{ .root.Values.model.source.pvc.subPath }}
 {{- end }}
   readOnly: true
 {{- end }}
 
-{{/* Downloads what is not there yet: (dict "root" $ "role" "decode" "target" IMAGE "block" .Values.decode). `block` has the pod's
-extraEnv with proxies, and extraVolumeMounts with certificates of authorities. */}}
+{{/* Downloads what is not there yet: (dict "root" MODEL "role" "decode" "target" IMAGE "block" .Values.decode "volume" NAME).
+`block` has the pod's extraEnv with proxies, and extraVolumeMounts with certificates of authorities. */}}
 {{- define "baton.download" -}}
 {{- if eq .root.Values.model.source.kind "download" }}
 {{- $source := .root.Values.model.source.download }}
 {{- $cache := include "baton.cacheKind" . }}
 {{- if eq $cache "hostPath" }}
-{{- include "baton.ownFolder" (dict "root" .root "target" .target "volume" "model" "path" .root.Values.model.mountPath) }}
+{{- include "baton.ownFolder" (dict "root" .root "target" .target "volume" .volume "path" .root.Values.model.mountPath) }}
 {{- end }}
-- name: download
+- name: {{ .volume | replace "model" "download" }}
   image: {{ include "baton.image" (dict "root" .root "target" .target) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: ["python", "-c"]
@@ -195,7 +248,7 @@ extraEnv with proxies, and extraVolumeMounts with certificates of authorities. *
   securityContext: {{- toYaml .root.Values.securityContext | nindent 4 }}
   resources: {requests: {cpu: 500m, memory: 512Mi}, limits: {memory: 2Gi}}
   volumeMounts:
-    - {name: model, mountPath: {{ .root.Values.model.mountPath }}}
+    - {name: {{ .volume }}, mountPath: {{ .root.Values.model.mountPath }}}
     - {name: tmp, mountPath: /tmp}
     {{- with .block.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}

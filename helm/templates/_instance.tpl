@@ -1,10 +1,10 @@
-{{/* A pool: ConfigMap, Deployment, PodDisruptionBudget. Call with (dict "root" $ "role" "prefill"). */}}
+{{/* A pool: ConfigMap, Deployment, PodDisruptionBudget. Call with (dict "root" MODEL "role" "prefill"), see baton.models. */}}
 {{- define "baton.pool" -}}
 {{- $root := .root }}
 {{- $role := .role }}
 {{- $values := $root.Values }}
 {{- $pool := index $values $role }}
-{{- $name := printf "%s-%s" (include "baton.fullname" $root) $role }}
+{{- $name := printf "%s-%s" (include "baton.modelPrefix" $root) $role }}
 {{- $prefix := printf "BATON__%s__" (upper $role) }}
 {{- $labels := dict "root" $root "component" $role }}
 {{- $target := printf "worker-%s" $values.gpu.device }}
@@ -71,7 +71,7 @@ spec:
       {{- end }}
       {{- if $values.gpu.dra.enabled }}
       resourceClaims:
-        - {name: gpu, resourceClaimTemplateName: {{ include "baton.fullname" $root }}-gpu{{ if gt (int $cards) 1 }}-{{ $cards }}{{ end }}}
+        - {name: gpu, resourceClaimTemplateName: {{ include "baton.modelPrefix" $root }}-gpu{{ if gt (int $cards) 1 }}-{{ $cards }}{{ end }}}
       {{- end }}
       {{- $prepares := and $values.kvTransfer.usm.enabled $values.kvTransfer.usm.prepareHostPath }}
       {{- if or $prepares (eq $values.model.source.kind "download") $pool.extraInitContainers }}
@@ -79,7 +79,7 @@ spec:
         {{- if $prepares }}
         {{- include "baton.ownFolder" (dict "root" $root "target" $target "volume" "sockets" "path" "/run/baton") | nindent 8 }}
         {{- end }}
-        {{- include "baton.download" (dict "root" $root "role" $role "target" $target "block" $pool) | nindent 8 }}
+        {{- include "baton.download" (dict "root" $root "role" $role "target" $target "block" $pool "volume" "model") | nindent 8 }}
         {{- with $pool.extraInitContainers }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -140,7 +140,7 @@ spec:
             claims: [{name: gpu}]
             {{- end }}
           volumeMounts:
-            {{- include "baton.modelMount" $root | nindent 12 }}
+            {{- include "baton.modelMount" (dict "root" $root "volume" "model") | nindent 12 }}
             - {name: tmp, mountPath: /tmp}
             - {name: shm, mountPath: /dev/shm}
             {{- if $values.kvTransfer.usm.enabled }}
@@ -155,7 +155,7 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
       volumes:
-        {{- include "baton.modelVolume" (dict "root" $root "cache" (include "baton.cacheKind" .)) | nindent 8 }}
+        {{- include "baton.modelVolume" (dict "root" $root "cache" (include "baton.cacheKind" .) "volume" "model") | nindent 8 }}
         - {name: tmp, emptyDir: {}}
         - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $pool.shmSizeLimit }}}}
         {{- if $values.kvTransfer.usm.enabled }}

@@ -131,7 +131,7 @@ def test_slow_link(tmp_path: Path, series: dict[str, str], fires_for: list[Label
     evaluate(tmp_path, "BatonSlowLink", series, fires_for=fires_for)
 
 
-POOL = "baton:pool_instances{" + ROUTER + ',role="decode"}'
+POOL = "baton:pool_instances{" + ROUTER + ',model_name="Qwen/Qwen3-4B",role="decode"}'
 REGISTRY = f"baton:registry_connected{{{ROUTER}}}"
 UP = f'up{{{DECODE},job="baton"}}'
 RESTARTS = "kube_pod_container_status_restarts_total{" + DECODE + ',container="decode"}'
@@ -140,6 +140,7 @@ PAUSED = 'kube_deployment_spec_paused{namespace="llm",deployment="test-baton-dec
 SCALER = 'namespace="llm",horizontalpodautoscaler="keda-hpa-test-baton-decode"'
 REPLICAS = f"kube_horizontalpodautoscaler_status_current_replicas{{{SCALER}}}"
 MAXIMUM = f"kube_horizontalpodautoscaler_spec_max_replicas{{{SCALER}}}"
+EMPTY = {"namespace": "llm", "model_name": "Qwen/Qwen3-4B", "role": "decode"}
 POD = {"namespace": "llm", "pod": "test-baton-decode-0"}
 ROUTER_POD = {"namespace": "llm", "pod": "test-baton-router-0"}
 SCALER_LABELS = {"namespace": "llm", "horizontalpodautoscaler": "keda-hpa-test-baton-decode"}
@@ -149,7 +150,7 @@ SCALER_LABELS = {"namespace": "llm", "horizontalpodautoscaler": "keda-hpa-test-b
 @pytest.mark.parametrize(
     ("alert", "bad", "good", "labels"),
     [
-        ("BatonPoolEmpty", {POOL: "0x60"}, {POOL: "0x10 1x50"}, {"namespace": "llm", "role": "decode"}),
+        ("BatonPoolEmpty", {POOL: "0x60"}, {POOL: "0x10 1x50"}, EMPTY),
         ("BatonRegistryLost", {REGISTRY: "0x60"}, {REGISTRY: "0x10 1x50"}, ROUTER_POD),
         ("BatonTargetDown", {UP: "0x60"}, {UP: "1x60"}, {**POD, "job": "baton"}),
         ("BatonRestarts", {RESTARTS: "0x35 0+1x25"}, {RESTARTS: "0x35 1x25"}, {**POD, "container": "decode"}),

@@ -4,6 +4,7 @@ instances.
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from types import coroutine
 
 import msgspec
@@ -12,6 +13,7 @@ from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.generation_starter import GenerationStarter
 from baton_serve.services.router.api.model_view import ModelView
 from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.cluster.readiness import count_pools
 from baton_serve.services.router.protocol.asgi import RequestContext, while_connected
 from baton_serve.services.router.protocol.bounds import MAX_TOKENISED
 from baton_serve.services.router.protocol.caller import Slo
@@ -35,6 +37,10 @@ from baton_serve.services.router.text.served_model import ServedModel
 def _yield_to_loop() -> Generator[None, None, None]:
     """Suspend the task until the next turn of the event loop, like `asyncio.sleep(0)` but without its checks."""
     yield
+
+
+def _pool_size(view: ModelView, role: str) -> int:
+    return count_pools(view)[role]
 
 
 class ModelService:
@@ -66,6 +72,8 @@ class ModelService:
         self.image_memory = ImageMemory(settings.max_image_memory_bytes)
         self.started_at = self.now()
         self.view = ModelView(settings, cluster)
+        for role in ("prefill", "decode", "unified"):
+            metrics.pool_instances(role).set_function(partial(_pool_size, self.view, role))
         self._starter = GenerationStarter(
             settings, model=model, view=self.view, dispatcher=dispatcher, metrics=metrics, clock=clock
         )

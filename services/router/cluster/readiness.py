@@ -10,19 +10,24 @@ from baton_serve.services.router.cluster.worker_state import WorkerState
 logger = logging.getLogger(__name__)
 
 
-class WatchedCluster(Protocol):
+class HasWorkers(Protocol):
+    """Instances whose pools are counted: those of the cluster, or those of one model."""
+
+    def workers(self) -> list[WorkerState]: ...
+
+
+class WatchedCluster(HasWorkers, Protocol):
     """The part of a cluster that decides whether requests can be served: `cluster.Cluster`."""
 
     is_closed: bool
 
-    def workers(self) -> list[WorkerState]: ...
     def is_registry_connected(self) -> bool: ...
     def add_listener(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """Call `on_change` whenever an instance becomes ready or is lost, until the returned function is called."""
         ...
 
 
-def count_pools(cluster: WatchedCluster) -> Mapping[str, int]:
+def count_pools(cluster: HasWorkers) -> Mapping[str, int]:
     """Return the number of instances of each role that accept requests."""
     roles = Counter[str](w.record.role for w in cluster.workers() if w.state == "ready" and w.takes_work)
     return {role: roles[role] for role in ("prefill", "decode", "unified")}

@@ -11,7 +11,6 @@ import msgspec
 from baton_serve.services.common.lifecycle import call_each
 from baton_serve.services.common.tracing import Span, Tracing
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.readiness import count_pools
 from baton_serve.services.router.placement.admission import (
     AdmissionRules,
     QueueState,
@@ -129,8 +128,6 @@ class Dispatcher:
         # of all models set the same function: they share the cluster.
         metrics.assigned.set_function(lambda: sum(len(worker.load_estimates) for worker in cluster.workers()))
         metrics.registry_connected.set_function(cluster.is_registry_connected)
-        for role in ("prefill", "decode", "unified"):
-            metrics.pool_instances.labels(role).set_function(partial(_pool_size, cluster, role))
 
     @property
     def num_running(self) -> int:
@@ -345,7 +342,3 @@ def _record(span: Span, lifecycle: RequestLifecycle) -> None:
     span.child("admit", at=lifecycle.timing.tokenized_at).end(at=timeline.placed_at or timeline.ended_at)
     span.set(span_attributes(lifecycle))
     span.end(at=timeline.ended_at, error=None if lifecycle.error is None else lifecycle.error.message)
-
-
-def _pool_size(cluster: Cluster, role: str) -> int:
-    return count_pools(cluster)[role]

@@ -42,19 +42,21 @@ class MetricFamilies:
         self._registry = registry
         self._gauges: dict[str, Gauge] = {}
 
-    def gauge(self, name: str, text: str) -> Gauge:
-        """Return the gauge of that name, which is registered at the first call. `text` is its help."""
+    def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+        """Return the gauge of that name, which is registered at the first call. `text` is its help, and `labels` are
+        those besides `model_name`.
+        """
         # Prometheus does not allow a second registration, but every model of the router asks for the same gauges.
         known = self._gauges.get(name)
         if known is None:
-            known = self._gauges[name] = Gauge(name, text, ["model_name"], registry=self._registry)
+            known = self._gauges[name] = Gauge(name, text, ["model_name", *labels], registry=self._registry)
         return known
 
-    def gauge_of_all_models(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+    def gauge_of_all_models(self, name: str, text: str) -> Gauge:
         """Return the gauge of that name without the label `model_name`, which is registered at the first call."""
         known = self._gauges.get(name)
         if known is None:
-            known = self._gauges[name] = Gauge(name, text, labels, registry=self._registry)
+            known = self._gauges[name] = Gauge(name, text, registry=self._registry)
         return known
 
 
@@ -169,13 +171,19 @@ class RouterMetrics:
         self.registry_connected = self._families.gauge_of_all_models(
             "baton:registry_connected", "1 if the registry answers this router, 0 if it uses the last known instances."
         )
-        self.pool_instances = self._families.gauge_of_all_models(
-            "baton:pool_instances", "Number of instances of a role to which this router may send requests.", ["role"]
+        self._pool_instances = self._families.gauge(
+            "baton:pool_instances",
+            "Number of instances of a role to which this router may send requests of the model.",
+            ["role"],
         )
 
     def for_model(self, model_name: str) -> "RouterMetrics":
         """Return the metrics of another model of this router."""
         return RouterMetrics(self.registry, model_name, families=self._families)
+
+    def pool_instances(self, role: str) -> Gauge:
+        """Return the gauge of the instances of this model that have the role."""
+        return self._pool_instances.labels(self.model_name, role)
 
     def error(self, status: int) -> None:
         """Count an HTTP error response."""

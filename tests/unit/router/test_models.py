@@ -94,6 +94,9 @@ def test_each_model_has_its_own_instances_and_limits(model_folder: Path, tmp_pat
                     fakes.forget(instance.record.instance)
             gone = await http.post("/v1/completions", json={"model": "small", "prompt": "a", "max_tokens": 1})
             assert gone.status_code == 503, "the other model's instances are not asked"
+            text = (await http.get("/metrics")).text
+            sizes = {name: f'baton:pool_instances{{model_name="{name}",role="decode"}}' for name in ("big", "small")}
+            assert f"{sizes['big']} 1.0" in text and f"{sizes['small']} 0.0" in text
         served = {name: len(i.assignments()) for name, i in fakes.instances.items()}
         assert served == {"big-prefill": 2, "big-decode": 2, "small-prefill": 2, "small-decode": 2}
 

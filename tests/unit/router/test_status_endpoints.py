@@ -148,7 +148,8 @@ def test_metrics_show_the_pools_and_whether_the_registry_answers(serve: Serve) -
         await router.http.get("/metrics")
         value = router.metrics.registry.get_sample_value
         health = (await router.http.get("/health")).json()
-        pools = {role: value("baton:pool_instances", {"role": role}) for role in ("prefill", "decode", "unified")}
+        roles = ("prefill", "decode", "unified")
+        pools = {role: value("baton:pool_instances", {"role": role, "model_name": "tiny"}) for role in roles}
         assert pools == health["pools"] and pools["decode"] == 1
         assert value("baton:registry_connected") == 1
 
