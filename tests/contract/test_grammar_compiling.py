@@ -16,6 +16,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton_serve.contracts.grammar_bounds import PARSER_LIMITS
+from baton_serve.contracts.lark import Lark
 from baton_serve.services.common.http.exchange import Exchange
 from baton_serve.services.router.protocol.asgi import while_connected
 from baton_serve.services.router.protocol.errors import ClientGoneError, RateLimitError
@@ -23,7 +24,6 @@ from baton_serve.services.router.text.grammar import Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from baton_serve.services.router.text.grammar.compiling.fair_slots import QueueLimits
 from baton_serve.services.router.text.grammar.compiling.process import CompileLimits
-from baton_serve.services.router.text.grammar.lark import Lark
 from tests import grammar_bombs as bombs
 from tests.recorded_connection import RecordedConnection
 from tests.unit.router.test_structured import TOKENIZER

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 
 from baton_serve.bench.report import Row, show
 from baton_serve.contracts.identity import BlockHash, RequestId
+from baton_serve.contracts.lark import WHITESPACE
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine import Engine, EngineConfig
-from baton_serve.services.router.text.grammar.lark import WHITESPACE
 from baton_serve.services.router.text.tokenization import TextTokenizer
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "services/local/demo_model"

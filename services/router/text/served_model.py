@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton_serve.contracts.lark import UnconvertedGbnfError
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import VisionProfile, vision_profile
 from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
@@ -31,7 +32,6 @@ from baton_serve.services.router.text.chat_template import (
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
-from baton_serve.services.router.text.grammar.lark import UnconvertedGbnfError
 from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.sampling_params import SamplingDefaults

@@ -4,8 +4,8 @@
 process. An invalid grammar is thus rejected before the request reaches an instance.
 """
 
+from baton_serve.contracts.lark import Lark, Rule
 from baton_serve.services.router.text.grammar.grammar_spec import FORM_PARAMETERS, GrammarSpec, read_grammar_spec
-from baton_serve.services.router.text.grammar.lark import Lark, Rule
 from baton_serve.services.router.text.grammar.vocabulary import Vocabulary
 
 __all__ = ["FORM_PARAMETERS", "GrammarSpec", "Lark", "Rule", "Vocabulary", "read_grammar_spec"]

@@ -6,8 +6,8 @@ There are two formats: vLLM's older one with `structures` and `triggers`, and xg
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from baton_serve.contracts.lark import Lark, Rule, embedded_rule, json_rule
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.text.grammar.lark import Lark, Rule, embedded_rule, json_rule
 
 MAX_DEPTH = 16
 """Largest nesting of parts. The reader is recursive, and the grammar grows with each level."""

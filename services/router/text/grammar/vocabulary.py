@@ -12,8 +12,8 @@ from functools import cached_property
 from llguidance import LLTokenizer
 
 from baton_serve.contracts.grammar_bounds import GrammarBoundsError, check_grammar
+from baton_serve.contracts.lark import Lark, Rule
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.text.grammar.lark import Lark, Rule
 from baton_serve.services.router.text.tokenization import TextTokenizer
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.contracts.lark import Lark
 from baton_serve.services.router.text.reasoning.gpt_oss import gpt_oss, gpt_oss_rule
 from baton_serve.services.router.text.reasoning.tagged import tagged, tagged_rule
 from baton_serve.services.router.text.scanning.characters import Characters, Scan

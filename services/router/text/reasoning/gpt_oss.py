@@ -3,7 +3,7 @@
 Messages to a tool are passed on with their markers, for the tool call format `openai`. All other messages are content.
 """
 
-from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.contracts.lark import Lark
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, until
 from baton_serve.services.router.text.scanning.harmony import (
     CHANNEL,

@@ -1,6 +1,6 @@
 """Reasoning formats with two tags at the beginning of an answer. The prompt may already end with one of the tags."""
 
-from baton_serve.services.router.text.grammar.lark import Lark
+from baton_serve.contracts.lark import Lark
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space, until
 from baton_serve.services.router.text.scanning.parts import Parts
 

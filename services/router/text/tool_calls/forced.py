@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from baton_serve.contracts.closed_objects import Schema
+from baton_serve.contracts.lark import Lark, Rule
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.text.grammar.closed_objects import Schema
-from baton_serve.services.router.text.grammar.lark import Lark, Rule
 from baton_serve.services.router.text.scanning.characters import Characters, Scan
 from baton_serve.services.router.text.scanning.parts import Parts
 from baton_serve.services.router.text.tool_calls.call_object import call_list

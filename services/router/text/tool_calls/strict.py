@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton_serve.services.router.text.grammar.closed_objects import Schema
-from baton_serve.services.router.text.grammar.lark import Lark, Rule
+from baton_serve.contracts.closed_objects import Schema
+from baton_serve.contracts.lark import Lark, Rule
 from baton_serve.services.router.text.tool_calls.deepseek_v3 import ALL_BEGIN, ALL_END, BEGIN, END, SEPARATOR
 from baton_serve.services.router.text.tool_calls.forced import Function, name_of, parameters_of
 from baton_serve.services.router.text.tool_calls.hermes import CLOSE, OPEN

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from llguidance import regex_to_lark
 
+from baton_serve.contracts.closed_objects import Schema, close_objects
 from baton_serve.contracts.grammar_bounds import (
     MAX_CHARS,
     MAX_ENUM_VALUES,
@@ -18,7 +19,6 @@ from baton_serve.contracts.grammar_bounds import (
     check_lark,
     check_schema,
 )
-from baton_serve.services.router.text.grammar.closed_objects import Schema, close_objects
 
 WHITESPACE = r"(\r?\n[ \t]{0,48}| {1,2})?"
 """Regular expression of the white space between the parts of JSON, unless the request sets another one. It is bounded:
