@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baton_serve.engine.offline.llm_engine import LLMEngine
     from baton_serve.engine.offline.lora import LoRARequest
     from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+    from baton_serve.engine.offline.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __version__ = VERSION
 
@@ -28,6 +29,8 @@ _MODULES = {
     "LoRARequest": "lora",
     "PoolingParams": "params",
     "SamplingParams": "params",
+    "GuidedDecodingParams": "structured",
+    "StructuredOutputsParams": "structured",
 }
 """The module of `baton_serve.engine.offline` that defines each name."""
 
@@ -36,10 +39,12 @@ __all__ = [
     "AsyncLLMEngine",
     "BeamSearchParams",
     "EngineArgs",
+    "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
     "PoolingParams",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

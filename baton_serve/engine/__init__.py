@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from baton_serve.engine.offline.llm_engine import LLMEngine
     from baton_serve.engine.offline.lora import LoRARequest
     from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+    from baton_serve.engine.offline.structured import GuidedDecodingParams, StructuredOutputsParams
 
 _LATE = {
     "AsyncLLMEngine": "baton_serve.engine.offline.async_engine",
@@ -54,6 +55,8 @@ _LATE = {
     "LoRARequest": "baton_serve.engine.offline.lora",
     "PoolingParams": "baton_serve.engine.offline.params",
     "SamplingParams": "baton_serve.engine.offline.params",
+    "GuidedDecodingParams": "baton_serve.engine.offline.structured",
+    "StructuredOutputsParams": "baton_serve.engine.offline.structured",
 }
 """Names that `__getattr__` imports at first access, with the module that defines each."""
 
@@ -73,6 +76,7 @@ __all__ = [
     "EngineStats",
     "FailedRequest",
     "FirstTokenInfo",
+    "GuidedDecodingParams",
     "KVCache",
     "LLMEngine",
     "LoRARequest",
@@ -85,6 +89,7 @@ __all__ = [
     "SamplingParams",
     "SequenceOutput",
     "StepResult",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
     "UsageError",
 ]

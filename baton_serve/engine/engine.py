@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 
 from baton_serve.contracts.identity import BlockHash, RequestId
@@ -29,7 +30,7 @@ from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.sampling_rules import check_work
 from baton_serve.engine.core.scheduler import Scheduler
-from baton_serve.engine.core.sequence import Mode, SequenceState
+from baton_serve.engine.core.sequence import LogitsProcessor, Mode, SequenceState
 from baton_serve.engine.errors import UsageError
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
@@ -48,6 +49,7 @@ from baton_serve.engine.step.cache_sizing import KVCacheBuilder
 from baton_serve.engine.step.engine_stats import StepMeter, engine_stats
 from baton_serve.engine.step.layer_groups import LayerGroupReporter, OnLayerGroup, plan_layer_groups
 from baton_serve.engine.step.mirror_refs import MirrorRefs
+from baton_serve.engine.step.profiling import TorchProfiler
 from baton_serve.engine.step.step_loop import CacheMemory, StepLoop
 from baton_serve.engine.step.warm_up import compile_kernels, measure_speed, run_warm_up_batch
 
@@ -70,6 +72,7 @@ class Engine:
         `CapacityError` or `AdapterError`.
         """
         config.check()
+        self._profiler = TorchProfiler()
         # The other ranks load at the same time as this one, so they are started first.
         self._ranks = Ranks(config, on_lost or _ignore_lost_rank)
         try:
@@ -171,8 +174,16 @@ class Engine:
         """
         return self._masking.prepare(grammar)
 
-    def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
+    def add(
+        self,
+        work: Work,
+        *,
+        mode: Mode = "generate",
+        pixels: Pixels = NO_PIXELS,
+        logits_processors: tuple[LogitsProcessor, ...] = (),
+    ) -> None:
         """Queue a request. `pixels` are those of the prompt's images, as `image_reader` returns them.
+        `logits_processors` are called in the engine's thread, for each token.
 
         With mode `generate`, the whole answer is generated here. With `prefill`, the prompt is computed and the first
         token of each sequence is sampled; the blocks are kept until `release` or, if the request fails, `cancel`.
@@ -182,6 +193,7 @@ class Engine:
         check_images(work, self._images, pixels)
         parent = self._table.add(work, mode, time.monotonic())
         give_images(parent.request, self._images, pixels)
+        parent.request.logits_processors = logits_processors
         self._table.enqueue(parent)
 
     def reserve(self, work: Work) -> Reservation | None:
@@ -313,6 +325,18 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the engine's load and counters."""
         return engine_stats(self._table, self._scheduler, self._meter)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks in both tiers that no request uses. Return whether none is left."""
+        return self._pool.forget_cached()
+
+    def start_profile(self, folder: Path) -> None:
+        """Start to record a trace of torch's profiler. Raises `ConfigError` or `UsageError`."""
+        self._profiler.start(folder, self._device)
+
+    def stop_profile(self) -> Path:
+        """Write the trace to the folder of `start_profile`, and return its file. Raises `UsageError`."""
+        return self._profiler.stop()
 
     def check_invariants(self) -> None:
         """Assert that the bookkeeping of requests and blocks is consistent. For tests."""

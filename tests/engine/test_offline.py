@@ -137,9 +137,9 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(llm: LLM, folder: P
         ({"length_penalty": 2.0}, "length_penalty=2.0 needs use_beam_search"),
         ({"early_stopping": "often"}, "early_stopping is 'often'"),
         ({"best_of": 2, "n": 3}, r"best_of is 2; it must be at least n \(3\)"),
-        ({"logits_processors": [print]}, "logits_processors"),
-        ({"detokenize": False}, "detokenize"),
-        ({"guided_decoding": {"json": {}}}, "guided_decoding"),
+        ({"detokenize": False, "stop": "x"}, "detokenize"),
+        ({"guided_decoding": {"json": {}}}, "give StructuredOutputsParams, not dict"),
+        ({"bad_words": [" "]}, "bad_words has an empty word"),
         ({"n": 0}, "n is 0"),
     ]
     for wrong, why in wrongs:
@@ -162,6 +162,8 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(llm: LLM, folder: P
         llm.embed("x")
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         LLM(str(folder), pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="dtype is 'float8'; it must be one of auto"):
+        LLM(str(folder), dtype="float8")
     with pytest.raises(ConfigError, match="no_such_thing"):
         LLM(str(folder), no_such_thing=1)
     assert len(llm.generate("fine", GREEDY, use_tqdm=False)) == 1  # nothing of the refused ones is left

@@ -17,7 +17,7 @@ from tools.house import (
 
 FIGURES = figures()
 BUDGETS = {
-    "files under 60 lines that are no plug-in": 19,
+    "files under 60 lines that are no plug-in": 20,
     "classes of 250 lines of code and more": 0,
     "prose that must be read twice": 0,
     "the same in benchmarks, tools and tests": 0,

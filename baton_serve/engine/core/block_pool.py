@@ -229,6 +229,22 @@ class BlockPool:
                     # Without a hash it is useless for the cache: allocate it before any cached block.
                     self._free.move_to_end(block, last=False)
 
+    def forget_cached(self) -> bool:
+        """Forget the hashes of all blocks without an owner and of all blocks in the host tier, so that no later prompt
+        finds them. Return whether no hash is left: blocks in use keep theirs.
+        """
+        removed: list[BlockHash] = []
+        for block in self._free:
+            if (name := self._names[block]) is not None:
+                self._names[block] = None
+                del self._blocks[name]
+                removed.append(name)
+        if removed:
+            self._record(BlocksRemoved(removed))
+        if self.host is not None:
+            self.host.forget_all()
+        return not self._blocks
+
     def block_of(self, name: BlockHash) -> int | None:
         """Return the device block that is cached under a hash, or None."""
         return self._blocks.get(name)

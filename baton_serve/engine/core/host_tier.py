@@ -111,6 +111,13 @@ class HostTier:
         for name in reversed(names):
             self._slots.move_to_end(name)
 
+    def forget_all(self) -> None:
+        """Free all slots. Copies that are scheduled already still run, before later ones of the same slots."""
+        if self._slots:
+            self._record(BlocksRemoved(list(self._slots), "host"))
+            self._free += self._slots.values()
+            self._slots.clear()
+
     def take_tier_copies(self) -> list[HostTierCopy]:
         """Return the scheduled copies and clear the list. Execute them before anything else uses their blocks."""
         copies, self._copies = self._copies, []

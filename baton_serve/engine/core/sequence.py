@@ -4,9 +4,10 @@ Pure state. A request starts with one *parent sequence* that computes the prompt
 from it when their first tokens are known.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import BlockHash
@@ -14,6 +15,12 @@ from baton_serve.contracts.media import end_of
 from baton_serve.contracts.messages import FinishReason, TokenLogprobs, Work
 
 Mode = Literal["generate", "prefill"]
+LogitsProcessor = Callable[[list[int], list[int], Any], Any]
+"""A function of the caller that changes the scores of a sequence's next token, in the offline API.
+
+It gets the token ids of the prompt, the generated ones, and the scores, a float32 tensor [vocab_size] on the device,
+and returns the scores to use.
+"""
 
 
 class SequenceState(Enum):
@@ -72,6 +79,7 @@ class Request:
     """Number of leading blocks that were already reported as completed."""
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     has_images: bool = False
     """Whether the pixels of the prompt's images are on this instance, so that all of the prompt can be computed."""
 

@@ -138,9 +138,9 @@ class ModelRunner:
                 choice = SamplerOutput(started.greedy)
             else:
                 choice = self._sampler.choose(self._rows(started), plan.rows, masks=masks)
-            sampled.logprobs = choice.logprobs
+            sampled.logprobs, sampled.failed = choice.logprobs, choice.failed
             if found is not None:
-                sampled.failed = {row: RowFailure(message, "invalid") for row, message in found.failed.items()}
+                sampled.failed |= {row: RowFailure(message, "invalid") for row, message in found.failed.items()}
             host_copy = self._host_copies.start(choice.tokens)
             self._keep(plan, choice.tokens, started)
         for chunk, first in inputs.prompt_at.items() if inputs is not None else ():

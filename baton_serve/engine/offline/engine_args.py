@@ -1,31 +1,71 @@
-"""Turns vLLM's arguments and a model's folder into the config, tokenizer and defaults of an engine."""
+"""Turns vLLM's arguments and a model's folder into the config, tokenizer and defaults of an engine.
+
+The classes `…Config` at the end are the settings as vLLM's `LLMEngine.get_…_config` returns them.
+"""
 
 import json
+import logging
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from baton_serve.contracts.device import DeviceName, DtypeName
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
-from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.config import EngineConfig, KvCacheDtype, LoadFormat, Quantization
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache
 from baton_serve.engine.offline.params import GENERATION_CONFIG, Defaults
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.model_hub import HubError, is_hub_name, obtain_model
 
+logger = logging.getLogger(__name__)
+
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "cpu_offload_gb": (0,),
-    "disable_async_output_proc": (False, True),
-    "disable_custom_all_reduce": (False, True),
-    "max_seq_len_to_capture": (8192,),
+    "code_revision": (None,),
+    "config_format": ("auto", "hf"),
+    "cpu_offload_gb": (0, None),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "mp", "uni"),
+    "enable_expert_parallel": (False,),
+    "max_num_partial_prefills": (1,),
+    "num_scheduler_steps": (1,),
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
-    "tokenizer_mode": ("auto",),
+    "scheduling_policy": ("fcfs", "priority"),
+    "skip_tokenizer_init": (False,),
+    "tokenizer_mode": ("auto", "hf"),
+    "worker_use_ray": (False,),
 }
-"""Arguments of vLLM's `LLM` that this engine does not have, with the values that can be ignored."""
-ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}
-"""vLLM's names of fields that `EngineConfig` calls differently."""
+"""Arguments of vLLM's `LLM` that this engine does not have, with the values that change nothing here."""
+WITHOUT_EFFECT = {
+    "compilation_config": "kernels are compiled and graphs are captured without it",
+    "disable_async_output_proc": "outputs are always processed while the next step runs",
+    "disable_log_requests": "the offline API logs no requests",
+    "disable_log_stats": "the offline API logs statistics only on `do_log_stats`",
+    "enable_chunked_prefill": "long prompts are always computed in chunks",
+    "guided_decoding_backend": "there is one backend for structured output, llguidance",
+    "max_parallel_loading_workers": "weights are read by as many threads as the machine has cores",
+    "max_seq_len_to_capture": "graphs are captured for all lengths",
+    "use_v2_block_manager": "there is one block manager",
+}
+"""Arguments of vLLM whose effect is given in any case, with the reason for the log."""
+ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes", "load_in_low_bit": "quantization"}
+"""vLLM's and IPEX-LLM's names of fields that `EngineConfig` calls differently."""
+DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""vLLM's other names of dtypes."""
+QUANTIZATIONS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "fp4": "mxfp4", "none": None}
+"""vLLM's other names of quantization formats, in lower case: its kernels for CUDA have names of their own."""
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "device": get_args(DeviceName),
+    "dtype": get_args(DtypeName),
+    "kv_cache_dtype": get_args(KvCacheDtype),
+    "load_format": get_args(LoadFormat),
+    "quantization": (None, *get_args(Quantization)),
+}
+"""Arguments with a fixed set of values."""
 
 
 class EngineArgs:
@@ -67,6 +107,14 @@ def open_model(args: EngineArgs) -> OpenedModel:
     )
 
 
+def profiler_folder() -> Path:
+    """Return the folder for traces of torch's profiler, VLLM_TORCH_PROFILER_DIR. Raises `ConfigError` without it."""
+    folder = os.environ.get("VLLM_TORCH_PROFILER_DIR", "")
+    if not folder:
+        raise ConfigError("start_profile: set VLLM_TORCH_PROFILER_DIR to the folder for traces")
+    return Path(folder)
+
+
 def _local_path(model: str) -> str:
     """Return the path of a model, and download a model of the hub if it is missing. Raises `ModelError`."""
     if not is_hub_name(model):
@@ -83,10 +131,13 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     values: dict[str, Any] = {}
     for given, value in options.items():
         name = ALIASES.get(given, given)
+        if given in WITHOUT_EFFECT:
+            logger.info("LLM: %s has no effect: %s", given, WITHOUT_EFFECT[given])
+            continue
         if given == "swap_space":  # vLLM's is in GiB
             name, value = "host_kv_bytes", int(value * (1 << 30))
         if name in known:
-            values[name] = value
+            values[name] = _value(name, value)
         # Raise instead of ignoring a misspelled argument.
         elif name not in NEUTRAL:
             raise ConfigError(f"LLM: unknown argument {given!r}; known arguments are {', '.join(sorted(known))}")
@@ -94,6 +145,20 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
             raise ConfigError(f"LLM: {given}={value!r} is not supported by this engine")
     # `EngineConfig.check` follows when the engine is made; the tokenizer is loaded before.
     return EngineConfig(model=model, **values)
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return a value under the engine's own name for it. Raises `ConfigError` if it is not one of `CHOICES`."""
+    if name == "dtype":
+        # torch's dtypes print as `torch.float16`.
+        value = str(value).removeprefix("torch.")
+        value = DTYPES.get(value, value)
+    elif name == "quantization" and isinstance(value, str):
+        value = QUANTIZATIONS.get(value.lower(), value.lower())
+    allowed = CHOICES.get(name)
+    if allowed is not None and value not in allowed:
+        raise ConfigError(f"LLM: {name} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
+    return value
 
 
 def _tokenizer(folder: str, config: EngineConfig) -> Any:
@@ -112,3 +177,48 @@ def _defaults(folder: Path) -> Defaults:
         return Defaults()
     stated = json.loads(path.read_text())
     return Defaults({name: stated[name] for name in GENERATION_CONFIG if isinstance(stated.get(name), (int, float))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The settings of the model. `max_model_len` is in tokens, prompt and answer together."""
+
+    model: str
+    tokenizer: str
+    trust_remote_code: bool
+    dtype: str
+    seed: int
+    max_model_len: int
+    quantization: str | None
+    enforce_eager: bool
+    max_logprobs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Over how many devices the model is split."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineSchedulerConfig:
+    """The limits of one step, in sequences and tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """The limits of LoRA adapters: how many in one step, and their largest rank."""
+
+    max_loras: int
+    max_lora_rank: int

@@ -66,17 +66,18 @@ class LLM:
         prompts: Prompts | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        inputs: Prompts | None = None,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate an answer for each prompt.
+        """Generate an answer for each prompt. `inputs` is vLLM's older name of `prompts`.
 
         `sampling_params` and `lora_request` are one for all prompts, or a list with one for each. Lower values of
         `priority` run first. Raises `RequestError`, `ConfigError` or `AdapterError`; then no prompt is answered.
         """
-        given = _parse_either(prompts, prompt_token_ids)
+        given = _parse_either(prompts if inputs is None else inputs, prompt_token_ids)
         chosen = self._params(sampling_params, len(given))
         return self._generate(given, chosen, use_tqdm, lora_request, priority, add_special_tokens=True)
 
@@ -213,6 +214,38 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""
         return self._defaults.params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV blocks. Return whether none is left."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the weights and the KV cache until `wake_up`.
+
+        Both levels of vLLM do the same: the weights are read again from their files, which the system usually still
+        has in memory. Raises `ConfigError` for a pooling model.
+        """
+        if level not in (1, 2):
+            raise ConfigError(f"sleep: level is {level}; give 1 or 2")
+        self.llm_engine.sleep()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Load the model again after `sleep`. Raises `ConfigError` for `tags`: weights and KV cache return together."""
+        if tags is not None and set(tags) != {"weights", "kv_cache"}:
+            raise ConfigError(f"wake_up: tags {list(tags)} cannot be loaded alone; call it without tags")
+        self.llm_engine.wake_up()
+
+    def start_profile(self) -> None:
+        """Start to record a trace of torch's profiler in the folder VLLM_TORCH_PROFILER_DIR. Raises `ConfigError`."""
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """Stop to record, and write the trace. Raises `UsageError` if nothing is recorded."""
+        self.llm_engine.stop_profile()
+
+    def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:
+        """Raise `ConfigError`: the engine does not have the worker objects of vLLM, whose methods could be called."""
+        raise ConfigError(f"collective_rpc({method!r}): the engine has no vLLM workers; use the methods of `LLM`")
 
     def close(self) -> None:
         """Free the model and its memory."""

@@ -1,18 +1,30 @@
 """`LLMEngine`: accepts requests while others are running. Its owner calls `step` in a loop, from one thread."""
 
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.engine import Engine
-from baton_serve.engine.errors import ConfigError, EngineError
-from baton_serve.engine.offline.engine_args import EngineArgs, OpenedModel, open_model
+from baton_serve.engine.errors import ConfigError, EngineError, UsageError
+from baton_serve.engine.offline.engine_args import (
+    EngineArgs,
+    LoRAConfig,
+    ModelConfig,
+    OfflineSchedulerConfig,
+    OpenedModel,
+    ParallelConfig,
+    open_model,
+    profiler_folder,
+)
 from baton_serve.engine.offline.lora import LoRARequest, RequestedAdapters
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, parse_prompts
 from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -28,14 +40,20 @@ class LLMEngine:
             raise ConfigError("this is a pooling model: use LLM and its embed, classify, score or encode")
         self.tokenizer = model.tokenizer
         self._defaults = model.defaults
-        self._enable_lora = config.enable_lora
+        self._config = config
+        self._outputs: list[RequestOutput] = []
+        self._failures: list[EngineError] = []
+        self._is_asleep = False
+        self._load()
+
+    def _load(self) -> None:
+        """Load the model, and build what depends on its engine."""
+        config = self._config
         self._engine = Engine(config)
         self._runner = RequestRunner(self._engine, self.tokenizer, seed=config.seed)
         # Adapters of `lora_modules` stay loaded, so they take slots that requests cannot use.
         most = config.max_adapters - len(config.lora_modules)
         self._adapters = RequestedAdapters(self._engine.adapters, most=most)
-        self._outputs: list[RequestOutput] = []
-        self._failures: list[EngineError] = []
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
@@ -91,7 +109,9 @@ class LLMEngine:
 
         Loading one after another could evict one that the same call needs. Raises `ConfigError` or `AdapterError`.
         """
-        if any(asked) and not self._enable_lora:
+        if self._is_asleep:
+            raise ConfigError("the engine sleeps: call wake_up first")
+        if any(asked) and not self._config.enable_lora:
             raise ConfigError("lora_request needs enable_lora=True")
         return self._adapters.fingerprints(asked)
 
@@ -135,6 +155,87 @@ class LLMEngine:
         """Return whether `step` has something to do or to report."""
         return self._runner.has_requests or bool(self._outputs or self._failures)
 
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests that have not ended."""
+        return self._runner.num_requests
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV blocks that no request uses. Return whether none is left."""
+        return self._engine.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Free the memory of the weights and the KV cache until `wake_up`. Raises `UsageError` if a request runs."""
+        if self.has_unfinished_requests():
+            raise UsageError("sleep: requests are running; finish or abort them first")
+        if not self._is_asleep:
+            # Set first: if `close` fails, the engine must not be used any more.
+            self._is_asleep = True
+            self._engine.close()
+            # The engine holds the tensors, so their memory is free only without it.
+            del self._engine, self._runner, self._adapters
+
+    def wake_up(self) -> None:
+        """Load the model again after `sleep`. Do nothing if it is loaded."""
+        if self._is_asleep:
+            self._load()
+            self._is_asleep = False
+
+    def is_sleeping(self) -> bool:
+        """Return whether `sleep` was called and `wake_up` was not."""
+        return self._is_asleep
+
+    def start_profile(self) -> None:
+        """Start to record a trace of torch's profiler in the folder VLLM_TORCH_PROFILER_DIR. Raises `ConfigError`."""
+        self._engine.start_profile(profiler_folder())
+
+    def stop_profile(self) -> None:
+        """Stop to record, and write the trace. Raises `UsageError` if nothing is recorded."""
+        logger.info("wrote the trace %s", self._engine.stop_profile())
+
+    def do_log_stats(self) -> None:
+        """Log the number of requests, the use of the KV cache and the prefix cache, in one line."""
+        stats = self._engine.stats()
+        logger.info(
+            "running %d sequences, waiting %d, KV blocks free %d of %d",
+            stats.running,
+            stats.waiting,
+            stats.free_blocks,
+            stats.total_blocks,
+        )
+
+    def get_model_config(self) -> ModelConfig:
+        """Return the settings of the model."""
+        config = self._config
+        return ModelConfig(
+            model=config.model,
+            tokenizer=str(getattr(self.tokenizer, "name_or_path", config.model)),
+            trust_remote_code=config.trust_remote_code,
+            dtype=self._engine.layout.dtype if config.dtype == "auto" else config.dtype,
+            seed=config.seed,
+            max_model_len=self._engine.max_model_len,
+            quantization=config.quantization,
+            enforce_eager=config.enforce_eager,
+            max_logprobs=config.max_logprobs,
+        )
+
+    def get_parallel_config(self) -> ParallelConfig:
+        """Return over how many devices the model is split."""
+        return ParallelConfig(tensor_parallel_size=self._config.tensor_parallel_size)
+
+    def get_scheduler_config(self) -> OfflineSchedulerConfig:
+        """Return the limits of a step."""
+        limits = self._engine.limits
+        return OfflineSchedulerConfig(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+        )
+
+    def get_lora_config(self) -> LoRAConfig | None:
+        """Return the limits of LoRA adapters, or None without `enable_lora`."""
+        config = self._config
+        return LoRAConfig(config.max_loras, config.max_lora_rank) if config.enable_lora else None
+
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, of transformers."""
         return self.tokenizer
@@ -145,7 +246,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free the model and its memory."""
-        self._engine.close()
+        if not self._is_asleep:
+            self._engine.close()
 
     def __enter__(self) -> "LLMEngine":
         return self

@@ -153,6 +153,8 @@ class OutputBuilder:
 
     def _text(self, answer: GeneratedSequence, params: SamplingParams) -> str:
         """Return the text of a sequence. While it runs, leave out the end that may still change."""
+        if not params.detokenize:
+            return ""
         if answer.stop is not None:
             return answer.stop.text
         # A stop token is not part of the text unless the request asks for it.

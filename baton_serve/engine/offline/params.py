@@ -1,18 +1,16 @@
 """Parameters of a request of the offline API. Names, defaults and ranges are vLLM's."""
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from baton_serve.contracts import sampling
 from baton_serve.contracts.beam_search import EarlyStopping
+from baton_serve.engine.core.sequence import LogitsProcessor
 from baton_serve.engine.errors import ConfigError
-
-UNSERVED = {
-    "logits_processors": (None,),
-    "detokenize": (True,),
-    "guided_decoding": (None,),
-    "structured_outputs": (None,),
-}
-"""Parameters that this engine does not support, with the values that leave them unused."""
+from baton_serve.engine.offline.structured import StructuredOutputsParams
 
 BEAM_SEARCH_ONLY = {"length_penalty": (1.0, 1), "early_stopping": (False,)}
 """Parameters that only beam search uses, with the values that leave them unused."""
@@ -29,6 +27,11 @@ WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": (None,),
     "min_tokens": (0,),
     "stop": (None, [], ""),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+    "structured_outputs": (None,),
+    "guided_decoding": (None,),
+    "detokenize": (True,),
 }
 """Parameters that beam search does not support, with the values that leave them unused.
 
@@ -42,7 +45,10 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` -1 or 0 considers all tokens. Without `seed` the seed is derived from the seed of
     the `LLM` and the number of the request. `best_of` sequences are generated (or beams searched), and the best `n` of
-    them are returned. `max_tokens` None generates up to the end of the context.
+    them are returned. `max_tokens` None generates up to the end of the context. With `detokenize` False the texts are
+    empty. `logits_processors` are functions (generated token ids, scores), or (prompt token ids, generated token ids,
+    scores), which return the scores of the next token, float32 [vocab_size] on the engine's device.
+    `output_text_buffer_length` has no effect.
     """
 
     n: int = 1
@@ -68,22 +74,27 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logits_processors: object = None
+    logits_processors: list[Callable[..., Any]] | None = None
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    guided_decoding: object = None
-    structured_outputs: object = None
+    bad_words: list[str] | None = None
+    guided_decoding: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    output_text_buffer_length: int = 0
 
     def __post_init__(self) -> None:
         """Check combinations that do not depend on the model. The engine checks ranges when the request is added.
 
         Raises `ConfigError`.
         """
-        for name, neutral in UNSERVED.items():
-            if getattr(self, name) not in neutral:
-                raise ConfigError(f"SamplingParams: {name} is not supported by this engine")
+        if self.guided_decoding is not None and self.structured_outputs is not None:
+            raise ConfigError("SamplingParams: set structured_outputs or guided_decoding, its older name, not both")
+        if not isinstance(self.form, StructuredOutputsParams | None):
+            raise ConfigError(f"SamplingParams: give StructuredOutputsParams, not {type(self.form).__name__}")
+        if not self.detokenize and self.stops:
+            raise ConfigError("SamplingParams: stop needs the text of the answer, which detokenize=False leaves out")
         if self.n < 1:
             raise ConfigError(f"SamplingParams: n is {self.n}; it must be at least 1")
         # `best_of` None means `n`, so only an explicit value can be too small.
@@ -95,6 +106,8 @@ class SamplingParams:
         # An empty string would be found immediately, and every answer would be empty.
         if any(not text for text in self.stops):
             raise ConfigError("SamplingParams: stop has an empty string")
+        if any(not word.strip() for word in self.bad_words or ()):
+            raise ConfigError("SamplingParams: bad_words has an empty word")
 
     def _check_beams(self) -> None:
         """Check parameters that need or exclude beam search. Raises `ConfigError`."""
@@ -112,14 +125,44 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def form(self) -> StructuredOutputsParams | None:
+        """The form that the answer must have, or None for free text."""
+        return self.structured_outputs or self.guided_decoding
+
+    def clone(self) -> "SamplingParams":
+        """Return a deep copy, which shares the logits processors: these may be large or hold state."""
+        processors = self.logits_processors
+        return deepcopy(self, {id(processors): processors})
+
+    def update_from_generation_config(
+        self, generation_config: Mapping[str, Any], model_eos_token_id: int | None = None
+    ) -> None:
+        """Add the end-of-sequence tokens that a model's generation_config.json states to `stop_token_ids`.
+
+        With `ignore_eos` they are not added. `model_eos_token_id` is left out, because it ends an answer in any case.
+        """
+        stated = generation_config.get("eos_token_id")
+        ends = {stated} if isinstance(stated, int) else set(stated or ())
+        ends.discard(model_eos_token_id)
+        if ends and not self.ignore_eos:
+            self.stop_token_ids = sorted(ends | set(self.stop_token_ids or ()))
+
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """Return the logits processors as functions of (prompt token ids, generated token ids, scores)."""
+        return tuple(_with_prompt(process) for process in self.logits_processors or ())
+
+    @property
     def stops(self) -> list[str]:
         """The stop strings as a list, empty if there are none."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
-    def resolved(self, *, seed: int, room: int) -> sampling.SamplingSpec:
+    def resolved(
+        self, *, seed: int, room: int, grammar: str | None = None, bad_words: Sequence[list[int]] = ()
+    ) -> sampling.SamplingSpec:
         """Return the parameters in the engine's own form.
 
         `seed` is used if the request has none. `room` is the number of tokens that the context leaves for the answer.
+        `grammar` is that of `form`, and `bad_words` are the tokens of the words.
         """
         return sampling.SamplingSpec(
             seed=seed if self.seed is None else self.seed,
@@ -136,6 +179,8 @@ class SamplingParams:
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias or {},
             allowed_token_ids=self.allowed_token_ids,
+            bad_words=list(bad_words),
+            grammar=grammar,
             stop_token_ids=self.stop_token_ids or [],
             ignore_eos=self.ignore_eos,
             # Choosing the best `n` of `best_of` sequences takes the logprob of every chosen token, even if the caller
@@ -143,6 +188,15 @@ class SamplingParams:
             logprobs=0 if self.logprobs is None and self.width > self.n else self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def _with_prompt(process: Callable[..., Any]) -> LogitsProcessor:
+    """Return a processor as a function that also gets the prompt, which processors with two parameters do not take."""
+    try:
+        takes_prompt = len(inspect.signature(process).parameters) == 3
+    except (TypeError, ValueError):  # a built-in function without a signature
+        takes_prompt = False
+    return process if takes_prompt else lambda _, generated, scores: process(generated, scores)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from baton_serve.engine.offline.lora import LoRARequest
 from baton_serve.engine.offline.output_builder import GeneratedSequence, OutputBuilder
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.structured import GrammarWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ class RequestRunner:
 
     def __init__(self, engine: Engine, tokenizer: Any, *, seed: int) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer
         self._output_builder = OutputBuilder(tokenizer)
+        self._grammar_writer = GrammarWriter(tokenizer)
         self._seed = seed
         self._num_requests = 0
         self._requests: dict[RequestId, _Request] = {}
@@ -84,6 +87,11 @@ class RequestRunner:
     def has_requests(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._requests)
+
     def add(self, request_id: RequestId, prompted: PreparedPrompt) -> None:
         """Add a request. Raises `RequestError` if it can never be served; then nothing is left of it."""
         # The engine would raise only after the first request with this id was replaced here.
@@ -92,7 +100,12 @@ class RequestRunner:
         engine, params = self._engine, prompted.params
         num_tokens = len(prompted.token_ids)
         # A prompt without room for an answer must still reach the engine, whose check names the limit that it exceeds.
-        resolved = params.resolved(seed=self._seed + self._num_requests, room=max(1, engine.max_model_len - num_tokens))
+        resolved = params.resolved(
+            seed=self._seed + self._num_requests,
+            room=max(1, engine.max_model_len - num_tokens),
+            grammar=self._grammar(params),
+            bad_words=_tokens_of_words(self._tokenizer, params.bad_words or []),
+        )
         self._num_requests += 1
         request = _Request(prompted, resolved, [self._output_builder.begin(params) for _ in range(params.width)])
         if params.use_beam_search:
@@ -152,6 +165,15 @@ class RequestRunner:
         if request is not None:
             self._cancel_on_engine(request)
 
+    def _grammar(self, params: SamplingParams) -> str | None:
+        """Return the compiled form of an answer, or None for free text. Raises `ConfigError` or `RequestError`."""
+        if params.form is None:
+            return None
+        grammar = self._grammar_writer.write(params.form)
+        # Wait here: an invalid grammar must be reported before the request is added.
+        self._engine.compile_grammar(grammar).result()
+        return grammar
+
     def _submit(self, request_id: RequestId, request: _Request) -> None:
         """Send the engine a request, or one for each running beam. Raises `RequestError`."""
         request.num_steps += 1
@@ -194,7 +216,7 @@ class RequestRunner:
             priority=prompted.priority,
             lora=prompted.lora,
         )
-        self._engine.add(work)
+        self._engine.add(work, logits_processors=prompted.params.processors())
         request.engine_ids.append(engine_id)
         self._origins[engine_id] = (request_id, number)
 
@@ -270,3 +292,16 @@ def _ends_text(output: SequenceOutput, answer: GeneratedSequence, token_id: int,
         return False
     answer.stop = stop
     return True
+
+
+def _tokens_of_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
+    """Return the token sequences that spell each word, at the beginning of a text and after a space, as vLLM does."""
+    found: list[list[int]] = []
+    for word in words:
+        first, later = (tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip()))
+        found += [first] if first else []
+        # If the space changes the number of tokens, it is probably a token of its own, and the sequence without it also
+        # matches after a space.
+        if first and later[0] != first[0] and len(later) == len(first):
+            found.append(later)
+    return found

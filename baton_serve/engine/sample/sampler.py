@@ -1,20 +1,21 @@
 """Samples tokens from logits for a whole batch, as each request's SamplingParams ask.
 
-The order is vLLM's: token masks, logit_bias, penalties, temperature, min_p, top_k, top_p. Then the token is found by
-inverting the cumulative probability, in vocabulary order, at the token's own random number. So the result does not
-depend on the other rows.
+The order is vLLM's: logits processors, token masks, logit_bias, penalties, temperature, min_p, top_k, top_p. Then the
+token is found by inverting the cumulative probability, in vocabulary order, at the token's own random number. So the
+result does not depend on the other rows.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from baton_serve.contracts.messages import TokenLogprob, TokenLogprobs
 from baton_serve.engine.core.sampling_rules import GREEDY_BELOW, has_penalties, is_plain_greedy, uniform
-from baton_serve.engine.core.scheduler import ModelRunnerOutput, SampleRow
+from baton_serve.engine.core.scheduler import ModelRunnerOutput, RowFailure, SampleRow
 from baton_serve.engine.sample.penalties import Penalties
 from baton_serve.engine.sample.token_masks import TokenMasks
 
@@ -56,6 +57,8 @@ def token_logprobs(raw: Tensor, chosen: Sequence[int], num_top: int) -> list[Tok
     ]
 
 
+logger = logging.getLogger(__name__)
+
 MAX_CANDIDATES = 1024
 """Number of largest logits that top_k and top_p look at first.
 
@@ -69,6 +72,8 @@ class SamplerOutput:
 
     tokens: Tensor  # int64 [num_rows], on the device
     logprobs: list[TokenLogprobs | None] | None = None
+    failed: dict[int, RowFailure] = field(default_factory=dict)
+    """By row number: the error of a logits processor."""
 
 
 class Sampler:
@@ -81,7 +86,7 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> ModelRunnerOutput:
         """Sample and wait for the tokens; see `choose`."""
         choice = self.choose(logits, rows, masks=masks)
-        return ModelRunnerOutput(choice.tokens.tolist(), choice.logprobs)
+        return ModelRunnerOutput(choice.tokens.tolist(), choice.logprobs, failed=choice.failed)
 
     def choose(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> SamplerOutput:
         """Sample one token for each row of `logits` [num_rows, vocab_size], of any floating dtype.
@@ -93,7 +98,9 @@ class Sampler:
         if masks is None and all_plain_greedy(rows):
             return SamplerOutput(_largest(logits))
         raw = logits.float()
-        scores = self._adjusted(raw, rows, masks)
+        scores = raw.clone()
+        failed = process_logits(scores, rows)
+        self._adjust(scores, rows, masks)
         random = [i for i, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
         tokens = _largest(scores)
         # Random rows are computed only where a row needs them. NaN rows keep vocab_size from both ways of sampling.
@@ -102,13 +109,12 @@ class Sampler:
             tokens[picked] = self._draw(scores[picked], [rows[i] for i in random])
         wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         if not wanted:
-            return SamplerOutput(tokens)
+            return SamplerOutput(tokens, failed=failed)
         # Logprobs are of the raw logits, as in vLLM. NaN rows need a valid index here; they fail anyway.
-        return SamplerOutput(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted))
+        return SamplerOutput(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted), failed)
 
-    def _adjusted(self, raw: Tensor, rows: Rows[SampleRow], masks: TokenMasks | None) -> Tensor:
-        """Return a copy in which forbidden tokens are -inf and biases and penalties are applied."""
-        scores = raw.clone()
+    def _adjust(self, scores: Tensor, rows: Rows[SampleRow], masks: TokenMasks | None) -> None:
+        """Set forbidden tokens of `scores` to -inf, and apply biases and penalties, in place."""
         if masks is not None:
             masks.apply(scores)
         biased = [
@@ -124,7 +130,6 @@ class Sampler:
         if penalised:
             picked = self._upload(penalised)
             scores[picked] = self._penalties.apply(scores[picked], [rows[i].sequence for i in penalised])
-        return scores
 
     def _draw(self, scores: Tensor, rows: Rows[SampleRow]) -> Tensor:
         """Sample one token for each row of `scores` [rows, vocab_size] with a temperature."""
@@ -156,12 +161,38 @@ class Sampler:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
+def process_logits(scores: Tensor, rows: Rows[SampleRow]) -> dict[int, RowFailure]:
+    """Apply the processors of each row to `scores`, float32 [rows, vocab_size], in place.
+
+    Return the failures by row number. An error of a processor fails its request only.
+    """
+    failed: dict[int, RowFailure] = {}
+    for number, row in enumerate(rows):
+        request = row.sequence.request
+        if not request.logits_processors:
+            continue
+        num_prompt = request.work.num_prompt_tokens
+        tokens = row.sequence.token_ids
+        # Copies: a processor may keep or change its arguments.
+        prompt, generated, own = tokens[:num_prompt], tokens[num_prompt:], scores[number].clone()
+        try:
+            for process in request.logits_processors:
+                own = process(prompt, generated, own)
+            scores[number] = own
+        except Exception as exc:
+            logger.exception("a logits processor of request %s failed", request.work.request_id)
+            failed[number] = RowFailure(f"a logits processor failed: {type(exc).__name__}: {exc}", "invalid")
+    return failed
+
+
 def all_plain_greedy(rows: Rows[SampleRow]) -> bool:
-    """Return whether argmax gives the token of every row: temperature 0, no penalties, no `logit_bias`, no logprobs.
+    """Return whether argmax gives the token of every row: temperature 0, no penalties, no `logit_bias`, no logprobs,
+    no logits processors.
 
     Masks are not checked; the caller must have none.
     """
-    return all(is_plain_greedy(row.sequence.request.work.sampling) for row in rows)
+    requests = [row.sequence.request for row in rows]
+    return all(is_plain_greedy(request.work.sampling) and not request.logits_processors for request in requests)
 
 
 def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = MAX_CANDIDATES) -> Tensor:

@@ -1,0 +1,47 @@
+"""Records what the engine's thread and its device do, as a trace of torch's profiler (chrome://tracing, Perfetto)."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton_serve.engine.errors import ConfigError, UsageError
+
+
+class TorchProfiler:
+    """Records between `start` and `stop`, which must be called in the same thread: that of the engine.
+
+    The ranks of a tensor-parallel engine beside rank 0 are processes of their own and are not recorded.
+    """
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self._folder = Path()
+
+    def start(self, folder: Path, device: torch.device) -> None:
+        """Start to record. `stop` writes the trace to `folder`, which is created. Raises `UsageError` if it records."""
+        if self._profile is not None:
+            raise UsageError("the profiler is running: stop it first")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"cannot write profiles to {folder}: {exc.strerror or exc}") from exc
+        kinds = {"cuda": "CUDA", "xpu": "XPU"}
+        # Old builds of torch lack the kind of other devices, so it is looked up only if it is needed.
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if (kind := kinds.get(device.type)) is not None:
+            activities.append(getattr(torch.profiler.ProfilerActivity, kind))
+        self._folder, self._profile = folder, torch.profiler.profile(activities=activities)
+        self._profile.start()
+
+    def stop(self) -> Path:
+        """Stop to record, write the trace and return its path. Raises `UsageError` if nothing is recorded."""
+        if self._profile is None:
+            raise UsageError("the profiler is not running: start it first")
+        # Cleared first: if the file cannot be written, the profiler must not count as running.
+        profile, self._profile = self._profile, None
+        profile.stop()
+        file = self._folder / f"engine-{time.time_ns() // 1_000_000}.pt.trace.json"
+        profile.export_chrome_trace(str(file))
+        return file
