@@ -8,8 +8,8 @@ import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -348,3 +348,18 @@ def _host_memory() -> MemoryInfo:
         total = min(total, int(value))
         free = min(free, max(0, int(value) - int(used.read_text())))
     return MemoryInfo(free, total)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's operations on the host in one thread.
+
+    Loading runs thousands of short ones. On a busy host, each would wait for the slowest of its threads: half a minute
+    for what one thread does in a second.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -105,6 +105,19 @@ class _Cursor:
         self.at += size
         return self.data[self.at - size : self.at].decode("utf-8", errors="replace")
 
+    def strings(self, count: int) -> list[str]:
+        """Return strings one after the other, such as a vocabulary; in one loop, because there may be 100,000s."""
+        data, at, end, found = self.data, self.at, len(self.data), []
+        size_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = at + 8
+            at = start + size_at(data, at)[0]
+            if at > end:
+                raise struct.error("string")
+            found.append(data[start:at].decode("utf-8", "replace"))
+        self.at = at
+        return found
+
     def value(self, kind: int, depth: int = 0) -> object:
         """Return a value of metadata of a given type."""
         if kind == STRING:
@@ -118,7 +131,7 @@ class _Cursor:
             values = struct.unpack_from(f"<{count}{_NUMBERS[inner]}", self.data, self.at)
             self.at += struct.calcsize(f"<{count}{_NUMBERS[inner]}")
             return list(values)
-        return [self.value(inner, depth + 1) for _ in range(count)]
+        return self.strings(count) if inner == STRING else [self.value(inner, depth + 1) for _ in range(count)]
 
 
 def _parse(cursor: _Cursor) -> GgufFile:

@@ -19,7 +19,7 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.model import fused
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
 from baton_serve.engine.model.loaded_model import LoadedModel
-from baton_serve.engine.model.quantized.modules import QuantizedLinear, install, merge
+from baton_serve.engine.model.quantized.modules import QuantizedLinear, install
 
 
 def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
@@ -119,35 +119,16 @@ def _packed(library: ctypes.CDLL, parts: list[Any], *, takes_turns: bool = False
 
     `takes_turns` interleaves the rows of gate and up, 16 of each; they may be one matrix already.
     """
-    quantized = [part for part in parts if isinstance(part, QuantizedLinear)]
+    quantized = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
+    biases = [part.bias.data for part in parts if part.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    # A panel of the kernel must hold gate and up of the same outputs to compute SiLU(gate) * up immediately.
     if quantized:
-        whole = merge(quantized) if len(quantized) > 1 else quantized[0]
-        assert isinstance(whole.weight, QuantizedWeight)  # `fits` has checked it
-        weight, bias = whole.weight, whole.bias
-        # A panel of the kernel must hold gate and up of the same outputs to compute SiLU(gate) * up immediately.
-        return pack_codes(*((_with_turns(weight), _in_turns(bias)) if takes_turns else (weight, bias)))
+        return pack_codes(library, quantized, bias, takes_turns=takes_turns)
     weights = [part.weight.data for part in parts]
     if takes_turns and len(weights) == 1:
         weights = list(weights[0].chunk(2))
-    biases = [part.bias.data for part in parts if part.bias is not None]
-    joined = torch.cat(biases) if biases else None
-    return pack(library, weights, _in_turns(joined) if takes_turns else joined, takes_turns=takes_turns)
-
-
-def _in_turns(bias: Tensor | None) -> Tensor | None:
-    """Interleave the bias of gate and up."""
-    return None if bias is None else gated(bias)
-
-
-def _with_turns(weight: QuantizedWeight) -> QuantizedWeight:
-    """Interleave the rows of gate and up in a quantized weight."""
-    order = gated(torch.arange(weight.outputs))
-    return replace(
-        weight,
-        codes=weight.codes.view(torch.uint8)[order].view(weight.codes.dtype),  # torch cannot index float8
-        scales=weight.scales[order],
-        zeros=None if weight.zeros is None else weight.zeros[order],
-    )
+    return pack(library, weights, gated(bias) if takes_turns and bias is not None else bias, takes_turns=takes_turns)
 
 
 def _empty(module: nn.Module) -> None:

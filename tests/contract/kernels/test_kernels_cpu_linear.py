@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,11 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
     return PRODUCT(x, matrix)
 
 
+def packed_codes(weight: quantized.QuantizedWeight) -> Matrix:
+    assert LIBRARY is not None
+    return pack_codes(LIBRARY, [weight], None)
+
+
 def check(matrix: Matrix, weight: Tensor, bias: Tensor | None) -> None:
     """`weight` float32: what the codes stand for. A row has the same bits alone and among others."""
     x = torch.randn(max(ROWS), matrix.inputs).to(torch.bfloat16)
@@ -113,7 +119,7 @@ def test_codes(name: Quantization, group: int, outputs: int, inputs: int) -> Non
     torch.manual_seed(0)
     weight = quantize(torch.randn(outputs, inputs), scheme(name, fp8_dtype="e4m3", group_size=group))
     assert weight is not None and can_pack(weight)
-    check(pack_codes(weight, None), quantized.dequantize(weight), None)
+    check(packed_codes(weight), quantized.dequantize(weight), None)
 
 
 @pytest.mark.parametrize(("name", "group"), [("int8", 128), ("sym_int4", 64), ("asym_int4", 128), ("fp8_e4m3", 4096)])
@@ -121,7 +127,26 @@ def test_codes_of_many_inputs(name: Quantization, group: int) -> None:
     torch.manual_seed(0)
     weight = quantize(torch.randn(*IN_PIECES), scheme(name, fp8_dtype="e4m3", group_size=min(group, IN_PIECES[1])))
     assert weight is not None and can_pack(weight)
-    check(pack_codes(weight, None), quantized.dequantize(weight), None)
+    check(packed_codes(weight), quantized.dequantize(weight), None)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_gate_and_up_take_turns_with_any_number_of_threads(name: Quantization, threads: int) -> None:
+    assert LIBRARY is not None
+    shape = scheme(name, fp8_dtype="e4m3", group_size=128)
+    # Large enough for two threads.
+    gate, up = (quantize(torch.randn(2112, 1152), shape) for _ in range(2))
+    assert gate is not None and up is not None
+    bias, before = torch.randn(4224).to(torch.bfloat16), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    turned = pack_codes(LIBRARY, [gate, up], bias, takes_turns=True)
+    assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
+    x = torch.randn(3, 1152).to(torch.bfloat16)
+    apart = torch.cat([multiply(x, packed_codes(part)) for part in (gate, up)], dim=1)
+    assert torch.equal(multiply(x, replace(turned, bias=None)), gated(apart.T).T)
+    assert turned.bias is not None and torch.equal(turned.bias, gated(bias))
 
 
 def test_an_embedding_is_looked_up_in_packed_codes() -> None:
@@ -129,7 +154,7 @@ def test_an_embedding_is_looked_up_in_packed_codes() -> None:
     assert weight is not None
     rows = torch.tensor([0, 69, 17, 33, 17])
     assert torch.equal(
-        embed(pack_codes(weight, None), rows, torch.float32), quantized.dequantize_rows(weight, rows, torch.float32)
+        embed(packed_codes(weight), rows, torch.float32), quantized.dequantize_rows(weight, rows, torch.float32)
     )
 
 

@@ -140,7 +140,7 @@ class CpuLayers:
         self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
 
     def pack(self, weight: QuantizedWeight) -> Weight:
-        return pack_codes(weight, None) if self._can_pack and can_pack(weight) else weight
+        return pack_codes(self.library, [weight], None) if self._can_pack and can_pack(weight) else weight
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
         if not isinstance(weight, Matrix):

@@ -5,12 +5,15 @@ eight bits.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import QuantizedWeight, code_bits, code_values, unpack_codes
+from baton_serve.engine.device import one_thread
+from baton_serve.engine.kernels.quantized import QuantizedWeight, code_bits, code_values
 
 PANEL = 32
 """Number of outputs that lie together in a packed matrix."""
@@ -80,16 +83,31 @@ def can_pack(weight: QuantizedWeight) -> bool:
     return weight.codebook != "int8" or not bool((weight.codes == -128).any())  # -128 has no positive counterpart
 
 
-def pack_codes(weight: QuantizedWeight, bias: Tensor | None) -> Matrix:
-    """Return a packed copy of `weight`, which is not kept. Call it only if `can_pack` is True."""
-    is_small = code_bits(weight.codebook) == 4
-    codes, table = _nibbles(weight) if is_small else _signed_bytes(weight)
-    words = _pack4(_padded(codes)) if is_small else _pack8(_padded(codes))
-    zeros = None if weight.zeros is None else _columns(weight.zeros)
-    kept = None if bias is None else bias.to(torch.bfloat16).contiguous()
-    bits = 4 if is_small else 8
-    group = min(weight.group, weight.inputs)
-    return Matrix(words, kept, weight.inputs, weight.outputs, bits, group, _columns(weight.scales), zeros, table)
+def pack_codes(
+    library: ctypes.CDLL, parts: Sequence[QuantizedWeight], bias: Tensor | None, *, takes_turns: bool = False
+) -> Matrix:
+    """Pack `parts`, which have the same codebook, inputs and groups, into one matrix, one above the other. The parts
+    are not kept. Call it only if `can_pack` is True for each.
+
+    `takes_turns` interleaves the upper and the lower half of the outputs, and of `bias`, in the order of `gated`.
+    """
+    first, outputs, threads = parts[0], sum(part.outputs for part in parts), torch.get_num_threads()
+    with one_thread():
+        order = gated(torch.arange(outputs)) if takes_turns else None
+        codes = [part.codes.contiguous() for part in parts]
+        rows = [part.data_ptr() + np.arange(len(part)) * (part.stride(0) * part.element_size()) for part in codes]
+        addresses = np.concatenate(rows) if order is None else np.concatenate(rows)[order.numpy()]
+        bits = code_bits(first.codebook)
+        kept_bits = 4 if bits == 4 else 8
+        words = torch.empty((-(-outputs // PANEL), first.inputs * PANEL * kept_bits // 8), dtype=torch.uint8)
+        meaning, table = _tables(first)
+        _pack_codes(library, addresses, (first.inputs, bits), meaning, words, threads)
+        kept_bias = None if bias is None else _joined([bias], order).to(torch.bfloat16).contiguous()
+        scales = _columns(_joined([part.scales for part in parts], order))
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        kept_zeros = _columns(_joined(zeros, order)) if zeros else None
+    group = min(first.group, first.inputs)
+    return Matrix(words, kept_bias, first.inputs, outputs, kept_bits, group, scales, kept_zeros, table)
 
 
 def gated(rows: Tensor) -> Tensor:
@@ -165,34 +183,43 @@ def _columns(per_output: Tensor) -> Tensor:
     return _padded(per_output.float()).T.contiguous()
 
 
-def _nibbles(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    table = torch.tensor(code_values(weight.codebook)).to(torch.bfloat16)
-    return unpack_codes(weight.codes, 4)[:, : weight.inputs], torch.cat([table, table])
+def _pack_codes(
+    library: ctypes.CDLL,
+    rows: NDArray[Any],
+    shape: tuple[int, int],
+    meaning: Tensor | None,
+    words: Tensor,
+    num_threads: int,
+) -> None:
+    """Let the library write the codes at the addresses `rows` to `words`. `shape`: inputs, and bits of a code."""
+    addresses = np.ascontiguousarray(rows, dtype=np.uintp)
+    library.baton_pack_codes.argtypes = [_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT]
+    library.baton_pack_codes.restype = None
+    at = None if meaning is None else meaning.data_ptr()
+    library.baton_pack_codes(addresses.ctypes.data, len(rows), *shape, at, words.data_ptr(), num_threads)
 
 
-def _signed_bytes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Return codes of a sign and a place in a table of 128 magnitudes, and that table."""
+def _joined(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
+    """Join tensors [outputs, ...], and bring the outputs into an order."""
+    joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+    return joined if order is None else joined[order]
+
+
+def _tables(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor]:
+    """Return the code that products read for each code, uint8, or None for the same, and the table of their values.
+
+    Products read nibbles, or a sign and a place in a table of 128 magnitudes.
+    """
+    if code_bits(weight.codebook) == 4:
+        values = torch.tensor(code_values(weight.codebook))
+        return None, torch.cat([values, values]).to(torch.bfloat16)
     if weight.codebook == "int8":
-        values = weight.codes[:, : weight.inputs].to(torch.int16)
-        codes = torch.where(values < 0, SIGN - values, values).to(torch.uint8)
-        return codes, torch.arange(SIGN).to(torch.bfloat16)
+        numbers = torch.arange(256, dtype=torch.uint8).view(torch.int8).short()
+        return torch.where(numbers < 0, SIGN - numbers, numbers).to(torch.uint8), torch.arange(SIGN).to(torch.bfloat16)
     if weight.codebook == "fp6":
-        codes = unpack_codes(weight.codes, 6)[:, : weight.inputs]
-        table = torch.tensor(code_values("fp6")[:32]).repeat(4)
-        return (codes & 31) | (codes & 32) << 2, table.to(torch.bfloat16)
+        codes = torch.arange(64, dtype=torch.uint8)
+        magnitudes = torch.tensor(code_values("fp6")[:32]).repeat(4)
+        return (codes & 31) | (codes & 32) << 2, magnitudes.to(torch.bfloat16)
     # A float8 is a sign and seven bits already: decode all 128 positive ones into the table.
-    float8 = weight.codes.dtype
-    table = torch.arange(SIGN, dtype=torch.uint8).view(float8).float()
-    return weight.codes.view(torch.uint8)[:, : weight.inputs], table.to(torch.bfloat16)
-
-
-def _pack8(codes: Tensor) -> Tensor:
-    panels = codes.view(-1, 2, 4, 4, codes.shape[1] // 2, 2)  # half, lane, output, pair, input of the pair
-    return panels.permute(0, 4, 2, 1, 3, 5).contiguous()
-
-
-def _pack4(codes: Tensor) -> Tensor:
-    panels = codes.view(-1, 2, 16, codes.shape[1] // 4, 2, 2)  # half, output, two pairs, pair, input of the pair
-    fields = panels.permute(0, 3, 2, 5, 4, 1).reshape(len(panels), -1, PANEL, 4)
-    low, high = fields[..., 0] | fields[..., 1] << 4, fields[..., 2] | fields[..., 3] << 4
-    return torch.stack([low, high], dim=-1).contiguous()
+    positive = torch.arange(SIGN, dtype=torch.uint8).view(weight.codes.dtype)
+    return None, positive.float().to(torch.bfloat16)

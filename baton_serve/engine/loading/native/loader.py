@@ -1,7 +1,5 @@
 """Loads dense decoders directly from safetensors files: mapped on hosts, copied to devices by several threads."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -99,27 +97,12 @@ def _load_gguf(file: Path, dense: DenseConfig, dtype: torch.dtype, target: torch
     """Load the weights of a GGUF file with their codes, or return None if it has not exactly the model's tensors."""
     with torch.device("meta"):
         module = DenseModel(dense)
-    with torch.inference_mode(), _one_thread():
+    with torch.inference_mode(), devices.one_thread():
         stored = dense_layers(file, module, dense)
         if stored is None or not fill_stored(module, stored, target, dtype):
             return None
     module.model.rotary_emb = Rotary(dense, target)
     return module.eval().requires_grad_(False)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch's operations on the host in one thread.
-
-    Decoding runs thousands of short ones. On a busy host, each would wait for the slowest of its threads: minutes for
-    a file that one thread decodes in less than a second.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
