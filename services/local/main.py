@@ -86,7 +86,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     forks = (
         None
         if machine.device_indexes
-        else ForkLauncher(MODULE, ProgramLauncher(MODULE), _model_code(Path(settings.model)))
+        else ForkLauncher(MODULE, ProgramLauncher(MODULE), modules_to_fork(settings.model))
     )
 
     async def start(lifecycle: Lifecycle) -> None:
@@ -190,11 +190,12 @@ def _names(settings: ServeSettings, given: GivenOptions) -> list[str]:
     return [] if settings.model else [DEMO_NAME]
 
 
-def _model_code(folder: Path) -> list[str]:
+def modules_to_fork(model: str) -> list[str]:
     """Return the modules that the fork server should import for this model, beside the engine.
 
     A model that the engine loads natively needs none. Others need transformers and its module for the model's type.
     """
+    folder = model_folder(model)
     if read_folder(folder) is not None:
         return []
     try:

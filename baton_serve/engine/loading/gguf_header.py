@@ -1,7 +1,7 @@
 """Parses the header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata and tensors.
 
-The header of a model with 50,000 tokens takes about 0.1 s. The reader of the package gguf makes several numpy arrays
-for each token and takes seconds.
+The header of a model with 50,000 tokens takes 0.03 s. The reader of the package gguf makes several numpy arrays for
+each token and takes 2 s.
 """
 
 import math

@@ -147,7 +147,11 @@ def _affine_nibbles(packed: Tensor, step: Tensor, low: Tensor) -> QuantizedWeigh
     step, low = step.flatten(1), low.flatten(1)
     if (factors := _scales(step, low)) is None:
         return None
-    words = _words(torch.where((step == 0)[:, :, None], 0, packed))
+    is_flat = step == 0
+    # Rare: such a group has equal numbers.
+    if bool(is_flat.any()):
+        packed = torch.where(is_flat[:, :, None], 0, packed)
+    words = _words(packed)
     return QuantizedWeight("uint4", GROUP * step.shape[1], GROUP, words, *factors)
 
 
