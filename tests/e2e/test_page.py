@@ -1,5 +1,6 @@
 """The pages at / and /docs in a real browser, over live clusters: what they show, the chat, a phone's width."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,3 +192,49 @@ def test_the_description_of_the_api_asks_no_other_host(locked_cluster: Cluster) 
         assert all(url.startswith(f"{locked_cluster.url}/") for url in requested(browser))
         assert browser.value("performance.getEntriesByType('resource').every(r => new URL(r.name).origin === origin)")
         assert browser.value("window.forbidden") == []
+
+
+@pytest.mark.parametrize(
+    ("tasks", "title", "path", "answer", "shown"),
+    [
+        (
+            ["classify", "score"],
+            "Rerank",
+            "rerank",
+            {"results": [{"index": 1, "relevance_score": 0.875}, {"index": 0, "relevance_score": 0.25}]},
+            [["second", "0.875"], ["first", "0.250"]],
+        ),
+        (
+            ["classify"],
+            "Classify",
+            "classify",
+            {"data": [{"label": "good", "probs": [0.75, 0.25]}, {"label": "bad", "probs": [0.125, 0.875]}]},
+            [["first", "good 0.750"], ["second", "bad 0.875"]],
+        ),
+    ],
+)
+def test_the_page_offers_what_the_model_computes(
+    cluster: Cluster, tasks: list[str], title: str, path: str, answer: dict[str, object], shown: list[list[str]]
+) -> None:
+    """The router's answers are fakes here: a real reranker and a real classifier would be two more clusters."""
+    model = json.dumps([{"id": "m", "root": "m", "parent": None, "tasks": tasks}])
+    usage = {"usage": {"prompt_tokens": 7, "total_tokens": 7}}
+    with Browser() as browser:
+        browser.open(cluster.url, width=1280, height=900)
+        browser.until(f"{TEXT}.includes('decode-0')")
+        browser.value("locked = true")
+        browser.until("!refreshing")  # a running one would show the cluster's own model again
+        browser.value(f"showModels({model})")
+        browser.value(f"asked = [], post = async (...call) => (asked.push(call), {json.dumps(answer | usage)}), 1")
+        browser.value("document.getElementById('texts').value = 'first\\n\\nsecond'")
+        assert browser.value("document.getElementById('vectors-title').textContent") == title
+        assert browser.value("document.getElementById('query').disabled") == ("score" not in tasks)
+        browser.value("document.getElementById('compute').click()")
+        browser.until("document.querySelectorAll('#scores .request').length === 2")
+        rows = (
+            "[...document.querySelectorAll('#scores .top')].map(row => [...row.children].map(cell => cell.innerText))"
+        )
+        assert browser.value(rows) == shown
+        ((asked_path, body),) = browser.value("asked")
+        assert asked_path == path and body["model"] == "m"
+        assert body.get("documents", body.get("input")) == ["first", "second"]

@@ -60,6 +60,7 @@ def test_all_that_the_description_of_the_api_loads_comes_from_this_server(serve:
         assert not re.search(r"https?://", page.text)
         loaded = re.findall(r"<(?:script src|link rel=\"stylesheet\" href)=\"(.*?)\"", page.text)
         assert loaded == ["docs/swagger-ui.css", "docs/swagger-ui.js"]
+        assert "validatorUrl: null" in page.text  # the default loads an image of another host
         for path in [*loaded, "openapi.json"]:
             assert (await router.http.get(f"/{path}")).status_code == 200
 
