@@ -56,6 +56,7 @@ from baton_serve.services.instance.pooling_server import PoolingServer
 from baton_serve.services.instance.registration import Registration
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
+from baton_serve.services.instance.stats_log import StatsLog
 from baton_serve.services.instance.traced_role import TracedRole
 from baton_serve.services.instance.watchdog.step_limit import StepLimit
 from baton_serve.services.instance.watchdog.step_watchdog import HangReport, StepWatchdog
@@ -239,6 +240,10 @@ class InstanceProcess:
             serving.fail_all(str(error))
             lifecycle.fail(error)
 
+        if not settings.disable_log_stats:
+            stats_log = StatsLog(lambda: serving.stats)
+            stats_log.start()
+            lifecycle.on_stop("stats log", stats_log.close)
         self._engine_thread.attach(
             on_step_result=serving.on_step_result, on_stats=serving.on_stats, on_broken=on_broken
         )

@@ -12,8 +12,8 @@ from baton_serve.services.common.settings.options import Option, Value
 _ADVICE_FOR_FLAGS = (
     ("leave it out; requests are logged only with --enable-log-requests", "--disable-log-requests"),
     (
-        "leave it out; metrics are at /metrics, and --otlp-traces-endpoint turns traces on",
-        "--disable-log-stats --collect-detailed-traces",
+        "leave it out; --otlp-traces-endpoint turns traces on, with all their details",
+        "--collect-detailed-traces",
     ),
     (
         "leave it out; the engine always works this way or chooses by itself",

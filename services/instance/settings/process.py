@@ -12,8 +12,18 @@ Fallback = Literal["fail", "local"]
 
 
 class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
-    """Holds the settings of the threads that compute the model: their number, cores, priority, turns and watchdog."""
+    """Holds the settings of the threads that compute the model: their number, cores, priority, turns and watchdog, and
+    of the log of their load.
+    """
 
+    disable_log_stats: Annotated[
+        bool,
+        Meta(
+            description="do not log the throughput and the load of this instance, which it does every 10 seconds while"
+            " it works",
+            extra={"group": "logs"},
+        ),
+    ] = False
     threads: Annotated[
         int | None,
         Meta(

@@ -121,6 +121,7 @@ class GenerationStarter:
                     sampling_params(request, len(prompt.token_ids), rules, tokens, limits), size
                 ),
                 num_sequences=size.width,
+                num_choices=size.count,
                 first_choice=i * size.width,
                 priority=request.priority or 0,
                 cache_salt=cache_salt,

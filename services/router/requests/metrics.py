@@ -98,7 +98,10 @@ class RouterMetrics:
             "Number of generated tokens of a request's longest sequence.",
             lengths,
         )
-        self._n = self._histogram("vllm:request_params_n", "Request parameter n.", _COUNT)
+        self._n, self._best_of = (
+            self._histogram("vllm:request_params_n", "Request parameter n.", _COUNT),
+            self._histogram("vllm:request_params_best_of", "Request parameter best_of, by default n.", _COUNT),
+        )
         self._max_tokens = self._histogram("vllm:request_params_max_tokens", "Request parameter max_tokens.", lengths)
         self._handoff = self._histogram(
             "baton:handoff_seconds",
@@ -241,7 +244,8 @@ class RouterMetrics:
         self._replays.value += timeline.replays
         self._tokenize.observe(timeline.tokenize_s)
         self._prompt_length.observe(len(request.token_ids))
-        self._n.observe(request.num_sequences)
+        self._n.observe(request.num_choices)
+        self._best_of.observe(request.num_sequences)
         self._max_tokens.observe(request.sampling.max_tokens)
         self._answer_length.observe(sum(lengths))
         self._longest.observe(max(lengths))

@@ -52,6 +52,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Its `max_tokens` has been checked against the model's context length."""
     num_sequences: int = 1
     """Number of sequences to generate (`n` or `best_of`)."""
+    num_choices: int = 1
+    """Number of sequences to return (`n`)."""
     priority: int = 0
     """As in vLLM: smaller numbers go first."""
     cache_salt: str = ""

@@ -1,0 +1,69 @@
+"""Logs the load of an instance every few seconds while it works, in vLLM's words, and warns of preemptions."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.instance.ports import EngineStats
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+"""Time between two lines, as in vLLM."""
+
+
+class StatsLog:
+    """Logs the statistics of one engine from `start` to `close`, on the event loop. An idle instance logs nothing."""
+
+    def __init__(self, stats: Callable[[], EngineStats], *, now: Callable[[], float] = time.monotonic) -> None:
+        self._stats, self._now = stats, now
+        self._last, self._last_at = stats(), now()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Log in a task, every `INTERVAL_S` seconds."""
+        self._task = asyncio.get_running_loop().create_task(self._log_for_ever())
+
+    async def close(self) -> None:
+        """End the task."""
+        if self._task is not None:
+            await cancel_all([self._task])
+
+    def log(self) -> None:
+        """Log the rates since the last call and the present load, unless nothing runs and nothing was computed."""
+        stats, last, now = self._stats(), self._last, self._now()
+        seconds = max(now - self._last_at, 1e-3)
+        self._last, self._last_at = stats, now
+        if preempted := stats.preemptions - last.preemptions:
+            logger.warning(
+                "%d sequences were preempted, because too few KV blocks were free; they are computed again, which costs"
+                " time (%d preemptions since the start). Give the KV cache more memory or lower --max-num-seqs",
+                preempted,
+                stats.preemptions,
+            )
+        prompt_tokens, generated = (
+            stats.prompt_tokens - last.prompt_tokens,
+            stats.generated_tokens - last.generated_tokens,
+        )
+        if not (prompt_tokens or generated or stats.running or stats.waiting):
+            return
+        # Pooling engines have no blocks, and before the first prompt nothing was looked up in the cache.
+        used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
+        hits = stats.prefix_hit_tokens / stats.prefix_query_tokens if stats.prefix_query_tokens else 0.0
+        logger.info(
+            "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs,"
+            " Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
+            prompt_tokens / seconds,
+            generated / seconds,
+            stats.running,
+            stats.waiting,
+            100 * used,
+            100 * hits,
+        )
+
+    async def _log_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self.log()
