@@ -102,6 +102,7 @@ class KernelChecks:
         return found, ReferenceAttention().attend(query, cache[:, 1], meta, spec)
 
     def _norm(self) -> tuple[Tensor, Tensor]:
+        # Seven rows: no multiple of any tile, so that the last tile is not full.
         x, weight = torch.randn(7, HIDDEN, dtype=self._dtype), torch.randn(HIDDEN, dtype=self._dtype)
         found = self._layers.rms_norm(x.to(self._device), weight.to(self._device), 1e-6)
         return found, twin_layers.rms_norm(x, weight, 1e-6)
@@ -118,6 +119,7 @@ class KernelChecks:
 
     def _product(self, bits: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(7, HIDDEN, dtype=self._dtype)
+        # All codes occur, the negative ones too: a kernel that loses the sign of a code differs at once.
         codes = torch.randint(0, 1 << bits, (HIDDEN, HIDDEN), dtype=torch.uint8)
         scales = torch.rand(HIDDEN, HIDDEN // 128, dtype=self._dtype) / 16
         if bits == 4:

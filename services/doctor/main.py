@@ -47,6 +47,7 @@ def _shown(report: DoctorReport, settings: DoctorSettings) -> str:
 
 def _user() -> str:
     """Return the name of the user, or "" in a container that has none for its number."""
+    # The name is looked up by number, unless a variable such as USER holds it.
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -67,6 +67,7 @@ class Redaction:
 
 def as_issue_text(report: DoctorReport, root: Path, environ: Mapping[str, str], redaction: Redaction) -> str:
     """Return the report for an issue: facts about the machine, then a line for each finding, without remedies."""
+    # Without remedies: the reader of an issue knows them, and the text stays short enough to paste.
     problems = sum(finding.status == "problem" for finding in report.findings)
     lines = [
         f"baton doctor --report (Baton {report.version})",
@@ -80,6 +81,7 @@ def as_issue_text(report: DoctorReport, root: Path, environ: Mapping[str, str], 
 def _facts(root: Path, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield "system", _system(root)
     yield "cpu", _cpu(root)
+    # Render nodes of all vendors, also integrated GPUs: a second GPU may be the cause of a problem.
     for node in sorted((root / "sys/class/drm").glob("renderD*")):
         yield "gpu", _gpu(node)
     yield "drivers", ", ".join(_drivers(root))
@@ -123,6 +125,7 @@ def _drivers(root: Path) -> Iterator[str]:
     for package in SYSTEM_PACKAGES:
         if version := installed_version(root, package):
             yield f"{package} {version}"
+    # The file also names the machine on which the module was built; only the version is taken.
     if nvidia := re.search(r"\d{3}\.[\d.]+", _text(root / "proc/driver/nvidia/version")):
         yield f"nvidia {nvidia[0]}"
 

@@ -23,7 +23,7 @@ MAX_LINES = 40
 FEATURES = {"triton": True, "graphs": True, "distributed": True}
 B580 = DeviceFacts(0, "Intel(R) Arc(TM) B580 Graphics", int(11.3 * 2**30), 12e9, 12e9)
 H100 = DeviceFacts(0, "NVIDIA H100 80GB HBM3", 85017493504, 54.556e9, 54.544e9)
-"""What `device_probe` printed on an H100 on 2026-11-23."""
+"""The output of `device_probe` on an H100 on 2026-11-23."""
 
 
 def arc(root: Path) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What the fork server of `baton serve` imports for a model before it forks the instances."""
+"""The fork server of `baton serve` imports the modules of a model before it forks the instances."""
 
 import json
 import shutil
