@@ -19,12 +19,15 @@ import pytest
 
 from baton_serve.bench.ports import free_port
 from tests.e2e.cluster import ROOT, environment, wait_until
-from tests.helm.chart import Manifest, container_of, environment_of, named, objects, pod_of
+from tests.helm.chart import Manifest, container_of, environment_of, named, objects
 
 SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-test\n", "CLUSTER_KEY": "k" * 64}
 _NETWORK = f"127.{SystemRandom().randrange(1, 255)}.{SystemRandom().randrange(256)}"
 """Of this run's pods alone: another run on the machine has the same ports."""
 ADDRESSES = {role: f"{_NETWORK}.{n}" for n, role in enumerate(("router", "prefill", "decode", "unified"), start=2)}
+OTHER = "other-unified"
+"""A pool of the second model, of releases that have one."""
+POD_ADDRESSES = {**ADDRESSES, OTHER: f"{_NETWORK}.{len(ADDRESSES) + 2}"}
 VALUES: Manifest = {
     "model": {"servedName": ["tiny"], "source": {"kind": "hostPath", "hostPath": {"path": "/srv/models/tiny"}}},
     "gpu": {"resourceName": "", "device": "cpu"},
@@ -38,10 +41,13 @@ VALUES: Manifest = {
 
 
 class Pods:
-    """The pods of a release as processes of this machine."""
+    """The pods of a release as processes of this machine. `other` is the folder of a second model, whose mount is
+    /models/other.
+    """
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.rendered = objects(VALUES)
+    def __init__(self, folder: Path, model: Path, values: Manifest = VALUES, *, other: Path | None = None) -> None:
+        self.rendered = objects(values)
+        self._other = other
         self.folder = folder
         self._model = model
         self._redis_port = free_port()
@@ -51,8 +57,8 @@ class Pods:
         (folder / "run").mkdir()
 
     def environment(self, role: str) -> dict[str, str]:
-        fields = {"metadata.name": f"{role}-0", "status.podIP": ADDRESSES[role]}
-        container = container_of(pod_of(self.rendered, role))
+        fields = {"metadata.name": f"{role}-0", "status.podIP": POD_ADDRESSES[role]}
+        container = container_of(self._pod(role))
         given = environment_of(self.rendered, container, secrets=SECRETS, fields=fields)
         given.pop("HOME", None)  # a pod compiles its kernels; here they are in this user's cache
         return {name: self._localised(role, value) for name, value in given.items()}
@@ -61,18 +67,22 @@ class Pods:
         """Paths of mounts, names of Services and the pod's own address, as they are on this machine."""
         replaced = {
             "/models/model": str(self._model),
+            "/models/other": str(self._other),
             "/run/secrets/baton": str(self.folder),
             "/run/secrets/cluster": str(self.folder),
             "/run/baton": str(self.folder / "run"),
             "test-baton-redis:6379": f"127.0.0.1:{self._redis_port}",
-            "0.0.0.0": ADDRESSES[role],
+            "0.0.0.0": POD_ADDRESSES[role],
         }
         for there, here in replaced.items():
             value = value.replace(there, here)
         return value
 
+    def _pod(self, role: str) -> Manifest:
+        return dict(named(self.rendered, "Deployment", f"test-baton-{role}")["spec"]["template"]["spec"])
+
     def start(self, role: str) -> None:
-        arguments = container_of(pod_of(self.rendered, role))["args"]
+        arguments = container_of(self._pod(role))["args"]
         self._spawn(role, [sys.executable, "-m", "baton_serve", *arguments], environment() | self.environment(role))
 
     def start_redis(self) -> None:
@@ -94,11 +104,11 @@ class Pods:
 
     def probe(self, role: str, probe: str) -> int:
         """Status of a probe's request; 0 without an answer."""
-        container = container_of(pod_of(self.rendered, role))
+        container = container_of(self._pod(role))
         target = container[probe]["httpGet"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"http://{ADDRESSES[role]}:{ports[target['port']]}{target['path']}").status_code
+            return httpx.get(f"http://{POD_ADDRESSES[role]}:{ports[target['port']]}{target['path']}").status_code
         return 0
 
     def is_up(self, role: str, probe: str = "readinessProbe") -> bool:
@@ -108,9 +118,9 @@ class Pods:
 
     def pre_stop(self, role: str) -> int:
         """Status of what runs in the container before SIGTERM."""
-        command = container_of(pod_of(self.rendered, role))["lifecycle"]["preStop"]["exec"]["command"]
+        command = container_of(self._pod(role))["lifecycle"]["preStop"]["exec"]["command"]
         assert command[0] == "baton"
-        words = [word.replace("127.0.0.1", ADDRESSES[role]) for word in command[1:]]
+        words = [word.replace("127.0.0.1", POD_ADDRESSES[role]) for word in command[1:]]
         environ = environment() | self.environment(role)
         return subprocess.run([sys.executable, "-m", "baton_serve", *words], env=environ, check=False).returncode
 

@@ -39,6 +39,15 @@ def test_files_that_are_present_need_no_space(tmp_path: Path) -> None:
         SCRIPT["check_space"](SIZES, tmp_path, free=10, limit=0)
 
 
+def test_what_another_pod_has_received_of_a_file_needs_no_space(tmp_path: Path) -> None:
+    part = tmp_path / ".cache" / "huggingface" / "download" / "model.etag.incomplete"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(900))
+    SCRIPT["check_space"](SIZES, tmp_path, free=110, limit=0)
+    with pytest.raises(NO_SPACE):
+        SCRIPT["check_space"](SIZES, tmp_path, free=109, limit=0)
+
+
 class Hub:
     """A hub whose first answers are `errors`."""
 
