@@ -10,13 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from baton_serve.contracts.model_path import has_tokenizer
+
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 """The form of a model's name on the hub: ORG/NAME, and for a GGUF file of it ORG/NAME:Q4_K_M."""
 _SMALL_FILES = re.compile(r"[^/]+\.(json|jinja|txt|model|tiktoken|py)")
 """Configs, tokenizers and chat templates. They lie at the top of a repository."""
 _MODULE_FILES = re.compile(r"\d+_\w+/[^/]+\.(json|safetensors)")
 """The further modules of an embedding model in the format of sentence-transformers, such as `1_Pooling/config.json`."""
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_OTHER_GGUFS = ("mmproj", "imatrix")
+"""How the names of other GGUF files than language models begin: vision towers, and statistics for quantization."""
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+"""The end of the name of one file of a split model."""
 _OFF = ("", "0", "false", "no", "off")
 
 
@@ -34,8 +39,11 @@ def is_offline(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name, "").lower() not in _OFF for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
-def find_model(model: str, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder or the GGUF file of a model in the cache, or None if it has not been downloaded completely."""
+def find_model(model: str, environ: Mapping[str, str], *, weights: bool = True) -> Path | None:
+    """Return the folder or the GGUF file of a model in the cache, or None if it has not been downloaded completely.
+
+    Without `weights`, a folder with config and tokenizer is enough.
+    """
     name, _, kind = model.partition(":")
     folder = _cache(environ) / f"models--{name.replace('/', '--')}"
     try:
@@ -43,49 +51,55 @@ def find_model(model: str, environ: Mapping[str, str]) -> Path | None:
     except OSError:
         return None
     snapshot = folder / "snapshots" / commit
-    if not kind and _is_complete(snapshot):
+    if not kind and _is_complete(snapshot, weights=weights):
         return snapshot
-    ggufs = [file for file in snapshot.rglob("*.gguf") if file.is_file() and (not kind or _matches(file.name, kind))]
-    return ggufs[0] if len(ggufs) == 1 else None
+    ggufs = _of_kind([str(file) for file in snapshot.rglob("*.gguf") if file.is_file()], kind)
+    return Path(ggufs[0]) if len(ggufs) == 1 else None
 
 
-def obtain_model(model: str, environ: Mapping[str, str], *, offline: bool = False) -> Path:
+def obtain_model(model: str, environ: Mapping[str, str], *, offline: bool = False, weights: bool = True) -> Path:
     """Return the folder or the GGUF file of a model. Download what is missing, with a progress bar on a terminal.
 
-    Raises `HubError` if it is not in the cache and cannot be downloaded.
+    Without `weights`, a folder may lack them, as a router does not need them. Raises `HubError` if the model is not in
+    the cache and cannot be downloaded.
     """
-    if (found := find_model(model, environ)) is not None:
+    if (found := find_model(model, environ, weights=weights)) is not None:
         return found
     if offline or is_offline(environ):
         raise HubError(
             f"{model} is neither a folder nor in the Hugging Face cache, and downloads are off (--offline or"
             f" HF_HUB_OFFLINE): run `baton pull {model}` with a network, or give a folder"
         )
-    _download(model, environ)
-    if (found := find_model(model, environ)) is None:
+    _download(model, environ, weights=weights)
+    if (found := find_model(model, environ, weights=weights)) is None:
         raise HubError(
             f"{model}: files are missing after the download: run `baton pull {model}` again, which resumes it"
         )
     return found
 
 
-def choose_files(model: str, files: Sequence[str]) -> list[str]:
-    """Return those of a repository's `files` that serving needs: one format of the weights, configs and tokenizer.
+def choose_files(model: str, files: Sequence[str], *, weights: bool = True) -> list[str]:
+    """Return the names in `files`, a repository's files, that serving needs: configs, tokenizer and weights.
 
-    Raises `HubError` if it has no weights in a usable format, or several GGUF files and `model` names none of them.
+    A GGUF file contains all of these, so it is then the only one. Without `weights`, safetensors are left out. Raises
+    `HubError` if it has no weights in a usable format, or several GGUF files and `model` names none of them.
     """
     name, _, kind = model.partition(":")
     small = [file for file in files if _SMALL_FILES.fullmatch(file) or _MODULE_FILES.fullmatch(file)]
-    ggufs = [file for file in files if file.endswith(".gguf")]
-    if kind:
-        ggufs = [file for file in ggufs if _matches(file, kind)]
-    weights = [file for file in files if file.endswith(".safetensors") and "/" not in file]
+    ggufs = _of_kind(files, kind)
+    tensors = [file for file in files if file.endswith(".safetensors") and "/" not in file]
     # Mistral's repositories hold the weights twice; `consolidated` is the format of its own library.
-    weights = [file for file in weights if not file.startswith("consolidated")] or weights
-    if weights and not kind:
-        return small + weights
+    tensors = [file for file in tensors if not file.startswith("consolidated")] or tensors
+    if tensors and not kind:
+        return small + tensors if weights else small
+    # Not the small files: a config without its tokenizer, as some of these repositories have, would hide the file's.
     if len(ggufs) == 1:
-        return small + ggufs
+        return ggufs
+    if ggufs and all(_PART.search(file) for file in ggufs):
+        raise HubError(
+            f"{model} is split into {len(ggufs)} files: download them, join them with `llama-gguf-split --merge`, and"
+            " give that file"
+        )
     if ggufs or kind:
         listed = ", ".join(file for file in files if file.endswith(".gguf")) or "none"
         raise HubError(
@@ -94,7 +108,7 @@ def choose_files(model: str, files: Sequence[str]) -> list[str]:
     raise HubError(f"{model} has no *.safetensors and no *.gguf files: convert the weights, and give that folder")
 
 
-def _download(model: str, environ: Mapping[str, str]) -> None:
+def _download(model: str, environ: Mapping[str, str], *, weights: bool) -> None:
     # The import takes a third of a second, which a start from the cache must not pay for.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -103,7 +117,7 @@ def _download(model: str, environ: Mapping[str, str]) -> None:
     options: dict[str, Any] = {"token": environ.get("HF_TOKEN") or None, "endpoint": endpoint}
     try:
         siblings = HfApi(**options).model_info(name, timeout=30.0).siblings or []
-        wanted = choose_files(model, [sibling.rfilename for sibling in siblings])
+        wanted = choose_files(model, [sibling.rfilename for sibling in siblings], weights=weights)
         snapshot_download(name, allow_patterns=wanted, cache_dir=_cache(environ), **options)
     except HfHubHTTPError as exc:
         raise HubError(_refusal(name, endpoint, exc.response.status_code if exc.response is not None else 0)) from exc
@@ -129,10 +143,12 @@ def _refusal(name: str, endpoint: str, status: int) -> str:
     return f"{name} cannot be downloaded: {endpoint} answered {status or 'with an error'}: try again later"
 
 
-def _is_complete(snapshot: Path) -> bool:
-    """Return whether a snapshot has a config, a tokenizer and all its weights; an interrupted download may not."""
-    if not (snapshot / "config.json").is_file() or not any((snapshot / name).is_file() for name in _TOKENIZERS):
+def _is_complete(snapshot: Path, *, weights: bool) -> bool:
+    """Return whether a snapshot has a config, a tokenizer and, if wanted, all weights; an interrupted one may not."""
+    if not (snapshot / "config.json").is_file() or not has_tokenizer(snapshot):
         return False
+    if not weights:
+        return True
     index = snapshot / "model.safetensors.index.json"
     try:
         shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
@@ -142,10 +158,18 @@ def _is_complete(snapshot: Path) -> bool:
     return has_weights and all((snapshot / str(shard)).is_file() for shard in shards)
 
 
-def _matches(file: str, kind: str) -> bool:
-    """Return whether a GGUF file's name contains `kind`, such as Q4_K_M, as a whole word."""
-    stem = file.rsplit("/", 1)[-1].removesuffix(".gguf")
-    return re.search(rf"(^|[.-]){re.escape(kind)}([.-]|$)", stem, re.IGNORECASE) is not None
+def _of_kind(files: Sequence[str], kind: str) -> list[str]:
+    """Return the GGUF files of language models in `files` whose names contain `kind`, such as Q4_K_M, as a word."""
+    # A kind contains underscores, so one may stand before it, but not after it.
+    word = re.compile(rf"(^|[._-]){re.escape(kind)}([.-]|$)", re.IGNORECASE)
+    found = []
+    for file in files:
+        name = file.rsplit("/", 1)[-1]
+        is_model = name.endswith(".gguf") and not name.lower().startswith(_OTHER_GGUFS)
+        if is_model and (not kind or word.search(name.removesuffix(".gguf"))):
+            found.append(file)
+    # `UD-Q4_K_M` is a kind of its own. `Q4_K_M` means it only if the repository lacks that kind.
+    return [file for file in found if f"ud-{kind}".lower() not in file.lower()] or found
 
 
 def _cache(environ: Mapping[str, str]) -> Path:

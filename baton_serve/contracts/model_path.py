@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
 
 def model_folder(model: str) -> Path:
     """Return the folder of a model that is given as a folder or as a GGUF file in it."""
@@ -11,10 +13,17 @@ def model_folder(model: str) -> Path:
     return path.parent if path.suffix == ".gguf" else path
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder has the file of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
 def is_lone_gguf(model: str) -> bool:
-    """Return whether `model` is a GGUF file without a config.json beside it."""
+    """Return whether `model` is a GGUF file without a config.json and a tokenizer beside it."""
     file = Path(model)
-    return file.suffix == ".gguf" and file.is_file() and not (file.parent / "config.json").is_file()
+    if file.suffix != ".gguf" or not file.is_file():
+        return False
+    return not (file.parent / "config.json").is_file() or not has_tokenizer(file.parent)
 
 
 def gguf_cache_folder(file: Path, environ: Mapping[str, str]) -> Path:

@@ -5,7 +5,7 @@ from os import environ
 
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
-from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device
+from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device, with_local_model
 
 
 def main(argv: list[str]) -> None:
@@ -18,6 +18,7 @@ def main(argv: list[str]) -> None:
         program="baton decode",
         description="Runs a decode instance: fetches prompts' KV blocks from prefill instances and generates answers.",
     )
+    settings = with_local_model(settings, environ, "decode")
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.

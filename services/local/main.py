@@ -16,11 +16,12 @@ from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.loading.native.config import read_folder
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
-from baton_serve.model_hub import HubError, is_hub_name, obtain_model
+from baton_serve.model_hub import is_hub_name
 from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp, reachable_url
 from baton_serve.services.common.lifecycle import Lifecycle, run
+from baton_serve.services.common.local_model import local_model
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.settings.configuration import environment, load_with, stop
 from baton_serve.services.common.settings.options import Option
@@ -37,7 +38,6 @@ from baton_serve.services.local.plan import (
 )
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
 from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, ClusterSupervisor, ClusterTimeouts
-from baton_serve.services.local.unpack import unpack_gguf
 
 PROGRAM = "baton serve"
 
@@ -130,12 +130,10 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
 
     Raises `ConfigurationError` if the model is missing, if the pools cannot serve it, or if the port is in use.
     """
-    if is_hub_name(name := settings.model):
-        settings = msgspec.structs.replace(settings, model=_downloaded(name, environ, is_offline=settings.offline))
+    if settings.model:
+        path = local_model(settings.model, environ, offline=settings.offline)
+        settings = msgspec.structs.replace(settings, model=path)
     folder = model_folder(settings.model) if settings.model else DEMO_MODEL
-    if is_lone_gguf(settings.model):
-        settings = msgspec.structs.replace(settings, model=unpack_gguf(Path(settings.model), environ))
-        folder = model_folder(settings.model)
     if not (folder / "config.json").is_file():
         if not settings.model:
             raise ConfigurationError(f"this installation lacks the bundled demo model ({folder}): name a MODEL")
@@ -146,14 +144,6 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
         port = probe.getsockname()[1]
     settings = msgspec.structs.replace(settings, model=settings.model or str(folder), port=port)
     return with_pools(settings, _kind(folder, given))
-
-
-def _downloaded(name: str, environ: Mapping[str, str], *, is_offline: bool) -> str:
-    """Return the path of a model of the hub, and download what is missing. Raises `ConfigurationError`."""
-    try:
-        return str(obtain_model(name, environ, offline=is_offline))
-    except HubError as exc:
-        raise ConfigurationError(f"MODEL {exc}") from exc
 
 
 def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:

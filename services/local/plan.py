@@ -77,8 +77,9 @@ def plan(
     `settings.port` must be the actual port. `names` are the names under which the model is served. Raises
     `ConfigurationError` if an instance needs more devices than there are.
     """
-    common = {"model": settings.model, "registry": registry, "served_model_name": names}
-    common |= {"cluster_key_file": machine.cluster_key}
+    common: dict[str, Value] = {"model": settings.model, "registry": registry, "served_model_name": names}
+    # The router obtains the models of --models itself.
+    common |= {"cluster_key_file": machine.cluster_key, "offline": settings.offline or None}
     router = _process("router", "router", common | {"host": settings.host, "port": settings.port}, given, given.router)
     counts: dict[Role, int] = {
         "prefill": settings.prefill,

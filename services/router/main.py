@@ -24,7 +24,7 @@ from baton_serve.services.common.http.slots import HttpLimits
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import registry_view
-from baton_serve.services.common.settings.configuration import load_settings
+from baton_serve.services.common.settings.configuration import environment, load_settings, stop
 from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.app import create_app
@@ -34,7 +34,7 @@ from baton_serve.services.router.cluster.readiness import ReadinessLog
 from baton_serve.services.router.http.gateway import Gateway, with_middleware
 from baton_serve.services.router.http.hosts import with_allowed_hosts
 from baton_serve.services.router.http.status_endpoints import own_metrics, own_stats
-from baton_serve.services.router.models import Models, settings_of_models
+from baton_serve.services.router.models import Models, settings_of_models, with_local_models
 from baton_serve.services.router.placement.admission import AdmissionRules
 from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.placement.policy import PlacementPolicy
@@ -73,6 +73,10 @@ def main(argv: Sequence[str]) -> int:
         program=PROGRAM,
         description="Serves the OpenAI API and sends each request to the instances that are predicted to answer first.",
     )
+    try:
+        settings = with_local_models(settings, environment())
+    except ConfigurationError as exc:
+        stop(PROGRAM, str(exc))
     prepare(settings)
     warn_of_removed(settings)
     start_all = start if settings.workers == 1 else start_router_processes

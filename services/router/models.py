@@ -5,12 +5,13 @@ and the limits on all requests.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.cluster import Cluster
@@ -68,6 +69,36 @@ def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
         if each.enable_auto_tool_choice and each.tool_call_parser is None:
             raise ConfigurationError("--enable-auto-tool-choice needs --tool-call-parser")
     return result
+
+
+def with_local_models(settings: RouterSettings, environ: Mapping[str, str]) -> RouterSettings:
+    """Return the settings with paths of all models and tokenizers, which are downloaded or unpacked if necessary.
+
+    A model keeps its name as it was given, by which instances that got the same name are recognized. Raises
+    `ConfigurationError` if a model cannot be obtained.
+    """
+
+    def path_of(model: str) -> str:
+        return local_model(model, environ, offline=settings.offline, weights=False)
+
+    further = {name: _with_local_model(entry, path_of) for name, entry in settings.models.items()}
+    tokenizer = path_of(settings.tokenizer) if settings.tokenizer is not None else None
+    settings = msgspec.structs.replace(settings, models=further, tokenizer=tokenizer)
+    if (path := path_of(settings.model)) == settings.model:
+        return settings
+    names = settings.served_model_name or names_of_model(settings.model)
+    return msgspec.structs.replace(settings, model=path, served_model_name=names)
+
+
+def _with_local_model(entry: object, path_of: Callable[[str], str]) -> object:
+    """Return an entry of `--models` with the path of its model. A malformed entry is returned as it is."""
+    model = entry.get("model") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(model, str) or (path := path_of(model)) == model:
+        return entry
+    names = entry.get("served_model_name", [])
+    if isinstance(names, list):
+        names = [*names, *names_of_model(model)]
+    return {**entry, "model": path, "served_model_name": names}
 
 
 class Models:

@@ -16,7 +16,7 @@ from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import generate
 from baton_serve.services.instance.ports import EngineStats
 from baton_serve.services.instance.request_server import RoleMessage
-from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device
+from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device, with_local_model
 
 
 class UnifiedHandler:
@@ -54,6 +54,7 @@ def main(argv: list[str]) -> None:
         program="baton unified",
         description="Runs a unified instance: computes prompts and generates answers on the same device.",
     )
+    settings = with_local_model(settings, environ, "unified")
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton_serve.contracts.model_path import is_lone_gguf
+from baton_serve.services.common.local_model import unpack_gguf
 from baton_serve.services.local.settings import DEMO_MODEL
-from baton_serve.services.local.unpack import unpack_gguf
 from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
 from tests.families import FAMILIES

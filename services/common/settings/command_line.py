@@ -96,7 +96,13 @@ class CommandLine:
         """`everyday` has the names of the options that `--help` shows first; without it `--help` shows all."""
         self._options = options
         self._program = program
-        usage = " ".join([program, *(f"[{o.name.upper()}]" for o in options if o.is_positional), "[options]"])
+        usage = " ".join(
+            [
+                program,
+                *(o.name.upper() if o.is_required else f"[{o.name.upper()}]" for o in options if o.is_positional),
+                "[options]",
+            ]
+        )
         self._parser = _Parser(
             prog=program,
             # An abbreviation could become ambiguous, or mean another flag, in a later version.

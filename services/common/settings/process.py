@@ -21,8 +21,15 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the settings of logs and traces, which every process of a cluster has."""
+    """Holds the settings of downloads, logs and traces, which every process of a cluster has."""
 
+    offline: Annotated[
+        bool,
+        Meta(
+            description="download nothing: use models in folders and in the Hugging Face cache only",
+            extra={"group": "model"},
+        ),
+    ] = False
     log_level: Annotated[
         LogLevel, Meta(description="lowest level of log messages that are written", extra={"group": "logs"})
     ] = "info"

@@ -11,6 +11,7 @@ from baton_serve.services.instance.settings.instance import (
     peer_access,
     short_waits,
     visible_device,
+    with_local_model,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "peer_access",
     "short_waits",
     "visible_device",
+    "with_local_model",
 ]

@@ -6,13 +6,16 @@ Each flag of the engine that vLLM has too carries vLLM's name.
 import os
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta
 
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.local_model import local_model, names_of_model
+from baton_serve.services.common.settings.configuration import stop
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings.process import NetworkSettings
 
@@ -38,9 +41,10 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
     model: Annotated[
         str,
         Meta(
-            description="path of a Hugging Face model folder (config.json and safetensors) or of a GGUF file",
+            description="path of a Hugging Face model folder (config.json and safetensors) or of a GGUF file, or"
+            " ORG/NAME of a model on the hub, which is downloaded if it is not in the cache",
             min_length=1,
-            extra={"group": "model"},
+            extra={"group": "model", "positional": True},
         ),
     ]
     served_model_name: Annotated[
@@ -279,9 +283,21 @@ def model_names(settings: InstanceSettings) -> list[str]:
     """Return the model names that requests may use. The first is reported in answers, the others are aliases."""
     if settings.served_model_name:
         return list(settings.served_model_name)
-    # Clients usually know the model by its repository name, which is the last component of the path.
-    folder = Path(settings.model).name
-    return [settings.model] if folder in ("", settings.model) else [settings.model, folder]
+    return names_of_model(settings.model)
+
+
+def with_local_model(settings: InstanceSettings, environ: Mapping[str, str], role: Role) -> InstanceSettings:
+    """Return the settings with the path of the model, which is downloaded or unpacked if necessary.
+
+    The names in requests are those of the model as it was given. The process exits if the model cannot be obtained.
+    """
+    try:
+        path = local_model(settings.model, environ, offline=settings.offline)
+    except ConfigurationError as exc:
+        stop(f"baton {role}", str(exc))
+    if path == settings.model:
+        return settings
+    return msgspec.structs.replace(settings, model=path, served_model_name=model_names(settings))
 
 
 def visible_device(settings: InstanceSettings) -> dict[str, str]:

@@ -141,9 +141,10 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
     model: Annotated[
         str,
         Meta(
-            description="folder of the model with config.json, tokenizer.json and tokenizer_config.json",
+            description="folder of the model with config.json, tokenizer.json and tokenizer_config.json, GGUF file, or"
+            " ORG/NAME of a model on the hub, of which only these files are downloaded",
             min_length=1,
-            extra={"group": "model"},
+            extra={"group": "model", "positional": True},
         ),
     ]
     served_model_name: Annotated[

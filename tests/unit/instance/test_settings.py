@@ -1,4 +1,5 @@
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,9 @@ from baton_serve.services.instance.settings import (
     peer_access,
     short_waits,
     visible_device,
+    with_local_model,
 )
+from tests.unit.local.hub_cache import downloaded
 
 
 def settings(*argv: str) -> InstanceSettings:
@@ -99,3 +102,21 @@ def test_cores_are_a_list_or_one_of_two_words(text: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         settings("--model=/m", f"--omp-threads-bind={text}")
     assert "omp" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_gets_its_path_and_keeps_its_name(tmp_path: Path) -> None:
+    folder = downloaded(tmp_path, "org/small", "abc")
+    cache = {"HF_HUB_CACHE": str(tmp_path)}
+    found = with_local_model(settings("org/small"), cache, "decode")
+    assert found.model == str(folder) and model_names(found) == ["org/small", "small"]
+    named = with_local_model(settings("org/small", "--served-model-name", "mine"), cache, "decode")
+    assert model_names(named) == ["mine"]
+    assert with_local_model(settings(str(folder)), {}, "decode") == settings("--model", str(folder))
+
+
+def test_a_missing_model_of_the_hub_stops_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        with_local_model(settings("org/small", "--offline"), {"HF_HUB_CACHE": str(tmp_path)}, "decode")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2
+    assert line.startswith("baton decode: MODEL org/small is neither") and "baton pull org/small" in line

@@ -9,19 +9,9 @@ from baton_serve.bench.ports import free_port
 from baton_serve.model_hub import HubError, choose_files, find_model, is_hub_name, obtain_model
 from baton_serve.services.local.settings import DEMO_MODEL
 from tests.unit.local.fake_hub import FakeHub
+from tests.unit.local.hub_cache import downloaded
 
 NAME = "org/small-1.5B"
-
-
-def downloaded(cache: Path, name: str, commit: str) -> Path:
-    folder = cache / f"models--{name.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text(commit)
-    found = folder / "snapshots" / commit
-    found.mkdir(parents=True)
-    for file in ("config.json", "tokenizer.json", "model.safetensors"):
-        (found / file).write_text("{}")
-    return found
 
 
 @pytest.fixture
@@ -123,12 +113,54 @@ def test_one_format_of_the_weights_is_chosen() -> None:
     ]
     both = ["consolidated.safetensors", "model-1.safetensors", "model-2.safetensors"]
     assert choose_files("a/b", [*small, *others, *both]) == [*small, "model-1.safetensors", "model-2.safetensors"]
-    assert choose_files("a/b:q4_k_m", [*small, *others, *both]) == [*small, "x.Q4_K_M.gguf"]
-    assert choose_files("a/b", ["x.Q8_0.gguf"]) == ["x.Q8_0.gguf"]
+    assert choose_files("a/b", [*small, *others, *both], weights=False) == small
+    assert choose_files("a/b:q4_k_m", [*small, *others, *both]) == ["x.Q4_K_M.gguf"]
+    assert choose_files("a/b", ["config.json", "x.Q8_0.gguf"], weights=False) == ["x.Q8_0.gguf"]
     with pytest.raises(HubError, match=r"give a/b:KIND.*x\.Q4_K_M\.gguf, x\.Q8_0\.gguf"):
         choose_files("a/b", others)
     with pytest.raises(HubError, match="convert the weights"):
         choose_files("a/b", ["config.json", "pytorch_model.bin"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("Q4_K_M", "Qwen3-8B-Q4_K_M.gguf"),
+        ("UD-Q4_K_M", "Qwen3-8B-UD-Q4_K_M.gguf"),
+        ("Q5_K_XL", "Qwen3-8B-UD-Q5_K_XL.gguf"),
+        ("f16", "deep/qwen_F16.gguf"),
+        ("Q4_0", "Qwen3-8B.Q4_0.gguf"),
+    ],
+)
+def test_a_kind_means_one_file_of_those_that_repositories_have(kind: str, file: str) -> None:
+    files = [
+        "Qwen3-8B-Q4_K_M.gguf",
+        "Qwen3-8B-IQ4_K_M.gguf",
+        "Qwen3-8B-UD-Q4_K_M.gguf",
+        "Qwen3-8B-UD-Q5_K_XL.gguf",
+        "Qwen3-8B.Q4_0.gguf",
+        "Qwen3-8B.Q4_0_4_4.gguf",
+        "deep/qwen_F16.gguf",
+        "mmproj-F16.gguf",
+        "imatrix_unsloth.gguf",
+    ]
+    assert choose_files(f"a/b:{kind}", files) == [file]
+
+
+def test_a_split_gguf_file_and_an_unknown_kind_are_errors_with_a_remedy() -> None:
+    parts = [f"Q8_0/x-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
+    with pytest.raises(HubError, match=r"split into 2 files.*llama-gguf-split --merge"):
+        choose_files("a/b:Q8_0", parts)
+    with pytest.raises(HubError, match=r"a/b:Q3_K does not name one GGUF file.*files: x-Q8_0\.gguf"):
+        choose_files("a/b:Q3_K", ["x-Q8_0.gguf"])
+
+
+def test_without_weights_only_small_files_are_downloaded_and_the_weights_later(hub: FakeHub, tmp_path: Path) -> None:
+    folder = obtain_model(NAME, environ(hub, tmp_path), weights=False)
+    assert (folder / "tokenizer.json").is_file() and "model.safetensors" not in hub.fetched
+    assert find_model(NAME, environ(hub, tmp_path)) is None
+    assert obtain_model(NAME, environ(hub, tmp_path)) == folder
+    assert hub.fetched["model.safetensors"] == 1 and hub.fetched["tokenizer.json"] == 1
 
 
 def test_a_gguf_file_is_found_by_its_kind(tmp_path: Path) -> None:

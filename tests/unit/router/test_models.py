@@ -18,10 +18,11 @@ from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.main import admission_control, request_policy
-from baton_serve.services.router.models import Models, settings_of_models
+from baton_serve.services.router.models import Models, settings_of_models, with_local_models
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.settings import RouterSettings
+from tests.unit.local.hub_cache import downloaded
 from tests.unit.router.conftest import settle
 from tests.unit.router.fakes import LAYOUT, FakeCluster, record
 from tests.unit.router.tokenizers_for_tests import write_folder
@@ -131,3 +132,35 @@ def test_a_model_that_is_described_wrongly_stops_the_start() -> None:
     for entry, reason in (({"model": "m", "colour": 1}, "colour"), ({}, "model"), ({"model": 5}, "str")):
         with pytest.raises(ConfigurationError, match=f"--models small: .*{reason}"):
             settings_of_models(RouterSettings(model="m", models={"small": entry}))
+
+
+def test_models_by_the_names_of_the_hub_get_their_paths_and_keep_their_names(tmp_path: Path) -> None:
+    folders = {name: downloaded(tmp_path, name, "abc") for name in ("org/big", "org/small", "org/words")}
+    (folders["org/small"] / "model.safetensors").unlink()  # the router needs no weights
+    given = RouterSettings(
+        model="org/big",
+        tokenizer="org/words",
+        models={
+            "small": {"model": "org/small", "served_model_name": ["tiny"]},
+            "local": {"model": "/models/local"},
+            "broken": 3,
+        },
+    )
+    found = with_local_models(given, {"HF_HUB_CACHE": str(tmp_path)})
+    assert (found.model, found.served_model_name) == (str(folders["org/big"]), ["org/big", "big"])
+    assert found.tokenizer == str(folders["org/words"])
+    assert found.models == {
+        "small": {"model": str(folders["org/small"]), "served_model_name": ["tiny", "org/small", "small"]},
+        "local": {"model": "/models/local"},
+        "broken": 3,
+    }
+    named = with_local_models(
+        RouterSettings(model="org/big", served_model_name=["mine"]), {"HF_HUB_CACHE": str(tmp_path)}
+    )
+    assert named.served_model_name == ["mine"]
+
+
+def test_a_further_model_that_is_missing_is_named_when_downloads_are_off(tmp_path: Path) -> None:
+    given = RouterSettings(model="/models/big", models={"small": {"model": "org/small"}}, offline=True)
+    with pytest.raises(ConfigurationError, match=r"MODEL org/small .* `baton pull org/small`"):
+        with_local_models(given, {"HF_HUB_CACHE": str(tmp_path)})

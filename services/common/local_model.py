@@ -1,0 +1,60 @@
+"""Makes the model that a command names usable: downloads a model of the hub, and unpacks a single GGUF file.
+
+It needs neither torch nor numpy, so that the router can use it.
+"""
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton_serve.child_command import module_command
+from baton_serve.contracts.model_path import gguf_cache_folder, is_lone_gguf
+from baton_serve.model_hub import HubError, is_hub_name, obtain_model
+from baton_serve.services.common.errors import ConfigurationError
+
+UNPACK_DEADLINE_S = 600.0
+"""Longest time that the child process may take. transformers needs tens of seconds on a busy host."""
+
+
+def local_model(model: str, environ: Mapping[str, str], *, offline: bool = False, weights: bool = True) -> str:
+    """Return the path of a folder with config and tokenizer, or of a GGUF file in such a folder.
+
+    A path that needs nothing is returned unchanged. Without `weights`, only config and tokenizer of a hub's model are
+    downloaded, unless they are in its GGUF file. Raises `ConfigurationError` if the model cannot be obtained.
+    """
+    path = model
+    if is_hub_name(model):
+        try:
+            path = str(obtain_model(model, environ, offline=offline, weights=weights))
+        except HubError as exc:
+            raise ConfigurationError(f"MODEL {exc}") from exc
+    return unpack_gguf(Path(path), environ) if is_lone_gguf(path) else path
+
+
+def names_of_model(model: str) -> list[str]:
+    """Return the names of a model that has no others: as it was given, and the last component of that.
+
+    Clients usually know a model by its repository name, which is the last component of its path.
+    """
+    folder = Path(model).name
+    return [model] if folder in ("", model) else [model, folder]
+
+
+def unpack_gguf(file: Path, environ: Mapping[str, str]) -> str:
+    """Unpack a GGUF file into this user's cache and return the path to serve instead of it.
+
+    Raises `ConfigurationError` if `baton unpack` fails or takes too long.
+    """
+    folder = gguf_cache_folder(file, environ)
+    # A child process unpacks it: transformers, which some files need, would slow down and enlarge this one.
+    command = module_command("baton_serve", "unpack", str(file), str(folder))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=UNPACK_DEADLINE_S)
+    except subprocess.TimeoutExpired as exc:
+        raise ConfigurationError(
+            f"MODEL {file}: `baton unpack` did not end within {UNPACK_DEADLINE_S:.0f} s; is the disk reachable?"
+        ) from exc
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        raise ConfigurationError(f"MODEL {file}: {last}")
+    return str(folder / file.name)
