@@ -46,9 +46,12 @@ ROUTER_DECIDED = set(
     " shutdown_timeout_s cluster_key_file log_level log_format otlp_traces_endpoint".split()
 )
 # Settings that have no place in Kubernetes: the pod sees its own cards alone; keys belong into a file from a Secret;
-# which cores a pod has, and who gives way on them, is the kubelet's affair; a Unix socket does not leave its pod.
-INSTANCE_UNUSED = {"device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share", "rpc_socket"}
-ROUTER_UNUSED = {"api_key"}
+# which cores a pod has, and who gives way on them, is the kubelet's affair; a Unix socket does not leave its pod; the
+# model is always a path, because another container downloads it.
+INSTANCE_UNUSED = {
+    "device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share", "rpc_socket", "offline",
+}  # fmt: skip
+ROUTER_UNUSED = {"api_key", "offline"}
 
 COLLECTOR = "http://collector.observability:4318/v1/traces"
 
