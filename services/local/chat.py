@@ -92,6 +92,7 @@ def _server(settings: CompletionSettings, environ: Mapping[str, str], options: S
         with ChatClient(settings.url, key) as client:
             yield client
         return
+    # The keys of the environment belong to other servers; only a key that was given for this one is sent.
     # Warnings of the cluster would appear in the middle of the conversation.
     words = [settings.model, "--log-level=error", *options]
     with LocalCluster(words) as cluster, ChatClient(cluster.url, settings.api_key) as client:
@@ -226,5 +227,6 @@ class Dialogue:
         return "/v1/chat/completions", {**body, "messages": [*self.history, {"role": "user", "content": message}]}
 
     def _remember(self, message: str, answer: str) -> None:
+        # Chat templates refuse two messages of the user in a row, so a message without an answer is left out.
         if self._is_chat and answer:
             self.history += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]

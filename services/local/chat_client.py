@@ -125,6 +125,7 @@ def _parts(received: Iterator[bytes]) -> Iterator[AnswerPart]:
             if not line.startswith(b"data:"):
                 continue
             payload = line.removeprefix(b"data:").strip()
+            # Only this shows that the answer is whole: a connection that ends may have been cut.
             if payload == b"[DONE]":
                 return
             yield from _texts(payload)
@@ -149,6 +150,7 @@ def _texts(payload: bytes) -> Iterator[AnswerPart]:
 
 def _refused(status: int, body: bytes) -> AnswerError:
     """Return the error for an answer with an error status."""
+    # A proxy in front of the server may answer with a page of its own.
     try:
         problem = msgspec.json.decode(body, type=_Event).error
     except msgspec.MsgspecError:

@@ -86,6 +86,7 @@ class LocalCluster:
     def _read_banner(self) -> str:
         assert self._process.stdout is not None
         banner = BannerReader()
+        # No deadline here: `baton serve` has one (--start-timeout-s), and a download before it shows its progress.
         for line in self._process.stdout:
             if (url := banner.feed(line)) is not None:
                 return url
@@ -98,6 +99,7 @@ class LocalCluster:
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except KeyboardInterrupt:
+                # The user presses Ctrl-C again, but the session of the cluster does not receive it.
                 self._process.send_signal(signal.SIGINT)
                 self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

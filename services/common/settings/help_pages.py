@@ -67,6 +67,7 @@ class HelpPages:
 
     def _found(self, word: str) -> dict[str, Sequence[argparse.Action]]:
         """Return the group of this name, or else the options that contain the word, by group."""
+        # Users type a flag with its dashes or as in a file, where names have underscores.
         wanted = word.lower().lstrip("-").replace("_", "-")
         if (named := self.groups.get(wanted)) is not None:
             return {wanted: named}
@@ -77,6 +78,7 @@ class HelpPages:
         return {title: actions for title, actions in matching.items() if actions}
 
     def _text(self, paragraphs: Sequence[str], sections: Mapping[str, Sequence[argparse.Action]]) -> str:
+        # Not the parser's own `format_help`, which always shows all options.
         formatter = HelpFormatter(self.program)
         for title, actions in sections.items():
             formatter.start_section(title)
