@@ -35,4 +35,6 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: list[int] = []
+    """The alternatives of each token, instead of the most likely ones. They need `logprobs`."""
     prompt_logprobs: int | None = None

@@ -221,3 +221,18 @@ def test_logprobs_are_of_the_raw_logits_with_ranks(logits: torch.Tensor) -> None
     assert [(entry.token_id, entry.rank) for entry in found.top] == [
         (token, rank) for rank, token in enumerate(expected.topk(2).indices.tolist(), 1)
     ]
+
+
+def test_alternatives_may_be_named(logits: torch.Tensor) -> None:
+    rows = [make_row([1], temperature=0.0, logprobs=0, logprob_token_ids=[3, 1]), make_row([1], logprobs=1)]
+    answer = Sampler(torch.device("cpu")).sample(logits.expand(2, VOCAB), rows)
+    assert answer.logprobs is not None
+    named, others = answer.logprobs
+    expected = logits[0].log_softmax(-1)
+    assert named is not None and others is not None
+    assert named.chosen.token_id == int(expected.argmax())
+    assert [entry.token_id for entry in named.top] == [3, 1]
+    for entry in named.top:
+        assert entry.logprob == pytest.approx(float(expected[entry.token_id]))
+        assert entry.rank == int((expected >= expected[entry.token_id]).sum())
+    assert [entry.token_id for entry in others.top] == [int(expected.argmax())]

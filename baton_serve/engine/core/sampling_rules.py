@@ -78,6 +78,7 @@ def _check_sampling(sampling: SamplingSpec, *, vocab_size: int, max_logprobs: in
         ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
         ("repetition_penalty", sampling.repetition_penalty, 1e-6, MAX_FACTOR),
         ("logprobs", sampling.logprobs or 0, 0, max_logprobs),
+        ("len(logprob_token_ids)", len(sampling.logprob_token_ids), 0, max_logprobs),
         ("prompt_logprobs", sampling.prompt_logprobs or 0, 0, max_logprobs),
         ("min_tokens", sampling.min_tokens, 0, sampling.max_tokens),
     ]
@@ -89,8 +90,11 @@ def _check_sampling(sampling: SamplingSpec, *, vocab_size: int, max_logprobs: in
     if sampling.top_k < -1:
         raise RequestError("invalid", f"top_k is {sampling.top_k}; it must be -1 (all), 0 (all) or positive")
     token_ids = [*sampling.logit_bias, *(sampling.allowed_token_ids or []), *chain.from_iterable(sampling.bad_words)]
-    if any(not 0 <= token < vocab_size for token in token_ids):
-        raise RequestError("invalid", f"logit_bias, allowed_token_ids and bad_words must lie in 0..{vocab_size - 1}")
+    if any(not 0 <= token < vocab_size for token in (*token_ids, *sampling.logprob_token_ids)):
+        raise RequestError(
+            "invalid",
+            f"logit_bias, allowed_token_ids, bad_words and logprob_token_ids must lie in 0..{vocab_size - 1}",
+        )
     if [] in sampling.bad_words:
         raise RequestError("invalid", "bad_words contains an empty word, which would exclude every token; remove it")
     if sampling.allowed_token_ids == []:

@@ -20,17 +20,30 @@ from baton_serve.engine.sample.penalties import Penalties
 from baton_serve.engine.sample.token_masks import TokenMasks
 
 
-def row_logprobs(raw: Tensor, chosen: Sequence[int], wanted: Mapping[int, int]) -> list[TokenLogprobs | None]:
+def row_logprobs(
+    raw: Tensor, chosen: Sequence[int], wanted: Mapping[int, int], named: Mapping[int, Sequence[int]] | None = None
+) -> list[TokenLogprobs | None]:
     """Return the logprobs of each row, or None for rows without. `raw` is [rows, vocab_size].
 
-    `wanted` is the number of alternatives, by row, for rows that asked for logprobs.
+    `wanted` is the number of alternatives, by row, for rows that asked for logprobs. `named` are the alternatives of
+    rows that asked for certain tokens.
     """
     picked = torch.tensor(list(wanted), device=raw.device)
     answers = token_logprobs(raw[picked], [chosen[i] for i in wanted], max(wanted.values()))
     result: list[TokenLogprobs | None] = [None] * len(chosen)
     for (row, count), answer in zip(wanted.items(), answers, strict=True):
-        result[row] = TokenLogprobs(answer.chosen, answer.top[:count])
+        token_ids = (named or {}).get(row)
+        top = answer.top[:count] if token_ids is None else named_logprobs(raw[row], token_ids)
+        result[row] = TokenLogprobs(answer.chosen, top)
     return result
+
+
+def named_logprobs(raw: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
+    """Return the logprobs of certain tokens, in their order. `raw` is [vocab_size]."""
+    logprobs = raw.float().log_softmax(dim=-1)
+    own = logprobs[torch.tensor(token_ids, device=raw.device)]
+    ranks = [int((logprobs >= value).sum()) for value in own]
+    return [TokenLogprob(*found) for found in zip(token_ids, own.tolist(), ranks, strict=True)]
 
 
 def token_logprobs(raw: Tensor, chosen: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -110,8 +123,10 @@ class Sampler:
         wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         if not wanted:
             return SamplerOutput(tokens, failed=failed)
+        named = {i: params[i].logprob_token_ids for i in wanted if params[i].logprob_token_ids}
         # Logprobs are of the raw logits, as in vLLM. NaN rows need a valid index here; they fail anyway.
-        return SamplerOutput(tokens, row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted), failed)
+        logprobs = row_logprobs(raw, tokens.clamp(max=raw.shape[1] - 1).tolist(), wanted, named)
+        return SamplerOutput(tokens, logprobs, failed)
 
     def _adjust(self, scores: Tensor, rows: Rows[SampleRow], masks: TokenMasks | None) -> None:
         """Set forbidden tokens of `scores` to -inf, and apply biases and penalties, in place."""

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import msgspec
 
 from baton_serve.services.router.api.answer import ResponseHeader, answer
-from baton_serve.services.router.api.chat_preparation import begin_chat
+from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
 from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body
+from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.protocol.openai_responses import (
     ChatAnswer,
@@ -18,6 +18,7 @@ from baton_serve.services.router.protocol.openai_responses import (
     ChatLogprobs,
     ChatMessageAnswer,
     Explanation,
+    InputTokens,
     PromptTokenIds,
     Usage,
 )
@@ -47,6 +48,20 @@ class ChatEndpoint:
             shape = ChatShape(request, begun.message_format, role=service.settings.response_role)
             form = ChatFormat(shape, head, begun.generation, writer)
             await answer(request, begun.generation, form, head, context=context, receive=receive, send=send)
+
+
+class ChatInputTokensEndpoint:
+    """Counts the prompt tokens of a chat without sending it to an instance, as llama.cpp's server. It is a plain ASGI
+    application.
+    """
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive)
+        request = await parsed(body, ChatCompletionRequest)
+        await send_json(send, InputTokens(await count_tokens(self._service, request, is_long=is_long(body))))
 
 
 class ChatShape:

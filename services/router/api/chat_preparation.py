@@ -24,8 +24,8 @@ from baton_serve.services.router.text.prompt_length import check_prompt, truncat
 from baton_serve.services.router.text.sampling_params import (
     ModelLimits,
     TextRules,
-    chat_logprobs,
     text_rules,
+    wanted_logprobs,
 )
 
 
@@ -81,7 +81,7 @@ async def _begin(
 ) -> BegunChat:
     model = service.view.model_name(request.model)
     limits = service.limits()
-    logprobs = chat_logprobs(request)
+    logprobs = wanted_logprobs(request, limits)
     tokenizing_at = service.clock()
     urls = image_urls(request.messages)
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
@@ -113,8 +113,10 @@ async def count_tokens(service: ModelService, request: ChatCompletionRequest, *,
     service = service.of(request.model)
     service.view.model_name(request.model)
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
-    # Chat templates write the special tokens themselves.
-    token_ids = await service.model.tokenize(text, add_special_tokens=False, max_tokens=service.max_tokenised())
+    # Chat templates write the special tokens themselves, so none are added unless the client wants it.
+    token_ids = await service.model.tokenize(
+        text, add_special_tokens=bool(request.add_special_tokens), max_tokens=service.max_tokenised()
+    )
     urls, vision = image_urls(request.messages), service.model.vision
     return len(await expand_placeholders(token_ids, urls, vision, service.image_limits, service.image_memory))
 

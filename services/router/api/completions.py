@@ -30,6 +30,7 @@ from baton_serve.services.router.text.sampling_params import (
     check_token_ids,
     sequence_counts,
     text_rules,
+    wanted_logprobs,
 )
 from baton_serve.services.router.text.text_output import TextDelta
 from baton_serve.services.router.text.tokenization import beside_loop
@@ -56,9 +57,8 @@ class CompletionEndpoint:
         head = ResponseHeader(
             f"cmpl-{request.request_id or context.request_id}", "text_completion", service.now(), model
         )
-        rules = text_rules(
-            request, logprobs=request.logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids
-        )
+        logprobs = wanted_logprobs(request, limits)
+        rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids)
         rules = await service.with_grammar(rules, request, read_grammar_spec(request), context)
         echoed = await _echoed(service, request, raw_prompts, prompts)
         generation = service.generate(

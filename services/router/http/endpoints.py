@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from baton_serve.services.router.api.chat import ChatEndpoint
+from baton_serve.services.router.api.chat import ChatEndpoint, ChatInputTokensEndpoint
 from baton_serve.services.router.api.completions import CompletionEndpoint
 from baton_serve.services.router.api.messages.answer import error_answer
 from baton_serve.services.router.api.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
@@ -71,10 +71,15 @@ def endpoints(service: ModelService) -> dict[str, Endpoint]:
         RerankRequest,
         PoolingEndpoint(service, RerankRequest, ranks, prefix="rerank"),
     )
+    chat_tokens = Endpoint(
+        "Count the prompt tokens of a chat (llama.cpp)", ChatCompletionRequest, ChatInputTokensEndpoint(service)
+    )
     table = {
         "/v1/chat/completions": Endpoint(
             "Answer a chat, streamed or whole", ChatCompletionRequest, ChatEndpoint(service)
         ),
+        "/v1/chat/completions/input_tokens": chat_tokens,
+        "/chat/completions/input_tokens": chat_tokens,
         "/v1/completions": Endpoint(
             "Complete prompts, streamed or whole", CompletionRequest, CompletionEndpoint(service)
         ),

@@ -21,6 +21,7 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 _MARKS = (
     ("text_1", "/score"),
     ("documents", "/rerank"),
+    ("texts", "/rerank"),
     ("prompt", "/v1/completions"),
     ("messages", "/v1/chat/completions"),
 )

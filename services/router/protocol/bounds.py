@@ -43,7 +43,7 @@ MAX_ALLOWED_TOKENS = 262_144
 """Token ids in `allowed_token_ids`. No vocabulary in use has more tokens."""
 
 MAX_STOP_TOKENS = 4_096
-"""Token ids in `stop_token_ids`."""
+"""Token ids in `stop_token_ids` or `logprob_token_ids`."""
 
 MAX_BAD_WORDS = 1_024
 """Words or phrases in `bad_words`."""
@@ -101,7 +101,7 @@ NonNegative = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT32)]
 """A count of at least 1."""
 OrAll = Annotated[int, Field(ge=-1, le=MAX_INT32)]
-"""A count, where -1 means all (`top_k`), or as many as the context allows (`truncate_prompt_tokens`)."""
+"""A count, where -1 means all (`top_k`, logprobs), or as many as the context allows (`truncate_prompt_tokens`)."""
 Priority = AnyInt
 """The priority of a request. As in vLLM, a smaller value runs first."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]

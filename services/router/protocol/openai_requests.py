@@ -130,7 +130,10 @@ class GenerationRequest(_Request):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    prompt_logprobs: NonNegative | None = None
+    prompt_logprobs: OrAll | None = None
+    logprob_token_ids: (
+        Annotated[list[AnyInt], Field(fail_fast=True, min_length=1, max_length=MAX_STOP_TOKENS)] | None
+    ) = None
     truncate_prompt_tokens: OrAll | None = None
     truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
@@ -198,7 +201,7 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: NonNegative | None = None
     logprobs: bool | None = None
-    top_logprobs: NonNegative | None = None
+    top_logprobs: OrAll | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -222,7 +225,7 @@ class CompletionRequest(GenerationRequest):
         | Numbers
         | Annotated[list[Numbers], Field(fail_fast=True, max_length=MAX_INPUTS)]
     )
-    logprobs: NonNegative | None = None
+    logprobs: OrAll | None = None
 
 
 class TokenizeRequest(_Request):

@@ -47,6 +47,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     replays: int = 0
 
 
+class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+    """The number of prompt tokens of a request that is only counted."""
+
+    input_tokens: int
+
+
 class CachedTokens(msgspec.Struct, frozen=True):
     """The number of prompt tokens whose KV was already in a cache."""
 

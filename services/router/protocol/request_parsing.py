@@ -53,11 +53,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
-    "kv_transfer_params": ({},),
     "load_inplace": (False,),
     "lora_int_id": (),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "max_chunks_per_doc": (),
     "max_tokens_per_doc": (),
@@ -81,6 +79,12 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 }
 """Parameters of OpenAI's and vLLM's API that are not supported, with the values that are accepted nevertheless because
 they ask for the default behaviour. Null is always accepted."""
+
+
+EXPLAINED: Mapping[str, str] = {
+    "kv_transfer_params": "the router plans the transfers of KV blocks, and the instances make them",
+}
+"""Parameters whose work is done in any case, with the reason. They are accepted with any value, and logged."""
 
 
 def is_long(body: bytes) -> bool:
@@ -134,7 +138,9 @@ def _check_extra(extra: Mapping[str, object]) -> None:
         raise _too_many_names()
     unknown = []
     for name, value in extra.items():
-        if name not in UNSUPPORTED:
+        if name in EXPLAINED:
+            logger.info("ignoring %s of a request: %s", name, EXPLAINED[name])
+        elif name not in UNSUPPORTED:
             unknown.append(name)
         elif value is not None and value not in UNSUPPORTED[name]:
             # An unsupported parameter is rejected and not ignored: the client relies on its effect.

@@ -37,6 +37,7 @@ _BEAM_SEARCH_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
+    "logprob_token_ids": (None,),
     "min_tokens": (None, 0),
     "stop": (None, []),
 }
@@ -86,14 +87,23 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: Sequence[list[int]] = ()
 
 
-def chat_logprobs(request: ChatCompletionRequest) -> int | None:
-    """Return the number of alternatives per token that a chat request asks for, or None for no logprobs.
+def wanted_logprobs(request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> int | None:
+    """Return the number of alternatives per token that a request asks for, or None for no logprobs.
 
-    Raises `BadRequestError` if `top_logprobs` is set without `logprobs`.
+    With `logprob_token_ids` these tokens are the alternatives, and the number is 0. Raises `BadRequestError` if
+    alternatives are requested without `logprobs`.
     """
-    if request.top_logprobs and not request.logprobs:
-        raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return (request.top_logprobs or 0) if request.logprobs else None
+    if isinstance(request, CompletionRequest):
+        wanted = request.logprobs
+    else:
+        if request.top_logprobs and not request.logprobs:
+            raise BadRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        wanted = (request.top_logprobs or 0) if request.logprobs else None
+    if request.logprob_token_ids is None:
+        return _all_or(wanted, limits)
+    if wanted is None:
+        raise BadRequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    return 0
 
 
 def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_ids: bool) -> TextRules:
@@ -119,6 +129,7 @@ class TokenRules(msgspec.Struct, frozen=True):
     allowed_token_ids: list[int] | None
     stop_token_ids: list[int]
     bad_words: list[list[int]]
+    logprob_token_ids: list[int]
 
 
 def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimits, *, num_prompts: int) -> TokenRules:
@@ -126,12 +137,14 @@ def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimit
 
     Raises `BadRequestError` if an id is not in the vocabulary, or if the lists are too long for the number of prompts.
     """
-    if not (request.logit_bias or request.stop_token_ids or rules.bad_words) and request.allowed_token_ids is None:
-        return TokenRules(logit_bias={}, allowed_token_ids=None, stop_token_ids=[], bad_words=[])
+    is_empty = not (request.logit_bias or request.stop_token_ids or rules.bad_words or request.logprob_token_ids)
+    if is_empty and request.allowed_token_ids is None:
+        return TokenRules(logit_bias={}, allowed_token_ids=None, stop_token_ids=[], bad_words=[], logprob_token_ids=[])
     sizes = {
         "logit_bias": len(request.logit_bias or ()),
         "allowed_token_ids": len(request.allowed_token_ids or ()),
         "stop_token_ids": len(request.stop_token_ids or ()),
+        "logprob_token_ids": len(request.logprob_token_ids or ()),
         "bad_words": sum([len(word) for word in rules.bad_words]),
     }
     if num_prompts * sum(sizes.values()) > MAX_TOKEN_RULES:
@@ -142,11 +155,13 @@ def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimit
             param=param,
             code="too_many_values",
         )
+    _check_logprobs(sizes["logprob_token_ids"], "the length of logprob_token_ids", limits, "logprob_token_ids")
     return TokenRules(
         logit_bias=_logit_bias(request.logit_bias or {}, limits),
         allowed_token_ids=_token_ids(request.allowed_token_ids, "allowed_token_ids", limits),
         stop_token_ids=_token_ids(request.stop_token_ids, "stop_token_ids", limits) or [],
         bad_words=list(rules.bad_words),
+        logprob_token_ids=_token_ids(request.logprob_token_ids, "logprob_token_ids", limits) or [],
     )
 
 
@@ -166,7 +181,7 @@ def sampling_params(
             param="min_tokens",
         )
     defaults = limits.defaults
-    prompt_logprobs = _prompt_logprobs(request, logprobs)
+    prompt_logprobs = _prompt_logprobs(request, logprobs, limits)
     is_chat = isinstance(request, ChatCompletionRequest)
     _check_logprobs(logprobs, "top_logprobs" if is_chat else "logprobs", limits)
     _check_logprobs(prompt_logprobs, "prompt_logprobs", limits)
@@ -189,6 +204,7 @@ def sampling_params(
         stop_token_ids=tokens.stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+        logprob_token_ids=tokens.logprob_token_ids,
         prompt_logprobs=prompt_logprobs,
     )
 
@@ -301,13 +317,18 @@ def _first(asked: float | None, default: float | None, neutral: float) -> float:
     return neutral if default is None else default
 
 
-def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None, limits: ModelLimits) -> int | None:
     # With `echo`, the logprobs of the answer begin with those of the prompt.
     if isinstance(request, CompletionRequest) and request.echo and logprobs is not None:
-        return max(logprobs, request.prompt_logprobs or 0)
+        return max(logprobs, _all_or(request.prompt_logprobs, limits) or 0)
     if request.prompt_logprobs is not None and request.stream:
         raise BadRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    return request.prompt_logprobs
+    return _all_or(request.prompt_logprobs, limits)
+
+
+def _all_or(wanted: int | None, limits: ModelLimits) -> int | None:
+    """Return a number of alternatives; -1 means the whole vocabulary, as in vLLM."""
+    return limits.vocab_size if wanted == -1 else wanted
 
 
 def check_num_prompt_logprobs(num_tokens: int, per_token: int | None, num_answers: int) -> None:
@@ -334,9 +355,10 @@ def check_num_logprobs(num_logprobs: int, *, remedy: str) -> None:
         )
 
 
-def _check_logprobs(wanted: int | None, param: str, limits: ModelLimits) -> None:
+def _check_logprobs(wanted: int | None, name: str, limits: ModelLimits, param: str | None = None) -> None:
     if wanted is not None and wanted > limits.max_logprobs:
-        raise BadRequestError(f"{param} is {wanted}, the limit is {limits.max_logprobs} (--max-logprobs)", param=param)
+        message = f"{name} is {wanted}, the limit is {limits.max_logprobs} (--max-logprobs)"
+        raise BadRequestError(message, param=param or name)
 
 
 def _seed(seed: int | None) -> int:

@@ -77,6 +77,7 @@ GENERATION: dict[str, Any] = SAMPLING | {
     "include_stop_str_in_output": Given(True, {"stop": "a"}),
     "skip_special_tokens": False,
     "prompt_logprobs": 1,
+    "logprob_token_ids": Given([97], {"logprobs": 1}),
     "truncate_prompt_tokens": 2,
     "truncation_side": Given("right", {"truncate_prompt_tokens": 2}),
     "response_format": {"type": "json_object"},
@@ -125,6 +126,10 @@ RERANK: dict[str, Any] = ANY_PAIRS | {
     "top_n": 1,
     "return_documents": False,
     "activation": False,
+    "texts": Given(["other"], {"documents": None, "texts": ["ab", "a"]}),
+    "return_text": Given(True, {"documents": None, "texts": ["ab", "a"]}),
+    "raw_scores": True,
+    "truncation_direction": Given("Left", {"truncate_prompt_tokens": 4}),
 }
 CLAUDE_TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
 COUNTED: dict[str, Any] = {
@@ -137,6 +142,8 @@ COUNTED: dict[str, Any] = {
 }
 CLAUDE_FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
+COUNTED_CHATS = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
+
 FIELDS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": GENERATION
     | TEMPLATED
@@ -145,6 +152,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "return_tokens_as_token_ids": Given(True, {"logprobs": True}),
         "return_token_ids": Given(True),
         "max_completion_tokens": 2,
+        "logprob_token_ids": Given([97], {"logprobs": True}),
         "logprobs": True,
         "top_logprobs": Given(1, {"logprobs": True}),
         "tools": Given(TOOLS, {"tool_choice": "none"}),
@@ -164,6 +172,17 @@ FIELDS: dict[str, dict[str, Any]] = {
         "return_token_ids": Given(True),
         "add_special_tokens": False,
     },
+    **dict.fromkeys(
+        COUNTED_CHATS,
+        TEMPLATED
+        | {
+            "model": "nobody",
+            "tools": TOOLS,
+            "documents": [{"title": "a", "text": "b"}],
+            "reasoning_effort": "high",
+            "verbosity": "low",
+        },
+    ),
     "/tokenize": TEMPLATED
     | {
         "model": "nobody",
@@ -240,8 +259,17 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
     "/v1/messages": {"metadata": {"user_id": "somebody"}, "service_tier": "standard_only"},
     "/v1/messages/count_tokens": {"tool_choice": {"type": "none"}, "output_format": CLAUDE_FORM},
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"), USER),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), USER),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), USER | {"truncate": True}),
 }
+NO_EFFECT |= dict.fromkeys(
+    COUNTED_CHATS,
+    NO_EFFECT["/v1/chat/completions"]
+    | {
+        name: given.value if isinstance(given, Given) else given
+        for name, given in FIELDS["/v1/chat/completions"].items()
+        if name not in FIELDS[COUNTED_CHATS[0]]
+    },
+)
 """These fields identify the caller, or request what is the case anyway; docs/reference/api.md says so."""
 
 UNSERVED: dict[str, set[str]] = {
@@ -254,6 +282,7 @@ UNSERVED: dict[str, set[str]] = {
 
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "seed": 0, "max_tokens": 5},
+    **{path: {"messages": HELLO} for path in COUNTED_CHATS},
     "/v1/completions": {"prompt": "hello world", "seed": 0, "max_tokens": 5},
     "/tokenize": {"messages": HELLO},
     "/detokenize": {"tokens": [97]},
@@ -271,8 +300,15 @@ ELSEWHERE = {"/invocations", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 EMBEDS = PoolingProfile(tasks=["embed", "token_embed"], dimensions=3, is_matryoshka=True)
 SCORES = PoolingProfile(tasks=["classify"], labels=["LABEL_0"])
 GROUPS = [
-    ([path for path in FIELDS if path.startswith(("/v1/chat", "/v1/comp", "/v1/resp", "/v1/mess"))], None),
-    (["/tokenize", "/detokenize"], None),
+    (
+        [
+            path
+            for path in FIELDS
+            if path.startswith(("/v1/chat", "/v1/comp", "/v1/resp", "/v1/mess")) and path not in COUNTED_CHATS
+        ],
+        None,
+    ),
+    (["/tokenize", "/detokenize", *COUNTED_CHATS], None),
     (["/v1/embeddings", "/pooling"], EMBEDS),
     (["/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"], SCORES),
 ]

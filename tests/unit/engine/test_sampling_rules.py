@@ -55,6 +55,8 @@ def test_too_long_a_prompt_is_reported_with_numbers() -> None:
         ("presence_penalty", 3.0),
         ("repetition_penalty", 0.0),
         ("logprobs", 6),
+        ("logprob_token_ids", [1] * 6),
+        ("logprob_token_ids", [10]),
         ("min_tokens", 5),
         ("logit_bias", {10: 1.0}),
         ("allowed_token_ids", []),

@@ -41,6 +41,19 @@ def test_a_chat_is_rendered_and_answered(serve: Serve) -> None:
     serve(scenario)
 
 
+def test_the_tokens_of_a_chat_are_counted(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await ask(router, max_tokens=1)
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "stream": True}
+        for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
+            counted = (await router.http.post(path, json=body)).json()
+            assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["prompt_tokens"]}
+        assert (await router.http.post(path, json=body | {"model": "nobody"})).status_code == 404
+        assert len(router.fakes["prefill-0"].assignments()) == 1
+
+    serve(scenario)
+
+
 def test_streamed_and_whole_answers_are_equal(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         body: dict[str, Any] = {"max_completion_tokens": 7, "n": 2, "logprobs": True, "top_logprobs": 2}

@@ -235,6 +235,29 @@ def test_tokens_may_be_written_as_ids(serve: Serve) -> None:
     serve(scenario)
 
 
+def test_alternatives_may_be_named(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        await router.complete(prompt="hello", max_tokens=2, logprobs=3, logprob_token_ids=[98, 97])
+        messages = [{"role": "user", "content": "hello"}]
+        body = {"messages": messages, "max_tokens": 2, "logprobs": True, "logprob_token_ids": [98, 97]}
+        assert (await router.http.post("/v1/chat/completions", json=body)).status_code == 200
+        for message in router.fakes["prefill-0"].assignments():
+            sampling = message.work.sampling
+            assert (sampling.logprob_token_ids, sampling.logprobs) == ([98, 97], 0), "they replace the most likely ones"
+
+    serve(scenario)
+
+
+def test_all_alternatives_may_be_asked_for_if_the_server_allows_as_many(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        vocab_size = router.service.limits().vocab_size
+        await router.complete(prompt="hello", max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+        sampling = router.fakes["prefill-0"].assignments()[-1].work.sampling
+        assert (sampling.logprobs, sampling.prompt_logprobs) == (vocab_size, vocab_size)
+
+    serve(scenario, max_logprobs=1_000_000)
+
+
 def test_truncation_keeps_the_last_tokens_or_the_first(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         long = "ab" + "c" * 300

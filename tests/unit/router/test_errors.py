@@ -52,6 +52,16 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop", "stop"),
     (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 65}, "stop", "64"),
     (COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 300}, "truncate_prompt_tokens", "256"),
+    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "limit is 20"),
+    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -2}, "prompt_logprobs", "-1"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": -1}, "logprobs", "limit is 20"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "limit is 20"),
+    (COMPLETIONS, {"prompt": "a", "logprob_token_ids": [97]}, "logprob_token_ids", "needs logprobs"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 0, "logprob_token_ids": []}, "logprob_token_ids", "at least 1"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 0, "logprob_token_ids": [-1]}, "logprob_token_ids", "-1"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 0, "logprob_token_ids": list(range(21))}, "logprob_token_ids", "20"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 0, "logprob_token_ids": [97], "use_beam_search": True},
+     "logprob_token_ids", "use_beam_search"),
     (COMPLETIONS, {"prompt": "a", "seed": "x"}, "seed", "seed"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "top_p": 0.5}, "top_p", "use_beam_search"),
@@ -99,6 +109,17 @@ def test_bad_requests_are_400_and_name_their_cause(serve: Serve) -> None:
         assert (await router.complete(prompt="hello", max_tokens=2))["choices"]
 
     serve(scenario)
+
+
+def test_help_with_transfers_is_not_needed_and_the_log_says_so(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(router: Router) -> None:
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = await router.complete(prompt="hello", max_tokens=2, kv_transfer_params=params)
+        assert answer["kv_transfer_params"] is None
+        assert "ignoring kv_transfer_params of a request: the router plans" in caplog.text
+
+    with caplog.at_level("INFO"):
+        serve(scenario)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,40 @@ def test_a_classifier_of_one_class_scores_and_ranks_pairs(serve: Serve) -> None:
     serve(scenario, pooling=SCORES, **WORKERS)
 
 
+def test_texts_are_ranked_as_by_text_embeddings_inference(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        texts = ["long text", "a", "of"]
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            answer = await router.http.post(path, json={"query": "q", "texts": texts})
+            ranked = answer.json()
+            assert [(item["index"], set(item)) for item in ranked] == [(i, {"index", "score"}) for i in (1, 2, 0)]
+            assert [item["score"] for item in ranked] == pytest.approx([1 / 3, 1 / 4, 1 / 11])
+        shown = await router.http.post("/rerank", json={"query": "q", "texts": texts, "return_text": True, "top_n": 1})
+        assert [item["text"] for item in shown.json()] == ["a"]
+        for raw, activation in ((True, False), (False, True)):
+            await router.http.post("/rerank", json={"query": "q", "texts": texts, "raw_scores": raw})
+            assert messages(router)[-1].params.activation is activation
+        long = {"query": "q", "texts": ["a" * 300 + "b"]}
+        assert (await router.http.post("/rerank", json=long)).status_code == 400
+        for side, last in (("left", ord("b")), ("Right", ord("a"))):
+            body = {**long, "truncate": True, "truncation_direction": side}
+            assert (await router.http.post("/rerank", json=body)).status_code == 200
+            (pair,) = messages(router)[-1].inputs
+            assert (len(pair.token_ids), pair.token_ids[-1]) == (256, last)
+        for wrong, param in (
+            ({"query": "q"}, "documents"),
+            ({"query": "q", "documents": ["a"], "texts": ["a"]}, "documents"),
+            ({"query": "q", "texts": []}, "texts"),
+            ({"query": "q", "documents": ["a"], "return_text": True}, "return_text"),
+            ({"query": "q", "texts": ["a"], "truncation_direction": "up"}, "truncation_direction"),
+        ):
+            refused = await router.http.post("/rerank", json=wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), wrong
+        assert (await router.http.post("/invocations", json={"query": "q", "texts": texts})).json()[0]["index"] == 1
+
+    serve(scenario, pooling=SCORES, **WORKERS)
+
+
 def test_an_embedding_model_scores_by_the_cosine_and_embeds_each_text_once(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         answer = await ask(router, "/score", text_1=["a", "b"], text_2=["a", "abc"])

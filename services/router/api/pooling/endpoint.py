@@ -5,8 +5,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-import msgspec
-
 from baton_serve.contracts.pooling import PoolingInput, PoolingProfile, PoolingSpec, PoolingTask
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, of_token_ids
@@ -46,7 +44,7 @@ class PoolingEndpoint(Generic[R]):
         self,
         service: ModelService,
         schema: type[R],
-        respond: "Callable[[PoolingCall, R], Awaitable[msgspec.Struct]]",
+        respond: "Callable[[PoolingCall, R], Awaitable[object]]",
         *,
         prefix: str,
     ) -> None:
@@ -128,8 +126,8 @@ class PoolingCall:
         return InputRules(
             max_tokens=max_tokens,
             vocab_size=self.service.model.vocab_size,
-            truncate=self._request.truncate_prompt_tokens,
-            keeps_end=self._request.truncation_side == "left",
+            truncate=self._request.kept_tokens(),
+            keeps_end=self._request.keeps_end(),
             add_special_tokens=add_special_tokens,
             lowercase=self.service.model.lowercase,
         )

@@ -59,6 +59,14 @@ class RankedItem(msgspec.Struct, frozen=True, kw_only=True):
     relevance_score: float
 
 
+class TeiRank(msgspec.Struct, frozen=True, kw_only=True):
+    """One element of an answer of /rerank in the form of Text Embeddings Inference, which is a list of them."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class RerankUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     total_tokens: int

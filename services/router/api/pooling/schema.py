@@ -25,6 +25,14 @@ class PoolingCommon(BaseModel):
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     user: Name | None = None
 
+    def kept_tokens(self) -> int | None:
+        """Return the number of tokens to which inputs are cut: -1 for what fits, None if they are not cut."""
+        return self.truncate_prompt_tokens
+
+    def keeps_end(self) -> bool:
+        """Return whether truncation keeps the last tokens of an input and not the first ones."""
+        return self.truncation_side == "left"
+
 
 class InputRequest(PoolingCommon):
     """A request whose input is texts, token ids, or a chat (`messages`)."""
@@ -76,10 +84,26 @@ class Document(BaseModel):
 
 
 class RerankRequest(PoolingCommon):
-    """The body of `POST /rerank`. A `top_n` of 0 returns all documents."""
+    """The body of `POST /rerank`: that of Jina, Cohere and vLLM with `documents`, or that of Hugging Face's Text
+    Embeddings Inference (TEI) with `texts`. A `top_n` of 0 returns all documents.
+    """
 
     query: str
-    documents: Annotated[list[str | Document], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+    documents: Annotated[list[str | Document], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)] | None = None
     top_n: NonNegative | None = None
     return_documents: bool | None = None
     activation: bool | None = None
+    texts: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)] | None = None
+    return_text: bool | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+
+    def kept_tokens(self) -> int | None:
+        """Return the number of tokens to which pairs are cut, as the base class. TEI's `truncate` cuts to what fits."""
+        return -1 if self.truncate else self.truncate_prompt_tokens
+
+    def keeps_end(self) -> bool:
+        """Return whether truncation keeps the last tokens, as the base class; TEI has another name for the side."""
+        side = self.truncation_side or self.truncation_direction or "right"
+        return side.lower() == "left"

@@ -18,6 +18,7 @@ from baton_serve.services.router.api.pooling.responses import (
     RerankAnswer,
     RerankUsage,
     ScoreItem,
+    TeiRank,
 )
 from baton_serve.services.router.api.pooling.schema import RerankRequest, ScoreRequest
 from baton_serve.services.router.protocol.errors import BadRequestError
@@ -33,13 +34,19 @@ async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
 
-async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct:
-    """Answer /rerank. Raises `ApiError`."""
-    texts = [document if isinstance(document, str) else document.text for document in request.documents]
+async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct | list[TeiRank]:
+    """Answer /rerank in the form of the request. Raises `ApiError`."""
+    texts = _documents(request)
     pairs = [(request.query, text) for text in texts]
-    values = await _scores(call, pairs, activation=request.activation, param="documents")
+    activation = request.activation if request.raw_scores is None else not request.raw_scores
+    param = "documents" if request.texts is None else "texts"
+    values = await _scores(call, pairs, activation=activation, param=param)
     # Documents with equal scores stay in the order of the request.
     order = sorted(range(len(texts)), key=lambda i: (-values[i], i))
+    if request.texts is not None:
+        shown = texts if request.return_text else None
+        kept = order[: request.top_n or None]
+        return [TeiRank(index=i, score=values[i], text=shown[i] if shown else msgspec.UNSET) for i in kept]
     returns_text = request.return_documents is not False
     results = [
         RankedItem(
@@ -56,6 +63,17 @@ async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct:
         usage=RerankUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.total_tokens),
         results=results,
     )
+
+
+def _documents(request: RerankRequest) -> list[str]:
+    """Return the texts to rank. Raises `BadRequestError` unless the request has either `documents` or `texts`."""
+    if request.texts is not None and request.documents is None:
+        return request.texts
+    if request.documents is None or request.texts is not None:
+        raise BadRequestError("documents: the texts to rank are needed, as documents or as texts", param="documents")
+    if request.return_text is not None:
+        raise BadRequestError("return_text belongs to texts: use return_documents", param="return_text")
+    return [document if isinstance(document, str) else document.text for document in request.documents]
 
 
 def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:

@@ -72,10 +72,6 @@ class ResponsesUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
-    input_tokens: int
-
-
 class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 

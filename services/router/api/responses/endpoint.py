@@ -19,7 +19,6 @@ from baton_serve.services.router.api.responses.answer import (
     ErrorEvent,
     IncompleteDetails,
     InputDetails,
-    InputTokens,
     ItemEvent,
     MessageItem,
     OutputItem,
@@ -38,7 +37,7 @@ from baton_serve.services.router.protocol.asgi import Receive, RequestContext, S
 from baton_serve.services.router.protocol.bounds import MAX_REPEATED_LOGPROBS
 from baton_serve.services.router.protocol.errors import ApiError, BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
-from baton_serve.services.router.protocol.openai_responses import ChatLogprob, Usage
+from baton_serve.services.router.protocol.openai_responses import ChatLogprob, InputTokens, Usage
 from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parse
 from baton_serve.services.router.text.logprobs import LogprobWriter
 
