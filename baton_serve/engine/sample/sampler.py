@@ -42,6 +42,7 @@ def named_logprobs(raw: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
     """Return the logprobs of certain tokens, in their order. `raw` is [vocab_size]."""
     logprobs = raw.float().log_softmax(dim=-1)
     own = logprobs[torch.tensor(token_ids, device=raw.device)]
+    # One by one: all at once would need `len(token_ids)` times the memory of the vocabulary.
     ranks = [int((logprobs >= value).sum()) for value in own]
     return [TokenLogprob(*found) for found in zip(token_ids, own.tolist(), ranks, strict=True)]
 

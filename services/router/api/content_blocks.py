@@ -98,6 +98,7 @@ class ContentBlockBuilder:
 
     def _take_logprobs(self, block: Block) -> Sequence[TokenLogprobs]:
         """Return the logprobs that are held back, after adding them to the block. Only a text gets them."""
+        # The markup of a call or of reasoning has no place in the text, so its logprobs are dropped with it.
         taken, self._held_logprobs = self._held_logprobs, []
         if block.kind != "text":
             return ()

@@ -78,6 +78,7 @@ class StreamOptions(_Request):
 
 def _only_streamed(options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
     """Return the options. Raises an error if there are some and the answer is not streamed, as OpenAI and vLLM do."""
+    # Empty options ask for nothing. Some clients always send them.
     if options is not None and options.model_fields_set and not info.data.get("stream"):
         raise PydanticCustomError("not_streamed", "stream options are only allowed with stream: true")
     return options

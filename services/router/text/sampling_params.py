@@ -101,6 +101,7 @@ def wanted_logprobs(request: ChatCompletionRequest | CompletionRequest, limits: 
         wanted = (request.top_logprobs or 0) if request.logprobs else None
     if request.logprob_token_ids is None:
         return _all_or(wanted, limits)
+    # As in vLLM the named tokens replace the most likely ones, so no number of alternatives is needed.
     if wanted is None:
         raise BadRequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
     return 0

@@ -289,6 +289,7 @@ class ServedModel:
             raise BadRequestError(f"chat_template cannot be parsed: {exc}", param="chat_template") from exc
 
     def _message(self, message: ChatMessage, template: ChatTemplate, image: str | None) -> TemplateMessage:
+        # Templates would write "None". Only an assistant's message may lack content, if it has tool calls.
         if message.role == "user" and message.content is None:
             raise BadRequestError("messages: a user message needs content", param="messages")
         plain: TemplateMessage = {"role": message.role, **(message.model_extra or {})}

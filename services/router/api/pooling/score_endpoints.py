@@ -36,6 +36,7 @@ async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
 
 async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct | list[TeiRank]:
     """Answer /rerank in the form of the request. Raises `ApiError`."""
+    # Which of the two fields holds the texts decides the form of the answer, as in llama.cpp's server.
     texts = _documents(request)
     pairs = [(request.query, text) for text in texts]
     activation = request.activation if request.raw_scores is None else not request.raw_scores

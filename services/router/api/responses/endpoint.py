@@ -171,6 +171,7 @@ class ResponsesDialect:
         item_id, call_id = self._ids_of(block)
         text = "" if is_new else block.text
         if block.kind == "call":
+            # Clients such as Codex look a function up by both names; the model knows only the flat one.
             known = self._name_of(block)
             namespace = known.namespace or msgspec.UNSET
             return CallItem(
@@ -246,6 +247,7 @@ def _status(block: Block, blocks: Sequence[Block], end: AnswerEnd) -> str:
 
 def check_num_logprobs(request: ResponsesRequest, max_model_len: int) -> None:
     """Raise `BadRequestError` if the answer may have too many logprobs: a stream repeats all of them at its end."""
+    # Checked before the generation, because an error in the middle of a stream would lose the answer so far.
     num_tokens = min(request.max_output_tokens or max_model_len, max_model_len)
     if wants_logprobs(request) and num_tokens * ((request.top_logprobs or 0) + 1) > MAX_REPEATED_LOGPROBS:
         raise BadRequestError(

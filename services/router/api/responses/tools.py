@@ -64,6 +64,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     Raises `BadRequestError` for a tool without a name, of an unknown type, and for too many functions.
     """
     functions = [_function(name, fields) for name, fields in _named(tools)]
+    # The schema bounds the tools of a request, but not the functions within its namespaces.
     if len(functions) > MAX_TOOLS:
         raise BadRequestError(
             f"tools: the namespaces have {len(functions)} functions, the limit is {MAX_TOOLS}",
@@ -95,6 +96,7 @@ def tool_choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
         )
     flat = flat_name(namespace, wanted)
     offered = [name for name, _ in _named(tools)]
+    # A flat name has precedence: two namespaces may have functions of one name.
     if all(name.flat() != flat for name in offered):
         flat = next((name.flat() for name in offered if name.name == wanted), flat)
     return {"type": "function", "function": {"name": flat}}
@@ -114,6 +116,7 @@ def _named(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[ToolName, Mappi
                 # Members of other types run at OpenAI, as hosted tools.
                 if member.get("type") == "function":
                     yield ToolName(_name(member), namespace), member
+        # A mistyped type would otherwise lose the tool without a word.
         elif kind not in HOSTED_TOOLS:
             raise BadRequestError(
                 f"tools: functions and namespaces of functions are supported, not {str(kind)[:50]!r}", param="tools"

@@ -58,6 +58,7 @@ class _Given:
 
     def form(self) -> tuple[object, ...]:
         """Return what this asks for, without its parameter's name. Raises `BadRequestError` if a schema is not JSON."""
+        # Two spellings of one form must be equal: a schema as JSON text or as an object, `json_object` or its schema.
         kind, value = self.kind, self.value
         if kind == "json_object":
             kind, value = "json", ANY_OBJECT
