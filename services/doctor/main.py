@@ -65,8 +65,8 @@ async def run_checks(settings: DoctorSettings, root: Path) -> list[Finding]:
     if settings.probe or settings.report:
         found = facts if isinstance(facts, ProbeFacts) else None
         findings += [finding async for finding in check_transports(found, settings.probe_timeout_s)]
-        # Without torch there is nothing to test, which a finding of its absence says already.
-        if not isinstance(facts, Finding):
+        # Without torch, with --no-device or with a driver that hangs, kernels cannot or must not run.
+        if found is not None:
             findings += await asyncio.to_thread(lambda: list(check_kernels(settings.probe_timeout_s)))
     findings += [finding async for finding in check_network(settings.registry, settings.peer)]
     return findings

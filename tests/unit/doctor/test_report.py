@@ -94,6 +94,12 @@ def test_the_command_prints_it_with_the_transports_and_kernels_and_without_this_
         assert name not in text.replace("/", " ").split()
 
 
+def test_without_the_devices_no_kernel_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--report", "--no-device"]) == 0
+    text = capsys.readouterr().out
+    assert "transport zeromq" in text and "ok       kernel" not in text and "torch: torch" not in text
+
+
 @pytest.mark.parametrize("other", ["--json", "--registry=redis://host", "--peer=host:1"])
 def test_it_takes_no_addresses(other: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
