@@ -186,6 +186,7 @@ def modules_to_fork(model: str) -> list[str]:
     A model that the engine loads natively needs none. Others need transformers and its module for the model's type.
     """
     folder = model_folder(model)
+    # transformers takes almost a second, which the native loader saves.
     if read_folder(folder) is not None:
         return []
     try:

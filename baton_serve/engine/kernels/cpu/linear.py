@@ -94,10 +94,12 @@ def pack_codes(
     first, outputs, threads = parts[0], sum(part.outputs for part in parts), torch.get_num_threads()
     with one_thread():
         order = gated(torch.arange(outputs)) if takes_turns else None
+        # The library reads the parts where they lie; joining them first would copy every code once more.
         codes = [part.codes.contiguous() for part in parts]
         rows = [part.data_ptr() + np.arange(len(part)) * (part.stride(0) * part.element_size()) for part in codes]
         addresses = np.concatenate(rows) if order is None else np.concatenate(rows)[order.numpy()]
         bits = code_bits(first.codebook)
+        # No product reads codes of six bits: they become bytes.
         kept_bits = 4 if bits == 4 else 8
         words = torch.empty((-(-outputs // PANEL), first.inputs * PANEL * kept_bits // 8), dtype=torch.uint8)
         meaning, table = _tables(first)
@@ -221,5 +223,6 @@ def _tables(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor]:
         magnitudes = torch.tensor(code_values("fp6")[:32]).repeat(4)
         return (codes & 31) | (codes & 32) << 2, magnitudes.to(torch.bfloat16)
     # A float8 is a sign and seven bits already: decode all 128 positive ones into the table.
+    # bf16 represents each of them exactly.
     positive = torch.arange(SIGN, dtype=torch.uint8).view(weight.codes.dtype)
     return None, positive.float().to(torch.bfloat16)
