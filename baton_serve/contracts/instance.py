@@ -90,5 +90,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[AdapterRecord] = []
     reads_images: bool = False
     """True if the instance has a vision tower. Only such instances compute prompts with images."""
+    can_generate: bool = False
+    """True if a prefill instance also serves `Generate`, so that it can generate answers while no decode or unified
+    instance is ready. Prefill instances of versions before this field register without it."""
     pooling: PoolingProfile | None = None
     """Set if the model computes vectors. Such an instance generates no text, and its blocks are empty."""

@@ -1,6 +1,6 @@
 """Serves a `Generate` message: the engine of this instance computes the prompt and generates the answer.
 
-Used by the decode and unified roles.
+Used by all three roles; by prefill instances only while no decode or unified instance is ready.
 """
 
 import asyncio

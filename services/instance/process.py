@@ -345,6 +345,7 @@ class InstanceProcess:
             draining=self._serving.is_draining,
             adapters=engine.adapters.records() if isinstance(engine, Engine) else [],
             reads_images=isinstance(engine, Engine) and engine.image_reader is not None,
+            can_generate=isinstance(engine, Engine),
             pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
         )
 

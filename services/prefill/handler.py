@@ -1,6 +1,9 @@
 """Serves a request on a prefill instance: computes the prompt, hands its blocks off, and keeps them until they are
 fetched.
 
+While no decode or unified instance is ready, routers send `Generate`, and the instance generates the whole answer. Such
+sequences share `--max-num-seqs` and the KV cache with the prompts, as on a unified instance.
+
 However the request ends, its blocks are freed only when the transfer reports that no copy reads them any more.
 """
 
@@ -10,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from baton_serve.contracts.messages import Prefill
+from baton_serve.contracts.messages import Generate, Prefill
 from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.instance.attempt_table import AttemptEntry
@@ -18,7 +21,7 @@ from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
-from baton_serve.services.instance.local_generation import await_grammar, read_images
+from baton_serve.services.instance.local_generation import await_grammar, generate, read_images
 from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
 from baton_serve.services.prefill.observers import HandoffObserver, PrefillObserver
@@ -59,7 +62,7 @@ class PrefillHandler:
         self._clock = clock
 
     def can_serve(self, message: RoleMessage) -> bool:
-        return isinstance(message, Prefill)
+        return isinstance(message, Prefill | Generate)
 
     def refused(self, message: RoleMessage, reason: str) -> None:
         """Fail the ticket of a refused request, so that its decode instance does not wait for the blocks."""
@@ -74,6 +77,10 @@ class PrefillHandler:
                 self._transfer.fail(message.ticket.ticket, reason)
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
+        if isinstance(message, Generate):
+            # Without a ticket no instance fetches the blocks, so they are freed with the last token.
+            await generate(self._engine, request, self._puller, message, self._reader)
+            return
         assert isinstance(message, Prefill)
         observer = (
             PrefillObserver()

@@ -107,7 +107,13 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     connector = InstanceConnector(instance_timeout_s=settings.instance_timeout_s, key=secret)
     view = registry_view(settings.registry, secret)
     # Routers that start together must not choose the same instance first: each starts its rotation at a random place.
-    cluster = Cluster(view, connector, clock=time.monotonic, first_turn=secrets.randbits(32))
+    cluster = Cluster(
+        view,
+        connector,
+        clock=time.monotonic,
+        first_turn=secrets.randbits(32),
+        prefill_fallback_after_s=prefill_fallback_after_s(settings),
+    )
     admission = admission_control(settings)
     models = Models(
         settings,
@@ -198,6 +204,11 @@ def warn_of_removed(settings: RouterSettings) -> None:
             "--joint-prefill-min-tokens has no effect any more and will be rejected by the next version: leave it out; "
             "each prompt is computed by one prefill instance"
         )
+
+
+def prefill_fallback_after_s(settings: RouterSettings) -> float | None:
+    """Return how long to wait for the first decode instance before prefill instances generate; None: they never do."""
+    return settings.instance_wait_s if settings.decode_fallback == "prefill" else None
 
 
 def request_policy(settings: RouterSettings) -> RequestPolicy:

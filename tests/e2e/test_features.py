@@ -1,4 +1,5 @@
-"""Every feature gives one answer: streamed or whole, handed off or not, and after the loss of an instance."""
+"""Every feature gives one answer: streamed or whole, handed off or not, without any decode instance, and after the loss
+of an instance."""
 
 import os
 import signal
@@ -66,6 +67,13 @@ def aggregated(model: Path) -> Iterator[Api]:
 
 
 @pytest.fixture(scope="module")
+def on_prefill(model: Path) -> Iterator[Api]:
+    """A cluster with an empty decode pool."""
+    with in_background(model, roles=("prefill",), instance_wait_s=0.5, **PARSERS) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
 def replayed(model: Path) -> Iterator[Api]:
     """Every request breaks once in prefill, and once in decode after three tokens."""
     with in_background(model, wrap=Breaking, retry_budget=1000.0, **PARSERS) as api:
@@ -74,13 +82,13 @@ def replayed(model: Path) -> Iterator[Api]:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_one_answer_streamed_and_whole_handed_off_and_not_and_replayed(
-    handed_off: Cluster, aggregated: Api, replayed: Api, name: str
+    handed_off: Cluster, aggregated: Api, on_prefill: Api, replayed: Api, name: str
 ) -> None:
     feature = FEATURES[name]
     answer = whole(handed_off, feature.path, feature.request)
     assert all(feature.check(choice) for choice in answer.choices), answer
     replays = replayed.metrics()["baton:replays_total"]
-    for other in (handed_off, aggregated, replayed):
+    for other in (handed_off, aggregated, on_prefill, replayed):
         assert whole(other, feature.path, feature.request) == answer
         if feature.streams:
             assert streamed(other, feature.path, feature.request) == answer

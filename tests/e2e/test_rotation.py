@@ -79,7 +79,7 @@ def test_a_stream_that_outlives_the_drain_is_handed_over(llama: Path) -> None:
 
 
 def test_a_pool_of_one_keeps_requests_waiting_while_it_restarts(llama: Path) -> None:
-    with Cluster(llama, args=(*FLAGS, "--instance-wait-s", "60")) as cluster:
+    with Cluster(llama, args=(*FLAGS, "--instance-wait-s", "60", "--decode-fallback", "fail")) as cluster:
         expected = cluster.complete(**BODY)["choices"][0]["text"]
         (decode,) = cluster.instances("decode")
         assert run_baton("drain", decode["http_address"]).returncode == 0

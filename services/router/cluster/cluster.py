@@ -36,6 +36,7 @@ from baton_serve.services.common.lifecycle import call_each
 from baton_serve.services.router.cluster.adapters import load_missing_adapters
 from baton_serve.services.router.cluster.drain_migration import migrate
 from baton_serve.services.router.cluster.index_sync import BlockIndexSync, Subscriber
+from baton_serve.services.router.cluster.prefill_fallback import PrefillFallback
 from baton_serve.services.router.cluster.routable import RoutableWorkers, serves_model
 from baton_serve.services.router.cluster.worker_state import WorkerLink, WorkerState
 from baton_serve.services.router.placement.block_index import BlockIndex
@@ -85,12 +86,19 @@ class Cluster:
     """
 
     def __init__(
-        self, registry: InstanceRegistry, connector: Connector, *, clock: Callable[[], float], first_turn: int = 0
+        self,
+        registry: InstanceRegistry,
+        connector: Connector,
+        *,
+        clock: Callable[[], float],
+        first_turn: int = 0,
+        prefill_fallback_after_s: float | None = None,
     ) -> None:
         """Create a cluster without workers; `start` connects to the instances in `registry`.
 
         `first_turn` is where the policies `round_robin` and `random` begin. It should differ between the routers of a
-        cluster, or all of them send their first requests to the same instance.
+        cluster, or all of them send their first requests to the same instance. For `prefill_fallback_after_s` see
+        `PrefillFallback`.
         """
         self._registry = registry
         self._turn = first_turn
@@ -107,6 +115,7 @@ class Cluster:
         """When this router started or last removed an instance: from then on another one may be expected."""
         self.index = BlockIndex()
         self._index_sync = BlockIndexSync(self.index, connector.subscriber, spawn=self._spawn)
+        self._fallback = PrefillFallback(after_s=prefill_fallback_after_s, on_allowed=self._notify)
         self.is_closed = False
         self.on_adapter_changed: Callable[[WorkerState, AdapterChanged], None] = _log_adapter_refusal
         """Handles the answers to `LoadAdapter` and `UnloadAdapter`; `AdapterRollout` replaces it."""
@@ -123,6 +132,7 @@ class Cluster:
     async def close(self) -> None:
         """Close all connections and the registry's view. Requests that still run are notified of the loss."""
         self.is_closed = True
+        self._fallback.close()
         for worker in list(self._workers.values()):
             self._remove(worker, "the router is shutting down")
         # A task that ends may have started another one, so gather until none is left.
@@ -145,11 +155,18 @@ class Cluster:
         """Return whether an instance that accepts no requests now may soon do so.
 
         That is the case while a known instance is connecting, lost or draining, and for `within_s` seconds after this
-        router started or an instance was removed. Later it is assumed that no other instance will come.
+        router started or an instance was removed. Later it is assumed that no other instance will come. It is also the
+        case while a prefill instance may soon generate.
         """
-        if any(not worker.takes_work for worker in self._workers.values()):
+        # A request that waits then is placed when the fallback begins, which calls the listeners.
+        if self._fallback.is_pending or any(not worker.takes_work for worker in self._workers.values()):
             return True
         return self._clock() - self._expecting_since < within_s
+
+    @property
+    def allows_prefill_fallback(self) -> bool:
+        """True if prefill instances may generate answers while no decode or unified instance is ready."""
+        return self._fallback.is_allowed
 
     async def wait_until(self, fact: Callable[[], bool], *, within_s: float) -> bool:
         """Wait until the function `fact` returns True, and return False if it does not within `within_s` seconds. It is
@@ -203,7 +220,8 @@ class Cluster:
         self.index.expire(now)
         self._turn += 1
         routable_workers = self.routable_workers().serving(model, lora, has_images=has_images).with_allowed_traffic(now)
-        return ClusterView(routable_workers.candidates(block_hashes, self.index, now), self._turn)
+        candidates = routable_workers.candidates(block_hashes, self.index, now)
+        return ClusterView(candidates, self._turn, self._fallback.is_allowed)
 
     def _refresh(self) -> None:
         """Add and remove workers as the registry's records have changed."""
@@ -350,6 +368,7 @@ class Cluster:
                 other.record for other in self._workers.values() if other is not worker and other.state == "ready"
             ]
             _log_impossible_handoffs(record, others)
+            self._fallback.on_ready(record)
             self._index_sync.start(worker)
             load_missing_adapters(worker, others)
             self._notify()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from baton_serve.services.router.cluster.prefill_fallback import only_prefill_generates
 from baton_serve.services.router.cluster.worker_state import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ class WatchedCluster(HasWorkers, Protocol):
 
     is_closed: bool
 
+    @property
+    def allows_prefill_fallback(self) -> bool: ...
     def is_registry_connected(self) -> bool: ...
     def add_listener(self, on_change: Callable[[], None]) -> Callable[[], None]:
         """Call `on_change` whenever an instance becomes ready or is lost, until the returned function is called."""
@@ -33,12 +36,19 @@ def count_pools(cluster: HasWorkers) -> Mapping[str, int]:
     return {role: roles[role] for role in ("prefill", "decode", "unified")}
 
 
+def fallback_warning(cluster: WatchedCluster) -> str | None:
+    """Return the text for the operator while prefill instances generate the answers, or else None."""
+    # Pools of all models count together here: placement decides for each model.
+    if not (cluster.allows_prefill_fallback and only_prefill_generates(cluster.workers())):
+        return None
+    return "no decode or unified instance is ready: prefill instances generate the answers (--decode-fallback)"
+
+
 def empty_pools_reason(cluster: WatchedCluster) -> str | None:
     """Return the reason why no request can be served now, without names of instances, or None if requests can be."""
     workers, pools = cluster.workers(), count_pools(cluster)
     computes_vectors = any(w.state == "ready" and w.takes_work and w.record.pooling is not None for w in workers)
-    # A prompt needs a decode or a unified instance in the end: prefill instances alone can answer nothing.
-    if pools["decode"] or pools["unified"] or computes_vectors:
+    if pools["decode"] or pools["unified"] or computes_vectors or fallback_warning(cluster) is not None:
         return None
     empty = [name for name, size in pools.items() if not size]
     return f"no instance can generate an answer: empty pools are {', '.join(empty)}"
@@ -66,6 +76,7 @@ class ReadinessLog:
         self._url = url
         self._names = names
         self._is_ready = False
+        self._warning: str | None = None
 
     def start(self) -> None:
         """Log the present state, and each change from now on."""
@@ -74,8 +85,22 @@ class ReadinessLog:
         self._check()
 
     def _check(self) -> None:
+        if self._cluster.is_closed:
+            return
+        # In this order the warning explains how a router can be ready without decode instances.
+        self._log_readiness()
+        self._log_fallback()
+
+    def _log_fallback(self) -> None:
+        before, self._warning = self._warning, fallback_warning(self._cluster)
+        if self._warning is not None and before is None:
+            logger.warning(self._warning)
+        elif before is not None and self._warning is None and self._is_ready:
+            logger.info("new requests are decoded by decode or unified instances again")
+
+    def _log_readiness(self) -> None:
         reason = unready_reason(self._cluster)
-        if self._cluster.is_closed or (reason is None) == self._is_ready:
+        if (reason is None) == self._is_ready:
             return
         self._is_ready = reason is None
         if reason is None:

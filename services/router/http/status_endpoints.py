@@ -13,7 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.cluster.readiness import count_pools, empty_pools_reason, unready_reason
+from baton_serve.services.router.cluster.readiness import (
+    count_pools,
+    empty_pools_reason,
+    fallback_warning,
+    unready_reason,
+)
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.processes.sibling_rpc import ProcessStats, SiblingRpc, join_metrics, newest_requests
 from baton_serve.services.router.protocol.asgi import (
@@ -156,7 +161,7 @@ def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> Router
         generated_tokens=sum(sibling.metrics.generated_tokens for sibling in service.siblings)
         + sum(other.generated_tokens for other in others),
         handoffs=handoffs,
-        warning=warning_of(handoffs),
+        warning=fallback_warning(cluster) or warning_of(handoffs),
         instances=[_instance_health(worker) for worker in ready],
         unreached=[UnreachableInstance(record.instance, record.role, record.http_address) for record in unreached],
     )

@@ -36,9 +36,11 @@ def spread(number: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only"]
+Decision = Literal["disaggregated", "decode_only", "unified", "prefill_only", "prefill_fallback"]
 Reason = Literal["empty_pool", "never_fits"]
 PolicyName = Literal["prefix", "least_loaded", "round_robin", "random"]
+DecodeFallback = Literal["prefill", "fail"]
+"""Whether prefill instances generate while no decode or unified instance is ready, or requests fail."""
 
 HOST_TIER_SAVING_RATIO = 0.75
 """Part of a token's prefill time that is saved if its block lies in the host tier; the rest is for copying it in."""
@@ -107,6 +109,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     The larger it is, the sooner a cached block is evicted.
     """
+    can_generate: bool = False
+    """True if it is a prefill instance that can also generate answers (`InstanceRecord.can_generate`)."""
     machine: str = ""
     """Name of the host; equal for instances that can share memory."""
     held_tokens: int = 0
@@ -170,6 +174,8 @@ class ClusterView(msgspec.Struct, frozen=True):
     candidates: Sequence[Candidate]
     turn: int = 0
     """Number of the view, which grows by one each time: the state of the policies `round_robin` and `random`."""
+    allows_prefill_fallback: bool = False
+    """True if prefill instances may generate answers when the view has no decode or unified instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +194,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Names the instances chosen for one request.
 
     `prefill` computes the prompt and `decode` generates; if one instance does both, only `decode` is set. The decision
-    "prefill_only" is for requests that end with their first token, so that nothing is handed off.
+    "prefill_only" is for requests that end with their first token, so that nothing is handed off. With
+    "prefill_fallback" `decode` is a prefill instance, because no decode or unified instance is ready.
     """
 
     decision: Decision
@@ -239,9 +246,12 @@ def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Plac
 
     `cluster` is a snapshot made for this demand. Instances in `demand.avoided` are used only if nothing else works.
     """
+    # Decided before avoided instances are left out: a decode instance that failed this request once is still ready.
+    if cluster.allows_prefill_fallback and any(c.role != "prefill" for c in cluster.candidates):
+        cluster = msgspec.structs.replace(cluster, allows_prefill_fallback=False)
     if demand.avoided:
         trusted = [c for c in cluster.candidates if c.instance not in demand.avoided]
-        placed = _place(demand, ClusterView(trusted, cluster.turn), policy)
+        placed = _place(demand, msgspec.structs.replace(cluster, candidates=trusted), policy)
         if not isinstance(placed, NoCapacity):
             return placed
     # An instance that failed once may work now, and without it the request would certainly fail.
@@ -265,7 +275,7 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
     groups = [fitting] if len(layouts) == 1 else [_group(fitting, layout) for layout in layouts]
     best: Placement | None = None
     for group in groups:
-        option = _place_in_group(demand, group, policy, cluster.turn)
+        option = _place_in_group(demand, group, policy, cluster)
         if option is not None and (best is None or option.predicted_ttft_s < best.predicted_ttft_s):
             best = option
     if best is None:
@@ -296,9 +306,12 @@ def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]
     return [c for c in candidates if c.layout == layout or (c.role == "prefill" and obstacle(c.layout, layout) is None)]
 
 
-def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, turn: int) -> Placement | None:
+def _place_in_group(
+    demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, cluster: ClusterView
+) -> Placement | None:
     """Return the best placement on instances that can exchange blocks, or None if there is none."""
     pick_prefill, pick_decode = _PICKS[policy.name]
+    turn = cluster.turn
     pools: _Pools = {"prefill": [], "decode": [], "unified": []}
     for candidate in _with_pulls(demand, group, policy):
         pools[candidate.role].append(candidate)
@@ -309,6 +322,11 @@ def _place_in_group(demand: Demand, group: Sequence[Candidate], policy: Placemen
         decode = next((c for c in pools["decode"] if c.instance == demand.preferred_decode), None)
     decode = decode or pick_decode(demand, pools["decode"], turn)
     option = _place_split(demand, prefill, decode, policy, pools)
+    # Without an option the request needs more than its first token, and `place` has checked that all candidates are
+    # prefill instances. Those of earlier versions refuse `Generate` messages.
+    if option is None and cluster.allows_prefill_fallback:
+        generating = pick_prefill(demand, [c for c in pools["prefill"] if c.can_generate], turn)
+        return None if generating is None else _on_one_worker("prefill_fallback", generating, demand, pools)
     if unified is None:
         return option
     alone = _on_one_worker("unified", unified, demand, pools)

@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from baton_serve.services.common.settings.process import ProcessSettings
-from baton_serve.services.router.placement.policy import PolicyName
+from baton_serve.services.router.placement.policy import DecodeFallback, PolicyName
 from baton_serve.services.router.placement.prefix_pull import PullPolicy
 
 
@@ -68,6 +68,14 @@ class PlacementSettings(RequestLogSettings, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 15.0
+    decode_fallback: Annotated[
+        DecodeFallback,
+        Meta(
+            description="requests while no decode or unified instance is ready: prefill lets prefill instances generate"
+            " the answers, after the start of the router only when --instance-wait-s has passed; fail waits"
+            " --instance-wait-s where an instance is expected, then answers with status 503"
+        ),
+    ] = "prefill"
     # Without it, requests with the same new prefix that arrive together would be spread over instances, and each
     # instance would compute the prefix itself.
     expected_blocks_ttl_s: Annotated[

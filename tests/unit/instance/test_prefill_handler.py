@@ -1,5 +1,5 @@
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.messages import Cancel, Prefill
+from baton_serve.contracts.messages import Cancel, Generate, Prefill
 from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups, FailedRequest, NamedBlock
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.instance.first_tokens import FirstToken, decode_first_tokens
@@ -237,6 +237,38 @@ def test_blocks_that_complete_after_a_cancel_are_not_handed_on() -> None:
         b.transfer.release.set_result("cancelled")
         await settle()
         assert b.engine.asked[-1] == ("release", inner), "by then it was held"
+        b.check()
+
+    run(test())
+
+
+def test_while_no_decode_instance_is_ready_it_generates_the_whole_answer() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Generate(work(sequences=(0, 1))))
+        await settle()
+        inner = b.inner()
+        assert b.engine.asked == [("add", inner, "generate")]
+        b.turn(tokens=[output(inner, 5), output(inner, 6, sequence=1, finish="stop")])
+        b.turn(tokens=[output(inner, 7, position=1, finish="length")])
+        await settle()
+        assert [t.token_ids for t in b.router.answers()] == [[5], [6], [7]]
+        assert b.engine.verbs() == ["add"] and b.transfer.verbs() == [], "nothing is kept or handed off"
+        b.check()
+
+    run(test())
+
+
+def test_an_answer_that_it_generates_is_freed_when_it_is_cancelled() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Generate(work(sequences=(0, 1))))
+        await settle()
+        b.serving.on_message(ROUTER, Cancel(work().request_id, 1))
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        assert b.engine.verbs() == ["add", "cancel", "cancel"]
+        assert not b.router.sent
         b.check()
 
     run(test())

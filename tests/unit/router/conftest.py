@@ -19,7 +19,11 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.http.gateway import Gateway
-from baton_serve.services.router.main import admission_control, request_policy
+from baton_serve.services.router.main import (
+    admission_control,
+    prefill_fallback_after_s,
+    request_policy,
+)
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
@@ -36,7 +40,9 @@ class Router:
     def __init__(self, fakes: FakeCluster, settings: RouterSettings, model: ServedModel, keys: list[str]) -> None:
         self.fakes = fakes
         self.metrics = RouterMetrics(CollectorRegistry(), "tiny")
-        self.cluster = Cluster(fakes, fakes, clock=time.monotonic)
+        self.cluster = Cluster(
+            fakes, fakes, clock=time.monotonic, prefill_fallback_after_s=prefill_fallback_after_s(settings)
+        )
         self.admission = admission_control(settings)
         self.dispatcher = Dispatcher(
             self.cluster,

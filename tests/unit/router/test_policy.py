@@ -152,6 +152,50 @@ def test_an_empty_pool_leaves_the_work_to_the_other() -> None:
     assert refused(LONG).reason == "empty_pool"
 
 
+def fallback(demand: Demand, *candidates: Candidate) -> Placement | NoCapacity:
+    """Place where prefill instances may generate if the other pools are empty."""
+    return place(demand, ClusterView(candidates, allows_prefill_fallback=True), ALWAYS)
+
+
+G0, G1 = replace(P0, can_generate=True), replace(P1, can_generate=True)
+
+
+def test_a_prefill_instance_generates_only_without_any_decode_or_unified_instance() -> None:
+    alone = fallback(LONG, G0)
+    assert isinstance(alone, Placement) and alone.prefill is None and alone.decode is not None
+    assert (alone.decision, alone.decode.instance, alone.final_worker.instance) == ("prefill_fallback", "p0", "p0")
+    assert not alone.handoff_is_due
+    for other, decision in ((D0, "disaggregated"), (U0, "disaggregated")):
+        # A decode instance that failed this request once is ready, and so it comes before any prefill instance.
+        placed = fallback(replace(LONG, avoided=frozenset({other.instance})), G0, other)
+        assert isinstance(placed, Placement)
+        assert placed.decision == ("unified" if other is U0 else decision)
+    assert refused(LONG, G0).reason == "empty_pool", "it is not allowed"
+    assert isinstance(fallback(LONG, P0), NoCapacity), "an instance of an earlier version cannot generate"
+
+
+def test_the_fallback_takes_the_prefill_instance_with_the_smallest_predicted_ttft() -> None:
+    def on(demand: Demand, *candidates: Candidate) -> str:
+        placed = fallback(demand, *candidates)
+        assert isinstance(placed, Placement) and placed.decode is not None
+        return placed.decode.instance
+
+    assert on(LONG, G0, replace(G1, cached_tokens=300)) == "p1"
+    assert on(LONG, P0, replace(G1, queued_tokens=5000)) == "p1", "the other one cannot generate"
+    assert on(replace(LONG, avoided=frozenset({G0.instance})), G0, replace(G1, queued_tokens=5000)) == "p1"
+    assert on(replace(LONG, avoided=frozenset({G0.instance})), G0) == "p0"
+    other = msgspec.structs.replace(LAYOUT, fingerprint="new weights")
+    assert on(LONG, replace(G0, layout=other, queued_tokens=500), G1) == "p1"
+    assert on(replace(LONG, has_images=True), G0) == "p0", "it has the vision tower, and hands nothing off"
+
+
+def test_the_fallback_changes_nothing_for_requests_that_no_instance_can_hold_or_that_need_no_decode() -> None:
+    too_long = fallback(Demand(num_tokens=4000, max_new_tokens=9), G0)
+    assert isinstance(too_long, NoCapacity) and too_long.reason == "never_fits"
+    one = fallback(Demand(num_tokens=400, max_new_tokens=1), G0)
+    assert isinstance(one, Placement) and one.decision == "prefill_only"
+
+
 def test_one_token_is_prefill_work() -> None:
     one = Demand(num_tokens=400, max_new_tokens=1)
     assert chosen(one, P0, D0) == ("prefill_only", "p0", "")
