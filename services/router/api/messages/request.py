@@ -68,7 +68,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
 def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
     """Return the form of the answer. Raises `BadRequestError` if its two parameters contradict each other."""
     config, form = request.output_config, request.output_format
-    # A budget would have to end the answer in time; without its effect the answer could be longer than the client wants.
+    # A budget that has no effect could let the answer become longer than the client wants.
     if config is not None and (config.model_extra or {}).get("task_budget") is not None:
         raise BadRequestError("output_config: task_budget is not supported", param="output_config")
     if config is not None and config.format is not None:
