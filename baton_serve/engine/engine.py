@@ -295,7 +295,7 @@ class Engine:
 
     @property
     def last_batch(self) -> BatchSize:
-        """Return the size of the last batch that was launched. Any thread may call it."""
+        """Return the numbers of sequences and tokens in the batch that was launched last. Any thread may call it."""
         return self._steps.last_batch
 
     def has_work(self) -> bool:

@@ -85,9 +85,9 @@ class GenerationObserver:
 async def generate(
     engine: EngineCalls, request: AttemptEntry, puller: PullPort, message: Generate, reader: ImageReader | None = None
 ) -> None:
-    """Compute the prompt and generate all sequences of a request; return when they have ended.
-
-    `reader` decodes the prompt's images. Raises `engine.errors.RequestError` if the request can never be computed.
+    """Compute the prompt and generate all sequences of a request; return when they have ended. First `puller` fetches
+    the cached prefix that `message` names from another instance, if it names one, and `reader` decodes the prompt's
+    images. Raises `engine.errors.RequestError` if the request can never be computed.
     """
     work = request.work
     await await_grammar(engine, request)

@@ -60,7 +60,7 @@ class RoleHandler(Protocol):
         """Serve a request from start to end. Its resources must be free when this returns, raises or is cancelled."""
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Handle new engine statistics; blocks may have become free."""
+        """Use new engine statistics: a role whose requests wait for free blocks tries to start them."""
 
     def num_queued(self) -> int:
         """Return the number of requests that wait outside the engine."""

@@ -27,7 +27,7 @@ class StatsLog:
         self._task = asyncio.get_running_loop().create_task(self._log_for_ever())
 
     async def close(self) -> None:
-        """End the task that writes the lines."""
+        """Stop logging: cancel the task and wait for its end."""
         if self._task is not None:
             await cancel_all([self._task])
 

@@ -52,12 +52,11 @@ class ClusterTimeouts:
 
 
 class ClusterSupervisor(ProcessSupervisor[Child]):
-    """Owns the processes of one local cluster. All methods run on the event loop.
-
-    `processes` has the router first. With `forks`, instances are forked from its server. Until all processes have been
-    ready once, a process that keeps failing ends the start with an error. After that every process that dies is
-    restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A restarted instance that is not ready
-    within `timeouts.start_s` counts as hung, and is killed.
+    """Owns the processes of one local cluster. All methods run on the event loop. Its base class `ProcessSupervisor`
+    starts a process again when it has died. `processes` has the router first. With `forks`, instances are forked from
+    its server. Until all processes have been ready once, a process that keeps failing ends the start with an error.
+    After that every process that dies is restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A
+    restarted instance that is not ready within `timeouts.start_s` counts as hung, and is killed.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
-    """Create the KV cache, in place of an earlier one. A descriptor of rank 0's host memory is sent after this message.
-    The rank answers.
+    """Create the KV cache, in place of an earlier one. After this message rank 0 sends the file descriptor of the host
+    memory that all ranks share. The rank answers.
     """
 
     num_blocks: int

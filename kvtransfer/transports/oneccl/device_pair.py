@@ -164,7 +164,8 @@ class DevicePair:
 
 class Wait:
     """Waits until a message is complete: for an event of a device, or for work on the CPU. If `is_ordered` is true,
-    later work of the stream runs after the message.
+    work that is queued later on the stream of `DevicePair.post` also waits for the message, so the host need not wait
+    before it queues such work. If it is false, only this wait says when the message is complete.
     """
 
     def __init__(

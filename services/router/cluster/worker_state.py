@@ -272,7 +272,7 @@ class WorkerState:
         )
 
     def check_invariants(self) -> None:
-        """Assert that the sums agree with the estimates. For tests."""
+        """Assert that the counted load equals the sum of the load estimates of all requests placed there. For tests."""
         assert self.own_tokens == sum(estimate.prefill_tokens for estimate in self.load_estimates.values())
         assert self.own_sequences == sum(estimate.sequences for estimate in self.load_estimates.values())
         unreported = (estimate.blocks for estimate in self.load_estimates.values() if not estimate.is_reported)

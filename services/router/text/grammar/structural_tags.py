@@ -41,7 +41,7 @@ class _Reader:
         self._param = param
 
     def part(self, value: object, depth: int) -> Rule:
-        """Return the rule for one part. `depth` is the number of parts around it."""
+        """Return the grammar rule for one part of a structural tag. `depth` is the number of parts around it."""
         part = self.mapping(value)
         if depth > MAX_DEPTH:
             raise self._error(f"parts are nested more than {MAX_DEPTH} levels deep")

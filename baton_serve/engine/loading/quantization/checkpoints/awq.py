@@ -25,7 +25,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """The AWQ format. `group` None: one scale per row."""
+    """The AWQ format. `group` is the number of inputs that share a scale; None means one scale for each output."""
 
     group: int | None
     has_zeros: bool
