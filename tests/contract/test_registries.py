@@ -23,7 +23,7 @@ from baton_serve.services.common.registry import (
     registry_view,
 )
 from baton_serve.services.common.registry.memory import MemoryRegistryView
-from baton_serve.services.common.registry.redis_registry import RedisRegistryView
+from baton_serve.services.common.registry.redis_registry import RedisRegistryView, connect_redis
 from tests.contract.redis_server import RedisServer
 from tests.unit.router.fakes import record as made_up
 
@@ -260,6 +260,31 @@ def test_a_registry_without_a_backend_is_reported_and_not_waited_for(tmp_path: P
             await client.close()
 
     run(body())
+
+
+@pytest.mark.redis
+def test_what_other_programs_write_to_redis_hides_no_instance(tmp_path: Path) -> None:
+    server = new_redis(tmp_path)
+    server.start()
+    registry = Registry(lambda: RedisRegistryView(server.url), server.url)
+
+    async def body(watched: Watched, client: RegistryClient) -> None:
+        async with connect_redis(server.url) as other:
+            await other.rpush("baton:instance:list", "a")
+            await other.set("baton:instance:long", bytes(8 << 20))
+            await other.set("baton:instance:broken", b"\xff\x00")
+            await other.sadd("baton:instances", "list", "long", "broken", "none", b"\xff\xfe")
+            await other.publish("baton:changes", b"left \xff\xfe \xff")
+        await client.register(record(), 30)
+        await watched.until(lambda view: len(view.records()) == 1)
+        assert watched.view.is_connected() and watched.who() == [(A, 1)]
+        assert isinstance(watched.view, RedisRegistryView)
+        assert [task.get_name() for task in watched.view._tasks if task.done()] == [], "publications are still received"
+
+    try:
+        with_one(registry, body)
+    finally:
+        server.kill()
 
 
 @pytest.mark.redis

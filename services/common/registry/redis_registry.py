@@ -39,6 +39,8 @@ REFRESH_S = 1.0
 """Time between two reads of all records when no change is published."""
 GRACE_S = 15.0
 """Time after an outage for which records of the last view are kept, so that their instances can register again."""
+_MAX_RECORD_BYTES = 1024 * 1024
+"""Largest record that is read. Records have some kilobytes."""
 _GENERATIONS_TTL_S = 86_400
 """Time for which the generations of an instance that does not renew any more are remembered."""
 
@@ -69,12 +71,17 @@ redis.call('PUBLISH', '{CHANNEL}', 'left ' .. ARGV[1] .. ' ' .. ARGV[2])
 return 1
 """
 # An id without a record has expired; it is removed from the set here, since Redis expires the record alone.
-_READ_ALL = """
+# A key of another type, or a value that is too long for a record, is ignored: other programs may use the same Redis.
+_READ_ALL = f"""
 redis.call('SET', 'baton:epoch', ARGV[1], 'NX')
-local found = {redis.call('GET', 'baton:epoch')}
+local found = {{redis.call('GET', 'baton:epoch')}}
 for _, id in ipairs(redis.call('SMEMBERS', 'baton:instances')) do
-  local record = redis.call('GET', 'baton:instance:' .. id)
-  if record then found[#found + 1] = record else redis.call('SREM', 'baton:instances', id) end
+  local size = redis.pcall('STRLEN', 'baton:instance:' .. id)
+  if size == 0 then
+    redis.call('SREM', 'baton:instances', id)
+  elseif type(size) == 'number' and size <= {_MAX_RECORD_BYTES} then
+    found[#found + 1] = redis.call('GET', 'baton:instance:' .. id)
+  end
 end
 return found
 """
@@ -195,7 +202,7 @@ class RedisRegistryView:
                     while True:
                         message = await channel.get_message(timeout=REDIS_TIMEOUT_S / 2)
                         if message is not None:
-                            self._on_publication(bytes(message["data"]).decode().split(" ", 2))
+                            self._on_publication(bytes(message["data"]).decode(errors="replace").split(" ", 2))
             except (RedisError, OSError):
                 # `_refresh` also fails during the outage, and logs it.
                 await asyncio.sleep(self._refresh_s)
