@@ -230,6 +230,7 @@ class ServedModel:
             raise BadRequestError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
+        self._check_request_template(request)
         if request.chat_template is not None:
             return await self._rendered_apart(request, shows_images=shows_images)
         num_parts = sum([len(m.content) if isinstance(m.content, list) else 1 for m in request.messages or ()])
@@ -274,15 +275,24 @@ class ServedModel:
             variables=self._templates.variables(extra),
         )
 
-    def _template(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatTemplate:
-        if request.chat_template is None:
-            return self._templates.pick(has_tools=bool(request.tools))
-        if not self._trusts_requests:
+    def _check_request_template(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
+        """Raise `BadRequestError` for a chat template of a request, unless requests are trusted."""
+        if "chat_template" in (request.chat_template_kwargs or {}):
+            raise BadRequestError(
+                "chat_template_kwargs cannot contain chat_template: send it as chat_template, which needs a server that"
+                " was started with --trust-request-chat-template",
+                param="chat_template_kwargs",
+            )
+        if request.chat_template is not None and not self._trusts_requests:
             raise BadRequestError(
                 "a chat template in a request is accepted only if the server was started with "
                 "--trust-request-chat-template",
                 param="chat_template",
             )
+
+    def _template(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatTemplate:
+        if request.chat_template is None:
+            return self._templates.pick(has_tools=bool(request.tools))
         try:
             return ChatTemplate(request.chat_template)
         except TEMPLATE_ERRORS as exc:

@@ -117,9 +117,12 @@ def test_parts_of_text_are_joined_for_a_template_that_takes_strings(serve: Serve
 
 def test_templates_of_requests_run_only_when_trusted(serve: Serve) -> None:
     async def refused(router: Router) -> None:
-        answer = await router.http.post(PATH, json={"messages": HELLO, "chat_template": "x"})
-        assert answer.status_code == 400
-        assert "--trust-request-chat-template" in answer.json()["error"]["message"]
+        # As in vLLM, also in the variables of the model's template.
+        for path in (PATH, "/tokenize"):
+            for given in ({"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}):
+                answer = await router.http.post(path, json={"messages": HELLO, **given})
+                assert answer.status_code == 400
+                assert "--trust-request-chat-template" in answer.json()["error"]["message"]
 
     serve(refused)
 
