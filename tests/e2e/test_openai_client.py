@@ -6,10 +6,17 @@ from typing import Any, cast
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.e2e.cluster import Cluster
 
 pytestmark = pytest.mark.slow
+
+
+class Opinion(BaseModel):
+    is_good: bool
+
+
 QUESTION = [{"role": "user", "content": "Tell me about blocks and batons, please, and take your time."}]
 
 
@@ -103,6 +110,56 @@ def test_logprobs_of_chat(client: openai.OpenAI) -> None:
     for token in logprobs.content:
         assert len(token.top_logprobs) == 3
         assert token.logprob == max(top.logprob for top in token.top_logprobs)
+
+
+def test_named_alternatives_have_the_logprobs_of_the_most_likely_ones(client: openai.OpenAI) -> None:
+    common = {"model": client.models.list().data[0].id, "prompt": "the baton", "max_tokens": 1, "temperature": 0}
+    first = client.completions.create(**common, logprobs=5, extra_body={"return_tokens_as_token_ids": True})  # type: ignore[call-overload]
+    (likely,) = first.choices[0].logprobs.top_logprobs
+    token_ids = [int(name.removeprefix("token_id:")) for name in likely][1:3]
+    extra = {"logprob_token_ids": token_ids, "return_tokens_as_token_ids": True}
+    named = client.completions.create(**common, logprobs=0, extra_body=extra)  # type: ignore[call-overload]
+    (found,) = named.choices[0].logprobs.top_logprobs
+    chosen = named.choices[0].logprobs.tokens[0]
+    assert found.keys() == {chosen, *(f"token_id:{token_id}" for token_id in token_ids)}
+    assert found == pytest.approx({name: likely[name] for name in found}, abs=1e-4)
+
+
+def test_logprobs_of_a_response_are_those_of_the_chat(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    chat = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,  # type: ignore[arg-type]
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    answer = client.responses.create(
+        model=model,
+        input=QUESTION[0]["content"],
+        max_output_tokens=6,
+        temperature=0,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
+    )
+    (item,) = answer.output
+    assert item.type == "message" and item.content[0].type == "output_text"
+    assert chat.choices[0].logprobs is not None and item.content[0].logprobs is not None
+    wanted, found = chat.choices[0].logprobs.content or [], item.content[0].logprobs
+    assert [one.token for one in found] == [one.token for one in wanted]
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
+
+
+def test_an_answer_in_a_stated_form_is_parsed_by_anthropics_client(cluster: Cluster) -> None:
+    with anthropic.Anthropic(base_url=cluster.url, api_key="secret", max_retries=0) as connected:
+        answer = connected.messages.parse(
+            model=connected.models.list().data[0].id,
+            messages=cast(Any, QUESTION),
+            max_tokens=100,
+            output_format=Opinion,
+        )
+    assert isinstance(answer.parsed_output, Opinion)
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, cluster: Cluster) -> None:

@@ -49,6 +49,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 Numbers = Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_NUMBERS)]
+LogitBias = Annotated[dict[str, Bias], Field(fail_fast=True, max_length=MAX_LOGIT_BIAS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 Metadata = Annotated[dict[str, Any], Field(max_length=MAX_METADATA)]
 
@@ -122,7 +123,7 @@ class GenerationRequest(_Request):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(fail_fast=True, max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKENS)] | None = None
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[AnyInt], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None = None

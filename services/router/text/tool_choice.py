@@ -40,8 +40,8 @@ def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings, for
 
     Raises `BadRequestError` if the parameters contradict each other or the server cannot parse such calls.
     """
-    choice = request.tool_choice
-    functions = [tool.function for tool in request.tools or []]
+    offered = [tool.function for tool in request.tools or []]
+    choice, functions = _allowed(request.tool_choice, offered)
     if (isinstance(choice, dict) or choice == "required") and form is not None:
         raise BadRequestError(
             f"tool_choice and {form.param} exclude each other: an answer is a tool call, or it follows {form.param}",
@@ -56,11 +56,37 @@ def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings, for
         return ToolChoice(ToolCallFormat(required_calls), GrammarSpec(rule, "tools"))
     if not functions or choice == "none":
         return ToolChoice(grammar_spec=form)
-    return _auto(request, settings, functions, form)
+    # The prompt has all tools, so only a grammar keeps the model from calling the others.
+    return _auto(request, settings, functions, form, is_restricted=len(functions) < len(offered))
+
+
+def _allowed(choice: object, functions: Sequence[Function]) -> tuple[object, Sequence[Function]]:
+    """Return the choice and the functions that the model may call, which OpenAI's `allowed_tools` restricts.
+
+    Raises `BadRequestError` if it is malformed or names a function that the request does not offer.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, functions
+    stated = choice.get("allowed_tools")
+    mode, tools = (stated.get("mode"), stated.get("tools")) if isinstance(stated, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise BadRequestError(
+            'tool_choice: allowed_tools needs a mode, "auto" or "required", and a list of tools', param="tool_choice"
+        )
+    names = [_name_in(tool) for tool in tools]
+    known = {name_of(function) for function in functions}
+    if missing := [name for name in names if name not in known]:
+        raise _not_offered(missing[0])
+    return mode, [function for function in functions if name_of(function) in names]
 
 
 def _auto(
-    request: ChatCompletionRequest, settings: RouterSettings, functions: Sequence[Function], form: GrammarSpec | None
+    request: ChatCompletionRequest,
+    settings: RouterSettings,
+    functions: Sequence[Function],
+    form: GrammarSpec | None,
+    *,
+    is_restricted: bool,
 ) -> ToolChoice:
     parser = settings.tool_call_parser
     if not settings.enable_auto_tool_choice or parser is None:
@@ -72,10 +98,11 @@ def _auto(
             code="unsupported_parameter",
         )
     # Without strict tools the model writes freely: a grammar would only cost time in each step.
-    if form is None and not any(function.get("strict") is True for function in functions):
+    is_strict = is_restricted or any(function.get("strict") is True for function in functions)
+    if form is None and not is_strict:
         return ToolChoice(TOOL_CALL_FORMATS[parser])
     if parser not in STRICT_RULES:
-        asked_for = "strict tools" if form is None else form.param
+        asked_for = ("allowed_tools" if is_restricted else "strict tools") if form is None else form.param
         raise BadRequestError(
             f"{asked_for} with tool_choice 'auto' is not supported with this server's --tool-call-parser {parser}: use "
             "tool_choice 'required', a named function or 'none'",
@@ -94,9 +121,8 @@ def _is_parallel(request: ChatCompletionRequest) -> bool:
 
 
 def _named(choice: dict[str, object], functions: Sequence[Function]) -> ToolChoice:
-    function = choice.get("function")
-    wanted = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
-    if not isinstance(wanted, str):
+    wanted = _name_in(choice)
+    if wanted is None:
         raise BadRequestError(
             'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": "…"}}',
             param="tool_choice",
@@ -106,6 +132,15 @@ def _named(choice: dict[str, object], functions: Sequence[Function]) -> ToolChoi
             return ToolChoice(
                 ToolCallFormat(named_call(wanted)), GrammarSpec(named_rule(offered), "tools"), is_named=True
             )
-    raise BadRequestError(
-        f"tool_choice names the function {wanted!r}, which 'tools' does not have", param="tool_choice"
-    )
+    raise _not_offered(wanted)
+
+
+def _name_in(tool: object) -> str | None:
+    """Return the name in `{"type": "function", "function": {"name": ...}}`, or None for anything else."""
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _not_offered(name: str | None) -> BadRequestError:
+    return BadRequestError(f"tool_choice names the function {name!r}, which 'tools' does not have", param="tool_choice")

@@ -193,6 +193,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "/detokenize": {"model": "nobody", "tokens": [98]},
     "/v1/responses": SAMPLING
     | {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"97": 1.0},
+        "include_stop_str_in_output": Given(True, {"stop": "a"}),
+        "skip_special_tokens": False,
+        "structured_outputs": {"regex": "a"},
         "input": "other",
         "instructions": "be brief",
         "max_output_tokens": 2,

@@ -273,6 +273,12 @@ def test_the_model_sees_functions_of_namespaces_under_flat_names() -> None:
     body = {"input": "x", "tools": only, "tool_choice": {"type": "function", "name": "f"}}
     short = as_chat(ResponsesRequest.model_validate(body))
     assert short.tool_choice == {"type": "function", "function": {"name": "mcp__f"}}, "as in vLLM"
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+    several = as_chat(ResponsesRequest.model_validate(body | {"tool_choice": allowed}))
+    assert several.tool_choice == {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "mcp__f"}}]},
+    }
 
 
 def test_logprobs_of_the_text_are_those_of_the_chat(serve: Serve) -> None:
@@ -348,6 +354,7 @@ def test_what_needs_a_memory_or_is_not_served_is_refused_by_name(serve: Serve) -
         wrong += [{"tools": [{"type": "namespace", "name": "n"}]}, {"tools": [{"type": "namespace", "tools": []}]}]
         wrong += [{"tools": [{"type": "namespace", "name": "n", "tools": TOOLS * 1025}]}]
         wrong += [{"tool_choice": "required", "tools": [{"type": "web_search"}]}, {"truncation": "left"}]
+        wrong += [{"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [3]}, "tools": TOOLS}]
         wrong += [{"top_logprobs": 21}, {"max_tool_calls": -1}]
         wrong += [{"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}]
         wrong += [{"tool_choice": {"type": "web_search"}, "tools": TOOLS}]

@@ -388,6 +388,21 @@ def test_required_calls_follow_their_schemas() -> None:
     assert not follows(named, "{}")
 
 
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_allowed_tools_are_called() -> None:
+    find, now = f'{{"name": "find", "parameters": {ANNA}}}', '{"name": "now", "parameters": {}}'
+    forced = chat_grammar(tools=TOOLS, tool_choice=allowed_tools("required", "now"))
+    assert [follows(forced, text) for text in (f"[{now}]", f"[{find}]", "text")] == [True, False, False]
+    free = chat_grammar(parser="hermes", tools=TOOLS, tool_choice=allowed_tools("auto", "now"))
+    call = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
+    assert [follows(free, text) for text in (call % "now", call % "find", "text")] == [True, False, True]
+    assert form_of(parser="hermes", tools=TOOLS, tool_choice=allowed_tools("auto", "now", "find")).grammar_spec is None
+
+
 STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]  # type: ignore[dict-item]
 DEEPSEEK_CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"  # noqa: RUF001
 DEEPSEEK_NAME = "find<｜tool▁sep｜>"  # noqa: RUF001
@@ -499,6 +514,10 @@ def test_forced_calls_that_were_cut_short_leave_no_json_in_the_content(serve: Se
         ({"tool_choice": "required"}, "tool_choice", "needs at least one tool"),
         ({"tool_choice": NAMED}, "tool_choice", "'find'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "must be"),
+        ({"tools": TOOLS, "tool_choice": allowed_tools("auto", "other")}, "tool_choice", "'other'"),
+        ({"tools": TOOLS, "tool_choice": allowed_tools("none", "find")}, "tool_choice", "mode"),
+        ({"tools": TOOLS, "tool_choice": allowed_tools("auto")}, "tool_choice", "list of tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "mode"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "exclude"),
         ({"tools": [{"type": "function", "function": {}}], "tool_choice": "required"}, "tools", "name"),
         (

@@ -27,7 +27,8 @@ _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text",
 # Fields with the same name and meaning in a chat request: those of the prompt, and those of the answer.
 _OF_INPUT = "model parallel_tool_calls chat_template_kwargs".split()
 _OF_ANSWER = (
-    "stream temperature top_p user seed top_k min_p repetition_penalty stop ignore_eos min_tokens priority cache_salt"
+    "stream temperature top_p user seed top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias"
+    " stop include_stop_str_in_output skip_special_tokens ignore_eos min_tokens structured_outputs priority cache_salt"
     " request_id"
 ).split()
 

@@ -14,6 +14,7 @@ from baton_serve.services.router.protocol.bounds import (
     MAX_TOOLS,
     NonNegative,
     OrAll,
+    Penalty,
     Positive,
     Priority,
     RepetitionPenalty,
@@ -24,6 +25,7 @@ from baton_serve.services.router.protocol.bounds import (
 )
 from baton_serve.services.router.protocol.openai_requests import (
     Effort,
+    LogitBias,
     Name,
     Objects,
     StopString,
@@ -94,8 +96,14 @@ class ResponsesRequest(InputTokensRequest):
     seed: Seed | None = None
     top_k: OrAll | None = None
     min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
     stop: StopString | StopStrings | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     ignore_eos: bool | None = None
     min_tokens: NonNegative | None = None
     priority: Priority | None = None
@@ -109,6 +117,8 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "conversation": (),
     "image": (),
     "moderation": (),
+    "previous_input_messages": (),
+    "previous_response": (),
     "previous_response_id": (),
     "prompt": (),
     "prompt_cache_options": (),

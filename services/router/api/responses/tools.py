@@ -89,6 +89,17 @@ def tool_choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
     """
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("tools")
+        named = [_chosen(tool, tools) for tool in allowed] if isinstance(allowed, list) else allowed
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    return _chosen(choice, tools)
+
+
+def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the chat request's form of `{"type": "function", "name": ...}`. Raises `BadRequestError`."""
+    if not isinstance(choice, dict):
+        choice = {}
     wanted, namespace = choice.get("name"), choice.get("namespace")
     if choice.get("type") != "function" or not isinstance(wanted, str) or not isinstance(namespace, str | None):
         raise BadRequestError(
