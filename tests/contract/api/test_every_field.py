@@ -140,6 +140,7 @@ COUNTED: dict[str, Any] = {
     "thinking": {"type": "disabled"},
     "output_config": {"effort": "high"},
 }
+CLAUDE_EDITS = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
 CLAUDE_FORM = {"type": "json_schema", "schema": {"type": "object"}}
 
 COUNTED_CHATS = ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
@@ -262,8 +263,8 @@ NO_EFFECT: dict[str, dict[str, Any]] = {
         "parallel_tool_calls": False,
         "text": {"format": {"type": "text"}},
     },
-    "/v1/messages": {"metadata": {"user_id": "somebody"}, "service_tier": "standard_only"},
-    "/v1/messages/count_tokens": {"tool_choice": {"type": "none"}, "output_format": CLAUDE_FORM},
+    "/v1/messages": {"metadata": {"user_id": "somebody"}, "service_tier": "standard_only", **CLAUDE_EDITS},
+    "/v1/messages/count_tokens": {"tool_choice": {"type": "none"}, "output_format": CLAUDE_FORM, **CLAUDE_EDITS},
     **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"), USER),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), USER | {"truncate": True}),
 }

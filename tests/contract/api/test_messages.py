@@ -150,6 +150,17 @@ def test_the_form_and_the_effort_of_an_answer_are_those_of_a_chat(serve: Serve) 
     serve(scenario)
 
 
+def test_edits_of_the_context_are_not_made_and_the_log_says_so(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(router: Router) -> None:
+        edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        body = {"messages": HELLO, "max_tokens": 3, "context_management": edits}
+        assert (await router.http.post("/v1/messages", json=body)).status_code == 200
+        assert "ignoring context_management of a request: the prompt is the conversation" in caplog.text
+
+    with caplog.at_level("INFO"):
+        serve(scenario)
+
+
 def test_errors_have_anthropics_shape_and_its_key_header_is_taken(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         async with client_of(router, "wrong") as client:

@@ -1,6 +1,7 @@
 """Convert a request of Anthropic's Messages API to a chat request."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from baton_serve.services.router.protocol.openai_requests import (
     chat_message,
 )
 from baton_serve.services.router.text.multimodal.image_tokens import image_part
+
+logger = logging.getLogger(__name__)
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
@@ -51,6 +54,8 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
     if request.thinking is not None:
         is_wanted = request.thinking.type != "disabled"
         values |= {"include_reasoning": is_wanted, "chat_template_kwargs": {"enable_thinking": is_wanted}}
+    if request.context_management:
+        logger.info("ignoring context_management of a request: the prompt is the conversation as the client sent it")
     if request.output_config is not None:
         values["reasoning_effort"] = request.output_config.effort
     choice = request.tool_choice

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from baton_serve.services.router.protocol.bounds import (
     MAX_MESSAGES,
+    MAX_METADATA,
     MAX_NAME_CHARS,
     MAX_OBJECTS,
     MAX_TOOLS,
@@ -90,6 +91,8 @@ class CountTokensRequest(_Lenient):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    # Edits that would shorten the prompt are not made. Claude Code asks for one in every request.
+    context_management: Annotated[dict[str, Any], Field(max_length=MAX_METADATA)] | None = None
     # The name of `output_config.format` before it left its beta.
     output_format: OutputFormat | None = None
 
@@ -109,7 +112,6 @@ class MessagesRequest(CountTokensRequest):
 
 UNSERVED: dict[str, tuple[object, ...]] = {
     "container": (),
-    "context_management": ({},),
     "inference_geo": (),
     "mcp_servers": ([],),
 }
