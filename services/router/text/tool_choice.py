@@ -73,7 +73,8 @@ def _allowed(choice: object, functions: Sequence[Function]) -> tuple[object, Seq
         raise BadRequestError(
             'tool_choice: allowed_tools needs a mode, "auto" or "required", and a list of tools', param="tool_choice"
         )
-    names = [_name_in(tool) for tool in tools]
+    # Each list may have thousands of elements, so none is searched once for each element of the other.
+    names = dict.fromkeys(_name_in(tool) for tool in tools)
     known = {name_of(function) for function in functions}
     if missing := [name for name in names if name not in known]:
         raise _not_offered(missing[0])

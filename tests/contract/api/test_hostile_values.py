@@ -99,6 +99,34 @@ WITHIN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": fields.HELLO, "guided_json": "@value@"},
         json.dumps(DEEP),
     ),
+    "two schemas as texts": (
+        "/v1/completions",
+        {"prompt": "a", "guided_json": {"type": "object"}, "json_schema": "@value@"},
+        json.dumps(DEEP),
+    ),
+    "parameters within a namespace": (
+        "/v1/responses",
+        {
+            "input": "a",
+            "tools": [
+                {
+                    "type": "namespace",
+                    "name": "n",
+                    "tools": [{"type": "function", "name": "f", "parameters": "@value@"}],
+                }
+            ],
+        },
+        DEEP,
+    ),
+    "the form of a message": (
+        "/v1/messages",
+        {
+            "messages": fields.HELLO,
+            "max_tokens": 5,
+            "output_config": {"format": {"type": "json_schema", "schema": "@value@"}},
+        },
+        DEEP,
+    ),
     "a structural tag as a text": (
         "/v1/completions",
         {"prompt": "a", "structured_outputs": {"structural_tag": "@value@"}},

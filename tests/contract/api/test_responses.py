@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any, cast
 
 import openai
@@ -9,6 +10,8 @@ import pytest
 
 from baton_serve.services.router.api.responses.request import as_chat
 from baton_serve.services.router.api.responses.schema import UNSERVED, ResponsesRequest
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.tool_choice import tool_choice_of
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.test_message_reader import CALL, FUNCTION, HERMES, writes
 
@@ -279,6 +282,20 @@ def test_the_model_sees_functions_of_namespaces_under_flat_names() -> None:
         "type": "allowed_tools",
         "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "mcp__f"}}]},
     }
+
+
+def test_many_allowed_tools_are_looked_up_in_linear_time() -> None:
+    members = [{"type": "function", "name": f"f{i}", "parameters": {"type": "object"}} for i in range(1000)]
+    allowed = [{"type": "function", "name": f"f{i % 1000}"} for i in range(10_000)]
+    body = {
+        "input": "x",
+        "tools": [{"type": "namespace", "name": "n", "tools": members}],
+        "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": allowed},
+    }
+    started = time.process_time()
+    chat = as_chat(ResponsesRequest.model_validate(body))
+    assert tool_choice_of(chat, RouterSettings(model="m"), None).grammar_spec is not None
+    assert time.process_time() - started < 1, "a search for each would take ten times as long"
 
 
 def test_logprobs_of_the_text_are_those_of_the_chat(serve: Serve) -> None:

@@ -89,28 +89,30 @@ def tool_choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
     """
     if not isinstance(choice, dict):
         return choice
+    offered = [name for name, _ in _named(tools)]
+    flat_names = {name.flat() for name in offered}
+    # The first of several functions of one name. A flat name has precedence over it.
+    known = {name.name: name.flat() for name in reversed(offered)} | {flat: flat for flat in flat_names}
     if choice.get("type") == "allowed_tools":
         allowed = choice.get("tools")
-        named = [_chosen(tool, tools) for tool in allowed] if isinstance(allowed, list) else allowed
+        named = [_chosen(tool, known) for tool in allowed] if isinstance(allowed, list) else allowed
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    return _chosen(choice, tools)
+    return _chosen(choice, known)
 
 
-def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the chat request's form of `{"type": "function", "name": ...}`. Raises `BadRequestError`."""
-    if not isinstance(choice, dict):
-        choice = {}
-    wanted, namespace = choice.get("name"), choice.get("namespace")
-    if choice.get("type") != "function" or not isinstance(wanted, str) or not isinstance(namespace, str | None):
+def _chosen(choice: Any, known: Mapping[str, str]) -> dict[str, Any]:
+    """Return the chat request's form of `{"type": "function", "name": ...}`. Raises `BadRequestError`.
+
+    `known` are the names that the model uses, by all names that a client may use.
+    """
+    fields = choice if isinstance(choice, dict) else {}
+    wanted, namespace = fields.get("name"), fields.get("namespace")
+    if fields.get("type") != "function" or not isinstance(wanted, str) or not isinstance(namespace, str | None):
         raise BadRequestError(
             'tool_choice must be "none", "auto", "required" or {"type": "function", "name": "…"}', param="tool_choice"
         )
     flat = flat_name(namespace, wanted)
-    offered = [name for name, _ in _named(tools)]
-    # A flat name has precedence: two namespaces may have functions of one name.
-    if all(name.flat() != flat for name in offered):
-        flat = next((name.flat() for name in offered if name.name == wanted), flat)
-    return {"type": "function", "function": {"name": flat}}
+    return {"type": "function", "function": {"name": known.get(flat, known.get(wanted, flat))}}
 
 
 def _named(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[ToolName, Mapping[str, Any]]]:
