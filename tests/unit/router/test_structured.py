@@ -152,6 +152,12 @@ def test_a_form_allows_what_it_says_and_nothing_else(body: dict[str, Any], good:
     assert [text for text in bad if follows(grammar, text)] == []
 
 
+def test_an_empty_grammar_of_other_engines_asks_for_nothing() -> None:
+    assert read_grammar_spec(CompletionRequest(prompt="a", grammar="", ebnf="", regex="", json_schema="")) is None
+    any_json = asked_grammar(json_schema={})
+    assert [follows(any_json, text) for text in ("[1]", "{}", "x")] == [True, True, False]
+
+
 FRIENDS = {"type": "object", "properties": {"all": {"type": "array", "items": {"$ref": "#/$defs/person"}}}}
 PARTS = {
     "$defs": PERSON["$defs"],

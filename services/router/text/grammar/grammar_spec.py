@@ -111,7 +111,9 @@ def _guided(request: GenerationRequest) -> list[_Given]:
     }
     options = _whitespace(request)
     given = [_Given(f"guided_{kind}", kind, value, options) for kind, value in values.items()]
-    given += [_Given(name, kind, getattr(request, name), options) for name, kind in _OTHER_ENGINES.items()]
+    others = [_Given(name, kind, getattr(request, name), options) for name, kind in _OTHER_ENGINES.items()]
+    # Clients of llama.cpp send an empty text for no grammar.
+    given += [one for one in others if one.value != ""]
     return [one for one in given if one.value is not None]
 
 
