@@ -4,6 +4,7 @@ In the cache of huggingface_hub, `models--ORG--NAME/refs/main` contains a commit
 folder. A complete snapshot is used without a request to the hub.
 """
 
+import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ _OTHER_GGUFS = ("mmproj", "imatrix")
 """How the names of other GGUF files than language models begin: vision towers, and statistics for quantization."""
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 """The end of the name of one file of a split model."""
+_REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*")
+"""The form of a branch, a tag or a commit."""
 _OFF = ("", "0", "false", "no", "off")
 
 
@@ -39,17 +42,23 @@ def is_offline(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name, "").lower() not in _OFF for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
-def find_model(model: str, environ: Mapping[str, str], *, weights: bool = True) -> Path | None:
+def find_model(
+    model: str, environ: Mapping[str, str], *, weights: bool = True, revision: str | None = None
+) -> Path | None:
     """Return the folder or the GGUF file of a model in the cache, or None if it has not been downloaded completely.
 
-    Without `weights`, a folder with config and tokenizer is enough.
+    Without `weights`, a folder with config and tokenizer is enough. Raises `HubError` if `revision` has no valid form.
     """
     name, _, kind = model.partition(":")
     folder = _cache(environ) / f"models--{name.replace('/', '--')}"
+    revision = revision or "main"
+    # It becomes a part of a path.
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise HubError(f"{revision!r} is not a revision of {name}: give a branch, a tag or a commit")
     try:
-        commit = (folder / "refs" / "main").read_text().strip()
+        commit = (folder / "refs" / revision).read_text().strip()
     except OSError:
-        return None
+        commit = revision
     snapshot = folder / "snapshots" / commit
     if not kind and _is_complete(snapshot, weights=weights):
         return snapshot
@@ -57,21 +66,31 @@ def find_model(model: str, environ: Mapping[str, str], *, weights: bool = True) 
     return Path(ggufs[0]) if len(ggufs) == 1 else None
 
 
-def obtain_model(model: str, environ: Mapping[str, str], *, offline: bool = False, weights: bool = True) -> Path:
+def obtain_model(
+    model: str,
+    environ: Mapping[str, str],
+    *,
+    offline: bool = False,
+    weights: bool = True,
+    revision: str | None = None,
+) -> Path:
     """Return the folder or the GGUF file of a model. Download what is missing, with a progress bar on a terminal.
 
-    Without `weights`, a folder may lack them, as a router does not need them. Raises `HubError` if the model is not in
-    the cache and cannot be downloaded.
+    Without `weights`, a folder may lack them, as a router does not need them. `revision` is a branch, tag or commit.
+    Raises `HubError` if the model is not in the cache and cannot be downloaded.
     """
-    if (found := find_model(model, environ, weights=weights)) is not None:
+    if environ.get("VLLM_USE_MODELSCOPE", "").lower() not in _OFF:
+        return _of_modelscope(model, environ, offline=offline, revision=revision)
+    if (found := find_model(model, environ, weights=weights, revision=revision)) is not None:
         return found
     if offline or is_offline(environ):
+        which, more = ("", "") if revision is None else (f" (revision {revision})", f" --revision {revision}")
         raise HubError(
-            f"{model} is neither a folder nor in the Hugging Face cache, and downloads are off (--offline or"
-            f" HF_HUB_OFFLINE): run `baton pull {model}` with a network, or give a folder"
+            f"{model}{which} is neither a folder nor in the Hugging Face cache, and downloads are off (--offline or"
+            f" HF_HUB_OFFLINE): run `baton pull {model}{more}` with a network, or give a folder"
         )
-    _download(model, environ, weights=weights)
-    if (found := find_model(model, environ, weights=weights)) is None:
+    _download(model, environ, weights=weights, revision=revision)
+    if (found := find_model(model, environ, weights=weights, revision=revision)) is None:
         raise HubError(
             f"{model}: files are missing after the download: run `baton pull {model}` again, which resumes it"
         )
@@ -108,17 +127,42 @@ def choose_files(model: str, files: Sequence[str], *, weights: bool = True) -> l
     raise HubError(f"{model} has no *.safetensors and no *.gguf files: convert the weights, and give that folder")
 
 
-def _download(model: str, environ: Mapping[str, str], *, weights: bool) -> None:
+def _of_modelscope(model: str, environ: Mapping[str, str], *, offline: bool, revision: str | None) -> Path:
+    """Return the folder of a model of ModelScope, by its own package. Raises `HubError`."""
+    try:
+        snapshot_download = importlib.import_module("modelscope.hub.snapshot_download").snapshot_download
+    except ImportError as exc:
+        raise HubError(
+            f"{model}: VLLM_USE_MODELSCOPE needs the package modelscope: run `pip install modelscope`, or unset the"
+            " variable to use the Hugging Face hub"
+        ) from exc
+    try:
+        return Path(
+            snapshot_download(
+                model_id=model,
+                cache_dir=environ.get("HF_HUB_CACHE") or None,
+                revision=revision,
+                local_files_only=offline or is_offline(environ),
+            )
+        )
+    # The package documents no errors.
+    except Exception as exc:
+        raise HubError(f"{model} cannot be downloaded from ModelScope: {_first_line(exc)}: check the name") from exc
+
+
+def _download(model: str, environ: Mapping[str, str], *, weights: bool, revision: str | None) -> None:
     # The import takes a third of a second, which a start from the cache must not pay for.
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     name, endpoint = model.partition(":")[0], environ.get("HF_ENDPOINT") or "https://huggingface.co"
     options: dict[str, Any] = {"token": environ.get("HF_TOKEN") or None, "endpoint": endpoint}
     try:
-        siblings = HfApi(**options).model_info(name, timeout=30.0).siblings or []
+        siblings = HfApi(**options).model_info(name, revision=revision, timeout=30.0).siblings or []
         wanted = choose_files(model, [sibling.rfilename for sibling in siblings], weights=weights)
-        snapshot_download(name, allow_patterns=wanted, cache_dir=_cache(environ), **options)
+        snapshot_download(name, revision=revision, allow_patterns=wanted, cache_dir=_cache(environ), **options)
+    except RevisionNotFoundError as exc:
+        raise HubError(f"{name} has no revision {revision} at {endpoint}: give a branch, a tag or a commit") from exc
     except HfHubHTTPError as exc:
         raise HubError(_refusal(name, endpoint, exc.response.status_code if exc.response is not None else 0)) from exc
     except HubError:

@@ -38,6 +38,8 @@ class EngineConfig:
     """Dtype of weights and activations; `auto`: the model's own, but bfloat16 for float16 models on CPUs."""
     max_model_len: int | None = None
     """Longest prompt plus answer, in tokens; None: the longest that the model's config allows."""
+    allow_long_max_model_len: bool = False
+    """Accept a `max_model_len` beyond the model's own limit, where its answers may be wrong."""
     max_num_seqs: int = 256
     """Largest number of sequences in one step."""
     max_num_batched_tokens: int | None = None

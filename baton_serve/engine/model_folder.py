@@ -4,6 +4,7 @@ Every defect of a folder is raised as a `ModelError` that names the folder and t
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 HfConfig: TypeAlias = Any  # transformers' configs are untyped bags of attributes
 
@@ -41,6 +44,8 @@ _SIZES = (
 _LARGEST_SIZE = 2**31 - 1
 """Sizes are stored as int32 in kernels' arguments."""
 
+_STRETCHING = ("linear", "dynamic", "yarn")
+"""Types of rotary embeddings that multiply the length for which a model was trained by a factor."""
 _LFS_POINTER = b"version https://git-lfs"
 """First bytes of the text file that Git LFS leaves in place of a large file that was not downloaded."""
 
@@ -117,21 +122,41 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
 def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
     """Return the longest prompt plus answer in tokens: `config.max_model_len`, or what the model's config allows.
 
-    Raises `ConfigError` if neither states it, or if the setting exceeds the model's own limit.
+    Raises `ConfigError` if neither states it, or if the setting exceeds the model's own limit without
+    `config.allow_long_max_model_len`.
     """
-    # Older architectures use the other two names.
-    known = (getattr(text_config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))
-    longest = next((length for length in known if length is not None), None)
+    longest = _longest(text_config)
     if longest is None:
         if config.max_model_len is None:
             raise ConfigError("the model's config does not say how long its context is; set max_model_len")
         return config.max_model_len
-    if config.max_model_len is not None and config.max_model_len > longest:
+    if config.max_model_len is None or config.max_model_len <= longest:
+        return config.max_model_len or longest
+    reason = (
+        f"max_model_len ({config.max_model_len}) is more than the model was made for"
+        f" (max_position_embeddings = {longest})"
+    )
+    if not any(getattr(text_config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+        raise ConfigError(f"{reason}, and its positions are learned: lower it, or leave it out")
+    if not config.allow_long_max_model_len:
         raise ConfigError(
-            f"max_model_len ({config.max_model_len}) is more than the model was made for"
-            f" (max_position_embeddings = {longest}): lower it, or leave it out"
+            f"{reason}: lower it, stretch the positions with --rope-scaling, or set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         )
-    return config.max_model_len or int(longest)
+    logger.warning("%s; answers to longer prompts may be wrong", reason)
+    return config.max_model_len
+
+
+def _longest(text_config: HfConfig) -> int | None:
+    """Return the longest context in tokens that a model's config states, or None."""
+    # Older architectures use the other two names.
+    known = (getattr(text_config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))
+    longest = next((length for length in known if length is not None), None)
+    rope = getattr(text_config, "rope_parameters", None)
+    # With other rules, and with rules for each type of layer, the limit is stated after the stretch.
+    if longest is None or not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHING:
+        return None if longest is None else int(longest)
+    native = rope.get("original_max_position_embeddings") if rope["rope_type"] == "yarn" else None
+    return int((native or longest) * (rope.get("factor") or 1.0))
 
 
 def weights_error(folder: Path, exc: BaseException) -> ModelError:

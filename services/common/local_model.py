@@ -9,26 +9,26 @@ from pathlib import Path
 
 from baton_serve.child_command import module_command
 from baton_serve.contracts.model_path import gguf_cache_folder, is_lone_gguf
-from baton_serve.model_hub import HubError, is_hub_name, obtain_model
+from baton_serve.model_hub import HubError
+from baton_serve.model_source import ModelSource, changed_model, find_source
 from baton_serve.services.common.errors import ConfigurationError
 
 UNPACK_DEADLINE_S = 600.0
 """Longest time that the child process may take. transformers needs tens of seconds on a busy host."""
 
 
-def local_model(model: str, environ: Mapping[str, str], *, offline: bool = False, weights: bool = True) -> str:
+def local_model(source: ModelSource, environ: Mapping[str, str], *, weights: bool = True) -> str:
     """Return the path of a folder with config and tokenizer, or of a GGUF file in such a folder.
 
     A path that needs nothing is returned unchanged. Without `weights`, only config and tokenizer of a hub's model are
     downloaded, unless they are in its GGUF file. Raises `ConfigurationError` if the model cannot be obtained.
     """
-    path = model
-    if is_hub_name(model):
-        try:
-            path = str(obtain_model(model, environ, offline=offline, weights=weights))
-        except HubError as exc:
-            raise ConfigurationError(f"MODEL {exc}") from exc
-    return unpack_gguf(Path(path), environ) if is_lone_gguf(path) else path
+    try:
+        path = find_source(source, environ, weights=weights)
+        path = unpack_gguf(Path(path), environ) if is_lone_gguf(path) else path
+        return changed_model(path, source, environ)
+    except HubError as exc:
+        raise ConfigurationError(f"MODEL {exc}") from exc
 
 
 def names_of_model(model: str) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -21,7 +22,7 @@ from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp, reachable_url
 from baton_serve.services.common.lifecycle import Lifecycle, run
-from baton_serve.services.common.local_model import local_model
+from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.settings.configuration import environment, load_with, stop
 from baton_serve.services.common.settings.options import Option
@@ -131,8 +132,10 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
     Raises `ConfigurationError` if the model is missing, if the pools cannot serve it, or if the port is in use.
     """
     if settings.model:
-        path = local_model(settings.model, environ, offline=settings.offline)
-        settings = msgspec.structs.replace(settings, model=path)
+        source = settings.source(settings.model)
+        if "tokenizer" in given.values:
+            source = replace(source, tokenizer_revision=None)
+        settings = msgspec.structs.replace(settings, model=local_model(source, environ))
     folder = model_folder(settings.model) if settings.model else DEMO_MODEL
     if not (folder / "config.json").is_file():
         if not settings.model:
@@ -177,6 +180,8 @@ def _names(settings: ServeSettings, given: GivenOptions) -> list[str]:
         return [str(name) for name in chosen]
     if is_lone_gguf(settings.model) or is_hub_name(settings.model):
         return [settings.model]
+    if settings.model and settings.source(settings.model).changes:
+        return names_of_model(settings.model)
     return [] if settings.model else [DEMO_NAME]
 
 

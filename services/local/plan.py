@@ -78,9 +78,16 @@ def plan(
     `ConfigurationError` if an instance needs more devices than there are.
     """
     common: dict[str, Value] = {"model": settings.model, "registry": registry, "served_model_name": names}
-    # The router obtains the models of --models itself.
+    # The router obtains the models of --models and --tokenizer itself.
     common |= {"cluster_key_file": machine.cluster_key, "offline": settings.offline or None}
-    router = _process("router", "router", common | {"host": settings.host, "port": settings.port}, given, given.router)
+    of_router = {
+        "host": settings.host,
+        "port": settings.port,
+        "download_dir": settings.download_dir,
+        "hf_token": settings.hf_token,
+        "tokenizer_revision": settings.tokenizer_revision if "tokenizer" in given.values else None,
+    }
+    router = _process("router", "router", common | of_router, given, given.router)
     counts: dict[Role, int] = {
         "prefill": settings.prefill,
         "decode": settings.decode,
@@ -191,7 +198,7 @@ def _process(
     values = dict(own)
     values |= {key: value for key, value in given.values.items() if key in known}
     values |= given.sections.get(role, {})
-    secrets = {key for key in values if key in known and known[key].is_secret}
+    secrets = {key for key in values if key in known and known[key].is_secret and values[key] is not None}
     variables = {f"BATON__{role.upper()}__{key.upper()}": _text(values.pop(key)) for key in sorted(secrets)}
     # OpenMP's runtime reads its number of threads from the environment when it starts.
     threads = values.get("threads")

@@ -4,7 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from baton_serve.model_hub import HubError, is_hub_name, obtain_model
+from baton_serve.model_hub import HubError, is_hub_name
+from baton_serve.model_source import ModelSource, find_source
 from baton_serve.services.common.settings.configuration import environment
 
 PROGRAM = "baton pull"
@@ -18,12 +19,17 @@ def main(argv: Sequence[str]) -> int:
         " their path. HF_TOKEN gives access to gated models. An interrupted download is resumed.",
     )
     parser.add_argument("model", metavar="ORG/NAME", help="the model; ORG/NAME:Q4_K_M chooses one of its GGUF files")
-    model = parser.parse_args(argv).model
+    parser.add_argument("--revision", help="branch, tag or commit (default: main)")
+    parser.add_argument("--download-dir", metavar="FOLDER", help="folder for models instead of the cache")
+    parser.add_argument("--hf-token", metavar="TOKEN", help="token for gated models (default: HF_TOKEN)")
+    given = parser.parse_args(argv)
+    source = ModelSource(**vars(given))
+    model = source.model
     if not is_hub_name(model):
         sys.stderr.write(f"{PROGRAM}: {model} is not a name on the hub, such as Qwen/Qwen3-8B\n")
         return 1
     try:
-        sys.stdout.write(f"{obtain_model(model, environment())}\n")
+        sys.stdout.write(f"{find_source(source, environment())}\n")
     except HubError as exc:
         sys.stderr.write(f"{PROGRAM}: {exc}\n")
         return 1

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from baton_serve.services.common.settings.process import Host, Port
+from baton_serve.services.common.settings.process import Host, ModelSourceSettings, Port
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEMO_NAME = "baton-demo"
@@ -17,7 +17,7 @@ DEMO_NAME = "baton-demo"
 Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
-class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
     """The model, the pools and the address of a local cluster."""
 
     EVERYDAY: ClassVar = (
@@ -34,9 +34,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"group": "cluster", "positional": True},
         ),
     ] = ""
-    offline: Annotated[
-        bool, Meta(description="download nothing: use models in folders and in the Hugging Face cache only")
-    ] = False
     prefill: Annotated[
         Count, Meta(description="number of prefill workers, which compute prompts and hand off their KV blocks")
     ] = 1

@@ -6,10 +6,12 @@ and the limits on all requests.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
+from baton_serve.model_source import ModelSource
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.tracing import Tracing
@@ -78,13 +80,20 @@ def with_local_models(settings: RouterSettings, environ: Mapping[str, str]) -> R
     `ConfigurationError` if a model cannot be obtained.
     """
 
+    source = settings.source(settings.model)
+    # The other settings of a source, such as its revision, are about the main model.
+    plain = ModelSource(model="", offline=source.offline, download_dir=source.download_dir, hf_token=source.hf_token)
+
     def path_of(model: str) -> str:
-        return local_model(model, environ, offline=settings.offline, weights=False)
+        return local_model(replace(plain, model=model), environ, weights=False)
 
     further = {name: _with_local_model(entry, path_of) for name, entry in settings.models.items()}
-    tokenizer = path_of(settings.tokenizer) if settings.tokenizer is not None else None
-    settings = msgspec.structs.replace(settings, models=further, tokenizer=tokenizer)
-    if (path := path_of(settings.model)) == settings.model:
+    settings = msgspec.structs.replace(settings, models=further)
+    if settings.tokenizer is not None:
+        own = replace(plain, model=settings.tokenizer, revision=source.tokenizer_revision)
+        settings = msgspec.structs.replace(settings, tokenizer=local_model(own, environ, weights=False))
+        source = replace(source, tokenizer_revision=None)
+    if (path := local_model(source, environ, weights=False)) == settings.model:
         return settings
     names = settings.served_model_name or names_of_model(settings.model)
     return msgspec.structs.replace(settings, model=path, served_model_name=names)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import Api, Cluster, wait_until
 from tests.e2e.instances import instances
 from tests.families import IN_PROCESSES
 from tests.tiny_models import load_reference, write_tiny_model
@@ -39,7 +39,7 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return [int(token) for token in generated[0, len(prompt) :]]
 
 
-def served_tokens(cluster: Cluster, prompt: Sequence[int], count: int) -> list[int]:
+def served_tokens(cluster: Api, prompt: Sequence[int], count: int) -> list[int]:
     answer = cluster.complete(
         list(prompt), max_tokens=count, temperature=0, ignore_eos=True, logprobs=0, return_tokens_as_token_ids=True
     )

@@ -6,7 +6,7 @@ The classes `…Config` at the end are the settings as vLLM's `LLMEngine.get_…
 import json
 import logging
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,12 +17,12 @@ from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache
 from baton_serve.engine.offline.params import GENERATION_CONFIG, Defaults
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
-from baton_serve.model_hub import HubError, is_hub_name, obtain_model
+from baton_serve.model_hub import HubError
+from baton_serve.model_source import ModelSource, allows_long_contexts, changed_model, find_source
 
 logger = logging.getLogger(__name__)
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "code_revision": (None,),
     "config_format": ("auto", "hf"),
     "cpu_offload_gb": (0, None),
     "data_parallel_size": (1,),
@@ -56,8 +56,8 @@ DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfl
 """vLLM's other names of dtypes."""
 QUANTIZATIONS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "fp4": "mxfp4", "none": None}
 """vLLM's other names of quantization formats, in lower case: its kernels for CUDA have names of their own."""
-
-
+SOURCE = frozenset(entry.name for entry in fields(ModelSource)) - {"model"}
+"""Arguments that name the model's files and change its config."""
 CHOICES: dict[str, tuple[object, ...]] = {
     "device": get_args(DeviceName),
     "dtype": get_args(DtypeName),
@@ -69,12 +69,20 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 
 class EngineArgs:
-    """Arguments of an engine. `options` are the fields of `EngineConfig`, and vLLM's names for them."""
+    """Arguments of an engine. `options` are the fields of `EngineConfig` and of `ModelSource`, and vLLM's names."""
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
-        self.model = model
         self.tokenizer = tokenizer
         self.options = options
+        stated = {name: options.pop(name) for name in SOURCE if name in options}
+        if callable(stated.get("hf_overrides")):
+            raise ConfigError("LLM: hf_overrides is a function; give the fields of config.json to change as a dict")
+        self.source = ModelSource(model=model, **{name: value for name, value in stated.items() if value is not None})
+
+    @property
+    def model(self) -> str:
+        """The model as it was given: a folder, a GGUF file, or a name on the hub."""
+        return self.source.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +103,16 @@ def open_model(args: EngineArgs) -> OpenedModel:
 
     Raises `ConfigError` or `ModelError`.
     """
-    given = _local_path(args.model)
-    model = str(unpack_to_cache(Path(given), os.environ)) if is_lone_gguf(given) else given
+    source, tokenizer = args.source, None
+    if args.tokenizer not in (None, args.model):
+        own = replace(source, model=args.tokenizer, revision=source.tokenizer_revision)
+        tokenizer = model_folder(_found(own, weights=False))
+        source = replace(source, tokenizer_revision=None)
+    model = _changed(_found(source), source)
     config, folder = _config(model, args.options), model_folder(model)
-    tokenizer = folder if args.tokenizer in (None, args.model) else model_folder(_local_path(args.tokenizer))
     return OpenedModel(
         config=config,
-        tokenizer=_tokenizer(str(tokenizer), config),
+        tokenizer=_tokenizer(str(tokenizer or folder), config),
         defaults=_defaults(folder),
         kind=detect_model_kind(folder, runner=config.runner, task=config.task),
     )
@@ -115,12 +126,19 @@ def profiler_folder() -> Path:
     return Path(folder)
 
 
-def _local_path(model: str) -> str:
-    """Return the path of a model, and download a model of the hub if it is missing. Raises `ModelError`."""
-    if not is_hub_name(model):
-        return model
+def _found(source: ModelSource, *, weights: bool = True) -> str:
+    """Return the path of a model, which is downloaded or unpacked if necessary. Raises `ModelError`."""
     try:
-        return str(obtain_model(model, os.environ))
+        path = find_source(source, os.environ, weights=weights)
+    except HubError as exc:
+        raise ModelError(str(exc)) from exc
+    return str(unpack_to_cache(Path(path), os.environ)) if is_lone_gguf(path) else path
+
+
+def _changed(path: str, source: ModelSource) -> str:
+    """Return the path of a model with its changed files. Raises `ModelError`."""
+    try:
+        return changed_model(path, source, os.environ)
     except HubError as exc:
         raise ModelError(str(exc)) from exc
 
@@ -128,7 +146,7 @@ def _local_path(model: str) -> str:
 def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     """Return the config. Raises `ConfigError` for an unknown argument or an unsupported value."""
     known = {entry.name for entry in fields(EngineConfig)}
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"allow_long_max_model_len": allows_long_contexts(os.environ)}
     for given, value in options.items():
         name = ALIASES.get(given, given)
         if given in WITHOUT_EFFECT:

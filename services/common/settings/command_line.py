@@ -41,11 +41,6 @@ _ADVICE_FOR_FLAGS = (
     ),
     ("use --log-level", "--uvicorn-log-level"),
     ("use --quantization (sym_int4, fp8, …)", "--load-in-low-bit"),
-    (
-        "the model is a folder on this machine: download that revision first",
-        "--revision --code-revision --tokenizer-revision --download-dir",
-    ),
-    ("change config.json in the model's folder", "--hf-overrides --rope-scaling --rope-theta"),
     ("use --tensor-parallel-size, the only way to split a model", "--pipeline-parallel-size -pp"),
     ("start more instances: --prefill, --decode, --unified", "--data-parallel-size -dp"),
     ("weights stay on the device; --quantization makes them smaller", "--cpu-offload-gb"),

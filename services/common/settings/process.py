@@ -4,7 +4,7 @@ Add a setting to `ProcessSettings` if it means the same in every process. A clas
 it declares the field again.
 
 msgspec allows a Struct only one base class with fields. So the settings of a process are a chain of classes, one for
-each subject, that ends at `ProcessSettings`.
+each subject, that ends at `ProcessSettings` and `ModelSourceSettings`.
 """
 
 import inspect
@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from baton_serve.model_source import ModelSource
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -20,8 +22,8 @@ Host = Annotated[str, Meta(min_length=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
-class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the settings of downloads, logs and traces, which every process of a cluster has."""
+class ModelSourceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds the settings of downloads and of config.json. Routers and instances need the same values."""
 
     offline: Annotated[
         bool,
@@ -30,6 +32,44 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"group": "model"},
         ),
     ] = False
+    revision: Annotated[str | None, Meta(description="branch, tag or commit of a model on the hub (default: main)")] = (
+        None
+    )
+    code_revision: Annotated[
+        str | None, Meta(description="revision of the Python code of a model on the hub (default: --revision)")
+    ] = None
+    tokenizer_revision: Annotated[
+        str | None, Meta(description="revision of the tokenizer and the chat template (default: --revision)")
+    ] = None
+    download_dir: Annotated[
+        str | None, Meta(description="folder for downloaded models (default: the Hugging Face cache, HF_HUB_CACHE)")
+    ] = None
+    hf_token: Annotated[
+        str | None, Meta(description="token for gated models on the hub (default: HF_TOKEN)", extra={"secret": True})
+    ] = None
+    hf_overrides: Annotated[
+        dict[str, object],
+        Meta(description='fields of config.json to change: {"max_position_embeddings": 65536}'),
+    ] = {}
+    rope_scaling: Annotated[
+        dict[str, object],
+        Meta(
+            description="rotary settings to use instead of those in config.json:"
+            ' {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+        ),
+    ] = {}
+    rope_theta: Annotated[
+        float | None, Meta(description="base of the rotary frequencies, instead of that in config.json", gt=0)
+    ] = None
+
+    def source(self, model: str) -> ModelSource:
+        """Return where the files of `model` come from."""
+        return ModelSource(model=model, **{name: getattr(self, name) for name in ModelSourceSettings.__struct_fields__})
+
+
+class ProcessSettings(ModelSourceSettings, frozen=True, kw_only=True):
+    """Holds the settings of downloads (its base class), logs and traces, which every process of a cluster has."""
+
     log_level: Annotated[
         LogLevel, Meta(description="lowest level of log messages that are written", extra={"group": "logs"})
     ] = "info"

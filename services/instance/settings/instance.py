@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
+from baton_serve.model_source import allows_long_contexts
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.settings.configuration import stop
@@ -162,6 +163,13 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
             extra={"group": "scheduling"},
         ),
     ] = None
+    allow_long_max_model_len: Annotated[
+        bool,
+        Meta(
+            description="accept a --max-model-len beyond the model's own limit, where answers may be wrong; also set"
+            " by VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        ),
+    ] = False
     max_num_seqs: Annotated[
         int | None,
         Meta(
@@ -292,9 +300,11 @@ def with_local_model(settings: InstanceSettings, environ: Mapping[str, str], rol
     The names in requests are those of the model as it was given. The process exits if the model cannot be obtained.
     """
     try:
-        path = local_model(settings.model, environ, offline=settings.offline)
+        path = local_model(settings.source(settings.model), environ)
     except ConfigurationError as exc:
         stop(f"baton {role}", str(exc))
+    if allows_long_contexts(environ):
+        settings = msgspec.structs.replace(settings, allow_long_max_model_len=True)
     if path == settings.model:
         return settings
     return msgspec.structs.replace(settings, model=path, served_model_name=model_names(settings))
