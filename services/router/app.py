@@ -4,35 +4,47 @@ The endpoints on a request's path are plain ASGI applications. FastAPI serves th
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.http.endpoints import Endpoint, add_to_document, endpoints
 from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.http.model_endpoints import model_routes, tokenizer_routes
 from baton_serve.services.router.http.pages import page_routes
+from baton_serve.services.router.http.response_endpoints import response_routes
 from baton_serve.services.router.http.status_endpoints import monitoring_routes, system_routes
 from baton_serve.services.router.processes.sibling_rpc import SiblingRpc
-from baton_serve.services.router.protocol.errors import ErrorBody, ErrorDetail
+from baton_serve.services.router.protocol.errors import ApiError, BadRequestError, ErrorBody, ErrorDetail
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
+from baton_serve.services.router.requests.metrics import RouterMetrics
 
 
 def create_app(
-    service: ModelService, *, api_keys: ApiKeys, audit: AuditLog | None = None, sibling_rpc: SiblingRpc | None = None
+    service: ModelService,
+    *,
+    api_keys: ApiKeys,
+    kept: KeptResponses | None = None,
+    audit: AuditLog | None = None,
+    sibling_rpc: SiblingRpc | None = None,
 ) -> Gateway:
     """Return the router's ASGI application: all endpoints behind the `Gateway`.
 
-    `service` is that of the default model. `sibling_rpc` connects to the other processes behind this port and is None
-    if there are none; without `audit` no audit log is written.
+    `service` is that of the default model. `kept` holds stored answers, and the caller closes it; without it none are
+    stored. `sibling_rpc` connects to the other processes behind this port and is None if there are none; without
+    `audit` no audit log is written.
     """
-    table = endpoints(service)
+    kept = kept or KeptResponses(None)
+    table = endpoints(service, kept)
     app = _Documented(table)
     # Not by `include_router`, which in newer versions of FastAPI hides the routes and their paths.
     routes = app.router.routes
@@ -40,12 +52,16 @@ def create_app(
     # Probes and scrapers have no key, and the page asks the user for one. The routes so far also contain that of the
     # OpenAPI document, which FastAPI adds itself.
     open_paths = {route.path for route in routes if isinstance(route, Route)}
-    for router in (system_routes(service, sibling_rpc), model_routes(service), tokenizer_routes(service)):
+    further = (system_routes(service, sibling_rpc), model_routes(service), tokenizer_routes(service))
+    for router in (*further, response_routes(kept)):
         routes += router.routes
     # The gateway calls the endpoints of the table itself by path. FastAPI's routing and parsing would cost more than
     # all of the router's own work for a short request. As routes a wrong method gets status 405 instead of 404.
     routes += [Route(path, endpoint=endpoint.app, methods=["POST"]) for path, endpoint in table.items()]
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, partial(_refusal, service.metrics))
+    # In the gateway it would be too late: Starlette answers an unknown exception with status 500 before it raises it.
+    app.add_exception_handler(ApiError, partial(_refusal, service.metrics))
     return Gateway(
         app,
         table,
@@ -53,6 +69,22 @@ def create_app(
         open_paths=open_paths,
         keys=api_keys,
         audit=audit,
+    )
+
+
+async def _refusal(metrics: RouterMetrics, request: Request, error: Exception) -> Response:
+    """Answer an error of a FastAPI endpoint, or a parameter that FastAPI has refused, as those of other endpoints."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        error = BadRequestError(f"{param}: {first['msg']}", param=param)
+    assert isinstance(error, ApiError)
+    metrics.error(error.status)
+    return Response(
+        msgspec.json.encode(error.body()),
+        status_code=error.status,
+        media_type="application/json",
+        headers={} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))},
     )
 
 

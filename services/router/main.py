@@ -27,6 +27,7 @@ from baton_serve.services.common.registry import registry_view
 from baton_serve.services.common.settings.configuration import environment, load_settings, stop
 from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.connections import InstanceConnector
@@ -126,7 +127,13 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     audit = AuditLog(settings.audit_log) if settings.audit_log else None
     sibling_rpc = sibling_rpc_of(worker, models.model_services[0], admission.ledger)
     lifecycle.on_stop("compilers of grammars", models.end_compilers)
-    app = create_app(models.model_services[0], api_keys=keys, audit=audit, sibling_rpc=sibling_rpc)
+    app = create_app(
+        models.model_services[0],
+        api_keys=keys,
+        kept=kept_responses(settings, lifecycle),
+        audit=audit,
+        sibling_rpc=sibling_rpc,
+    )
     # The check of the host is the outermost layer: neither CORS nor a middleware of the operator may answer a request
     # that a foreign web page sent through DNS rebinding.
     server = HttpServer(
@@ -170,6 +177,13 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         url = reachable_url(settings.host, server.port, is_tls=settings.ssl_certfile is not None)
         names = ", ".join(name for service in models.model_services for name in service.view.names())
         ReadinessLog(cluster, url=url + settings.root_path, names=names).start()
+
+
+def kept_responses(settings: RouterSettings, lifecycle: Lifecycle) -> KeptResponses:
+    """Return the store of answers, which `lifecycle` closes."""
+    kept = KeptResponses.of(settings)
+    lifecycle.on_stop("stored responses", kept.close)
+    return kept
 
 
 async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> None:

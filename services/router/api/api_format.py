@@ -4,7 +4,7 @@ A `Dialect` (in `messages.endpoint` and `responses.endpoint`) converts blocks an
 answers of its API.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,6 @@ import msgspec
 from baton_serve.services.router.api.answer import SseDeltaWriter
 from baton_serve.services.router.api.chat_preparation import BegunChat
 from baton_serve.services.router.api.content_blocks import Block, Change, ContentBlockBuilder
-from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.protocol.asgi import (
     DisconnectWatch,
     EventStream,
@@ -78,39 +77,61 @@ class Dialect(Protocol):
         ...
 
 
+Keep = Callable[[bytes], Awaitable[None]]
+"""Stores a complete answer, encoded as JSON. It must not raise: the client gets its answer in any case."""
+
+
 async def serve(
-    begun: BegunChat, dialect: Dialect, *, stream: bool, context: RequestContext, receive: Receive, send: Send
+    begun: BegunChat,
+    dialect: Dialect,
+    *,
+    stream: bool,
+    context: RequestContext,
+    receive: Receive,
+    send: Send,
+    keep: Keep | None = None,
 ) -> None:
     """Send the answer of a chat in the format of `dialect`, and return once it is sent or the client has disconnected.
     Raises `ApiError` as long as nothing has been sent; later errors are sent as events of the stream. A disconnected
-    client cancels the generation. The caller must end the generation in any case (`generation.ended`).
+    client cancels the generation. The caller must end the generation in any case (`generation.ended`). `keep` gets the
+    complete answer before the client gets the end of it, so that the client can refer to it at once.
     """
-    generation = begun.generation
-    answer = _Answer(begun)
     try:
-        with DisconnectWatch(receive, generation.abandon, context.exchange):
+        with DisconnectWatch(receive, begun.generation.abandon, context.exchange):
             if stream:
                 events = EventStream(send, slow_client_s=context.limits.slow_client_s, exchange=context.exchange)
-                await _stream(generation, answer, dialect, events)
+                await _stream(begun, dialect, events, keep)
             else:
-                while not generation.is_done:
-                    answer.changes([text_delta for _, text_delta in await generation.take()])
-                await _send_whole(answer, dialect, send)
+                encoded = await whole_answer(begun, dialect)
+                if keep is not None:
+                    await keep(encoded)
+                await send_json(send, msgspec.Raw(encoded))
     except ClientGoneError:
         return
 
 
-async def _send_whole(answer: "_Answer", dialect: Dialect, send: Send) -> None:
+async def whole_answer(begun: BegunChat, dialect: Dialect, on_delta: Callable[[], None] = lambda: None) -> bytes:
+    """Wait for the complete answer and return it as JSON. `on_delta` is called whenever more of it is there.
+
+    Raises the `ApiError` that ended the generation, or `ClientGoneError`.
+    """
+    answer = _Answer(begun)
+    while not begun.generation.is_done:
+        answer.changes([text_delta for _, text_delta in await begun.generation.take()])
+        on_delta()
+    return await _encoded_whole(answer, dialect)
+
+
+async def _encoded_whole(answer: "_Answer", dialect: Dialect) -> bytes:
     blocks, end = answer.blocks.blocks, answer.end()
     if sum([len(block.logprobs) for block in blocks]) <= _LOGPROBS_INLINE:
-        await send_json(send, dialect.whole(blocks, end))
-        return
+        return _encoder.encode(dialect.whole(blocks, end))
     # Formatting takes 2 us for each logprob, which would delay all streams.
-    encoded = await ANSWERS.run(lambda: _encoder.encode(dialect.whole(blocks, end)))
-    await send_json(send, msgspec.Raw(encoded))
+    return await ANSWERS.run(lambda: _encoder.encode(dialect.whole(blocks, end)))
 
 
-async def _stream(generation: TextGeneration, answer: "_Answer", dialect: Dialect, events: EventStream) -> None:
+async def _stream(begun: BegunChat, dialect: Dialect, events: EventStream, keep: Keep | None) -> None:
+    generation, answer = begun.generation, _Answer(begun)
     has_begun = False
 
     def encode(_: int, text_delta: TextDelta) -> bytes:
@@ -125,6 +146,8 @@ async def _stream(generation: TextGeneration, answer: "_Answer", dialect: Dialec
     try:
         last = await SseDeltaWriter(events, encode).copy(generation)
         last += _encoded(dialect.end(answer.blocks.blocks, answer.end()))
+        if keep is not None:
+            await keep(await _encoded_whole(answer, dialect))
     except ApiError as exc:
         if not events.is_started:
             raise

@@ -28,6 +28,7 @@ from baton_serve.services.router.api.pooling.schema import (
 from baton_serve.services.router.api.pooling.score_endpoints import ranks, scores
 from baton_serve.services.router.api.pooling.vector_endpoints import classes, embeddings, pooling
 from baton_serve.services.router.api.responses.endpoint import InputTokensEndpoint, ResponsesEndpoint
+from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.http.adapter_endpoints import adapter_endpoints
 from baton_serve.services.router.http.invocations import InvocationsEndpoint
@@ -59,8 +60,8 @@ class Endpoint:
     """Returns the body of an error; None: in the shape of OpenAI's errors."""
 
 
-def endpoints(service: ModelService) -> dict[str, Endpoint]:
-    """Return the table of a router, by path. `service` is that of the default model."""
+def endpoints(service: ModelService, kept: KeptResponses) -> dict[str, Endpoint]:
+    """Return the table of a router, by path. `service` is that of the default model; `kept` holds stored answers."""
     score = Endpoint(
         "Score how well pairs of texts match",
         ScoreRequest,
@@ -86,10 +87,10 @@ def endpoints(service: ModelService) -> dict[str, Endpoint]:
         "/tokenize": Endpoint("Convert a prompt or a chat to token ids", TokenizeRequest, TokenizeEndpoint(service)),
         "/detokenize": Endpoint("Convert token ids to text", DetokenizeRequest, DetokenizeEndpoint(service)),
         "/v1/responses": Endpoint(
-            "Answer a conversation (OpenAI's Responses API)", ResponsesRequest, ResponsesEndpoint(service)
+            "Answer a conversation (OpenAI's Responses API)", ResponsesRequest, ResponsesEndpoint(service, kept)
         ),
         "/v1/responses/input_tokens": Endpoint(
-            "Count input tokens (OpenAI's Responses API)", InputTokensRequest, InputTokensEndpoint(service)
+            "Count input tokens (OpenAI's Responses API)", InputTokensRequest, InputTokensEndpoint(service, kept)
         ),
         "/v1/messages": Endpoint(
             "Answer a conversation (Anthropic's Messages API)", MessagesRequest, MessagesEndpoint(service), error_answer

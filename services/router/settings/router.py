@@ -73,6 +73,22 @@ class RequestSettings(HttpSettings, frozen=True, kw_only=True):
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="serve the tokenizer's configuration at GET /tokenizer_info")
     ] = False
+    response_store_ttl_s: Annotated[
+        float,
+        Meta(
+            description="how long answers of /v1/responses are stored, for previous_response_id and retrieval; in the"
+            " registry's Redis, or else in the memory of each router process. 0 stores none",
+            ge=0,
+        ),
+    ] = 1800.0
+    response_store_bytes: Annotated[
+        int,
+        Meta(
+            description="largest size of the stored answers, with their conversations, in the memory of one process;"
+            " beyond it the oldest are dropped",
+            ge=0,
+        ),
+    ] = 256 * 1024 * 1024
     return_tokens_as_token_ids: Annotated[bool, Meta(description="write tokens in logprobs as token_id:N")] = False
 
     limit_mm_per_prompt: Annotated[

@@ -215,8 +215,12 @@ FIELDS: dict[str, dict[str, Any]] = {
         "metadata": {"a": "b"},
         "user": "somebody",
         "chat_template_kwargs": {"mark": "!"},
+        "store": False,
+        "background": True,
+        "previous_response_id": "resp_1",
     },
     "/v1/responses/input_tokens": {
+        "previous_response_id": "resp_1",
         "model": "nobody",
         "input": "other",
         "instructions": "be brief",

@@ -58,7 +58,7 @@ def test_the_tokens_of_an_input_are_counted(serve: Serve) -> None:
         counted = await client.responses.input_tokens.count(**body)
         assert answer.usage is not None
         assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
-        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        with pytest.raises(openai.NotFoundError, match="resp_1"):
             await client.responses.input_tokens.count(**body, previous_response_id="resp_1")
         with pytest.raises(openai.NotFoundError):
             await client.responses.input_tokens.count(model="nobody", input="hello")
@@ -363,7 +363,7 @@ def test_a_conversation_that_is_too_long_is_truncated_if_the_client_wants_it(ser
     serve(scenario)
 
 
-def test_what_needs_a_memory_or_is_not_served_is_refused_by_name(serve: Serve) -> None:
+def test_what_is_not_served_is_refused_by_name(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         wrong: list[dict[str, Any]] = [{name: {"asks": "something"}} for name in UNSERVED]
         wrong += [{"include": ["message.input_image.image_url"]}, {"tools": [{"type": "web_serch"}]}, {"input": []}]
@@ -379,7 +379,7 @@ def test_what_needs_a_memory_or_is_not_served_is_refused_by_name(serve: Serve) -
             answer = await router.http.post("/v1/responses", json={"input": "x", **body})
             assert answer.status_code == 400, body
             assert answer.json()["error"]["param"] == next(iter(body)), body
-        answer = await router.http.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_1"})
+        answer = await router.http.post("/v1/responses", json={"input": "x", "conversation": "conv_1"})
         assert "send the whole conversation" in answer.text
         fine = {"store": False, "background": False, "truncation": "disabled", "user": "me", "metadata": {"a": "b"}}
         fine |= {"max_tool_calls": 3, "tools": [{"type": "web_search"}], "include": ["web_search_call.results"]}

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.http.gateway import Gateway
@@ -67,7 +68,8 @@ class Router:
             metrics=self.metrics,
             clock=time.monotonic,
         )
-        self.app: Gateway = create_app(self.service, api_keys=ApiKeys(keys))
+        self.kept = KeptResponses.of(settings)
+        self.app: Gateway = create_app(self.service, api_keys=ApiKeys(keys), kept=self.kept)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
 
     async def start(self) -> None:
@@ -76,6 +78,7 @@ class Router:
 
     async def close(self) -> None:
         await self.http.aclose()
+        await self.kept.close()
         self.dispatcher.close()
         await self.cluster.close()
 

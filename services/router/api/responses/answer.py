@@ -82,7 +82,7 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool = False
     error: ErrorDetail | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -93,7 +93,7 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, str | None]
     service_tier: str = "default"
     store: bool = False

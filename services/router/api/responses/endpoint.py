@@ -1,10 +1,8 @@
-"""Serve `POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API without stored answers.
-
-The router keeps no state of conversations, so the input must be the whole conversation.
-"""
+"""Serve `POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API."""
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +28,8 @@ from baton_serve.services.router.api.responses.answer import (
     ResponseEvent,
     ResponsesUsage,
 )
+from baton_serve.services.router.api.responses.conversation import continued, input_items
+from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.api.responses.request import as_chat, input_as_chat, wants_logprobs
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.api.responses.tools import ToolName, names_of
@@ -38,7 +38,7 @@ from baton_serve.services.router.protocol.bounds import MAX_REPEATED_LOGPROBS
 from baton_serve.services.router.protocol.errors import ApiError, BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.protocol.openai_responses import ChatLogprob, InputTokens, Usage
-from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parse
+from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parsed
 from baton_serve.services.router.text.logprobs import LogprobWriter
 
 # Prefixes of item ids, as OpenAI's.
@@ -51,42 +51,89 @@ _DELTA = {
 
 
 class ResponsesEndpoint:
-    """Answers `POST /v1/responses`, streamed or as a whole. It is a plain ASGI application."""
+    """Answers `POST /v1/responses`, streamed, as a whole or in the background. It is a plain ASGI application."""
 
-    def __init__(self, service: ModelService) -> None:
+    def __init__(self, service: ModelService, kept: KeptResponses) -> None:
         self._service = service
+        self._kept = kept
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, context = self._service, RequestContext.of(scope)
+        service, context, kept = self._service, RequestContext.of(scope), self._kept
         body = await read_body(scope, receive)
-        request, chat = await beside_loop(body, _request)
+        request = await parsed(body, ResponsesRequest)
+        check_background(request, kept)
+        is_kept = kept.is_enabled and request.store is not False
+        record = await _previous(request, kept, context)
+        longest = max(body, record or b"", key=len)
+        request, chat, items = await beside_loop(longest, lambda _: _prepared(request, record, context, keeps=is_kept))
         service = await service.serving(request.model)
         api_id = f"resp_{request.request_id or context.request_id}"
         check_num_logprobs(request, service.limits().max_model_len)
-        begun = await begin_chat(service, chat, context, api_id, is_long=is_long(body))
+        begun = await begin_chat(service, chat, context, api_id, is_long=is_long(longest))
+        empty = empty_answer(request, api_id, begun.model, created_at=service.now(), store=is_kept)
+        writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
+        dialect = ResponsesDialect(empty, names_of(request.tools or ()), writer)
+        if request.background:
+            await send_json(send, await kept.start(context.caller, begun, dialect, empty, items))
+            return
+        keep = partial(kept.keep, context.caller, api_id, items=items) if is_kept else None
         with begun:
-            empty = empty_answer(request, api_id, begun.model, created_at=service.now())
-            writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
-            dialect = ResponsesDialect(empty, names_of(request.tools or ()), writer)
-            await serve(begun, dialect, stream=bool(request.stream), context=context, receive=receive, send=send)
+            stream = bool(request.stream)
+            await serve(begun, dialect, stream=stream, context=context, receive=receive, send=send, keep=keep)
 
 
 class InputTokensEndpoint:
     """A plain ASGI application that counts the prompt tokens of a conversation without sending it to an instance."""
 
-    def __init__(self, service: ModelService) -> None:
+    def __init__(self, service: ModelService, kept: KeptResponses) -> None:
         self._service = service
+        self._kept = kept
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = RequestContext.of(scope)
         body = await read_body(scope, receive)
-        chat = await beside_loop(body, lambda given: input_as_chat(parse(given, InputTokensRequest)))
-        await send_json(send, InputTokens(await count_tokens(self._service, chat, is_long=is_long(body))))
+        request = await parsed(body, InputTokensRequest)
+        record = await _previous(request, self._kept, context)
+        longest, max_bytes = max(body, record or b"", key=len), context.limits.max_body_bytes
+        chat = await beside_loop(longest, lambda _: input_as_chat(continued(request, record, max_bytes=max_bytes)))
+        await send_json(send, InputTokens(await count_tokens(self._service, chat, is_long=is_long(longest))))
 
 
-def _request(body: bytes) -> tuple[ResponsesRequest, ChatCompletionRequest]:
-    """Parse a body and convert it to a chat request. Raises `BadRequestError`."""
-    request = parse(body, ResponsesRequest)
-    return request, as_chat(request)
+async def _previous(request: InputTokensRequest, kept: KeptResponses, context: RequestContext) -> bytes | None:
+    """Return the record of the answer that a request continues, or None. Raises `NotFoundError`."""
+    if request.previous_response_id is None:
+        return None
+    return await kept.record(context.caller, request.previous_response_id, param="previous_response_id")
+
+
+def _prepared(
+    request: ResponsesRequest, record: bytes | None, context: RequestContext, *, keeps: bool
+) -> tuple[ResponsesRequest, ChatCompletionRequest, list[msgspec.Raw]]:
+    """Return the request with its whole conversation, its chat request, and the items to keep if `keeps`.
+
+    Raises `BadRequestError`.
+    """
+    request = continued(request, record, max_bytes=context.limits.max_body_bytes)
+    return request, as_chat(request), input_items(request) if keeps else []
+
+
+def check_background(request: ResponsesRequest, kept: KeptResponses) -> None:
+    """Raise `BadRequestError` if a request wants to run in the background and cannot."""
+    if not request.background:
+        return
+    if not kept.is_enabled or request.store is False:
+        raise BadRequestError(
+            "background needs an answer that is stored: leave out store=false"
+            if kept.is_enabled
+            else "background needs stored answers, which --response-store-ttl-s 0 turns off",
+            param="background",
+        )
+    if request.stream:
+        raise BadRequestError(
+            "background: a stream ends with its connection, so it is not supported together with stream",
+            param="background",
+            code="unsupported_parameter",
+        )
 
 
 class ResponsesDialect:
@@ -258,13 +305,16 @@ def check_num_logprobs(request: ResponsesRequest, max_model_len: int) -> None:
         )
 
 
-def empty_answer(request: ResponsesRequest, api_id: str, model: str, *, created_at: int) -> ResponseAnswer:
+def empty_answer(request: ResponsesRequest, api_id: str, model: str, *, created_at: int, store: bool) -> ResponseAnswer:
     """Return the answer of a request before anything was generated."""
     reasoning = request.reasoning
     return ResponseAnswer(
         id=api_id,
         created_at=created_at,
         status="in_progress",
+        background=bool(request.background),
+        previous_response_id=request.previous_response_id,
+        store=store,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata or {},

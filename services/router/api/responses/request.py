@@ -37,7 +37,7 @@ def check_unserved(request: InputTokensRequest) -> None:
     """Raise `BadRequestError`, which names the parameter, if a request uses one that is not served."""
     for name, value in (request.model_extra or {}).items():
         if name in UNSERVED and value is not None and value not in UNSERVED[name]:
-            why = "answers are not stored: send the whole conversation as input" if _needs_memory(name) else ""
+            why = "use previous_response_id, or send the whole conversation as input" if name == "conversation" else ""
             message = f"parameter {name!r} is not supported" + (f"; {why}" if why else "")
             raise BadRequestError(message, param=name, code="unsupported_parameter")
 
@@ -84,10 +84,6 @@ def _values(request: InputTokensRequest) -> dict[str, Any]:
         "response_format": _response_format(request),
         **{name: getattr(request, name) for name in _OF_INPUT},
     }
-
-
-def _needs_memory(name: str) -> bool:
-    return name in ("background", "conversation", "previous_response_id", "store")
 
 
 def _message(item: InputItem) -> ChatMessage:

@@ -1,6 +1,6 @@
 """The requests of OpenAI's Responses API, as pydantic models.
 
-Fields that are not listed are accepted and ignored, except those in `UNSERVED`, most of which need stored answers.
+Fields that are not listed are accepted and ignored, except those in `UNSERVED`.
 """
 
 from typing import Annotated, Any, Literal
@@ -68,6 +68,7 @@ class InputTokensRequest(_Lenient):
 
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
+    previous_response_id: Name | None = None
     instructions: str | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
@@ -81,6 +82,8 @@ class ResponsesRequest(InputTokensRequest):
     """The body of `POST /v1/responses`."""
 
     stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_output_tokens: Positive | None = None
     temperature: Temperature | None = None
@@ -112,19 +115,16 @@ class ResponsesRequest(InputTokensRequest):
 
 
 UNSERVED: dict[str, tuple[object, ...]] = {
-    "background": (False,),
     "context_management": ([],),
     "conversation": (),
     "image": (),
     "moderation": (),
     "previous_input_messages": (),
     "previous_response": (),
-    "previous_response_id": (),
     "prompt": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
-    "store": (False,),
 }
 """Parameters that are not served, each with the values that are accepted because they ask for nothing."""
 

@@ -1,0 +1,266 @@
+"""Keep, find, delete and cancel answers of the Responses API, and compute those of `background` requests.
+
+Answers belong to the owner of an API key: the key of a record contains the owner, so that nobody can read, replace or
+continue an answer of somebody else, even with its id.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton_serve.services.common.logs import LimitedLog
+from baton_serve.services.router.api.api_format import Dialect, whole_answer
+from baton_serve.services.router.api.chat_preparation import BegunChat
+from baton_serve.services.router.api.responses.answer import ResponseAnswer
+from baton_serve.services.router.api.responses.conversation import AnswerState, ResponseRecord
+from baton_serve.services.router.api.responses.store import RUN_TTL_S, MemoryResponseStore, ResponseStore
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.protocol.errors import (
+    ApiError,
+    BadRequestError,
+    InternalError,
+    NotFoundError,
+    UnavailableError,
+)
+from baton_serve.services.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = RUN_TTL_S / 10
+_CANCELLED = "cancelled"
+
+
+@dataclass(slots=True)
+class _Run:
+    """A background request that this process computes."""
+
+    task: asyncio.Task[None] | None = None
+    """None until the store has the record of the run."""
+    state: str = "queued"
+
+
+class KeptResponses:
+    """The kept answers of all API keys, and the background runs of this process.
+
+    Created with the router and closed when it stops. Runs on the event loop.
+    """
+
+    def __init__(self, store: ResponseStore | None, *, lost_hint: str = "") -> None:
+        """Use `store`, which this object owns. With None nothing is kept.
+
+        `lost_hint` ends the message for an answer that is not found.
+        """
+        self._store = store
+        self._lost_hint = lost_hint
+        self._runs: dict[str, _Run] = {}
+        self._log = LimitedLog(logger)
+
+    @staticmethod
+    def of(settings: RouterSettings) -> "KeptResponses":
+        """Return the kept answers of a router: in the registry's Redis, or else in the memory of this process."""
+        ttl_s = settings.response_store_ttl_s
+        if ttl_s == 0:
+            return KeptResponses(None)
+        if not settings.registry.startswith("memory:"):
+            # Importing the Redis client takes 0.1 s. A router without Redis should not pay for it at its start.
+            from baton_serve.services.router.api.responses.redis_store import RedisResponseStore
+
+            return KeptResponses(RedisResponseStore(settings.registry, ttl_s))
+        hint = "; the processes of --workers share responses only with Redis as the registry"
+        return KeptResponses(
+            MemoryResponseStore(ttl_s, settings.response_store_bytes), lost_hint=hint if settings.workers > 1 else ""
+        )
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether answers are kept."""
+        return self._store is not None
+
+    async def record(self, caller: Caller, response_id: str, *, param: str | None = None) -> bytes:
+        """Return the record of an answer, to be read as a `ResponseRecord`. Raises `NotFoundError`, `UnavailableError`.
+
+        `param` is the parameter that holds the id, for the error.
+        """
+        record = None if self._store is None else await self._store.get(_key(caller, response_id))
+        if record is None:
+            raise NotFoundError(
+                f"no response {response_id[:100]!r} is kept for this API key: it was not stored, was deleted, or is"
+                f" older than --response-store-ttl-s{self._lost_hint}",
+                param=param,
+                code="response_not_found",
+            )
+        return record
+
+    async def answer(self, caller: Caller, response_id: str) -> msgspec.Raw:
+        """Return an answer in its present state, as JSON. Raises the errors of `record`."""
+        key = _key(caller, response_id)
+        state: str | None = None
+        # Read before the record: if the run ends in between, the record has its result.
+        if self._store is not None:
+            state = self._runs[key].state if key in self._runs else await self._store.run_state(key)
+        kept = msgspec.json.decode(await self.record(caller, response_id), type=ResponseRecord)
+        if not _is_running(kept):
+            return kept.answer
+        if state is not None:
+            return _changed(kept.answer, status=state)
+        error = UnavailableError("the router that computed this response has stopped: send the request again")
+        return _changed(kept.answer, status="failed", error=error.body().error)
+
+    async def keep(self, caller: Caller, response_id: str, answer: bytes, items: Sequence[msgspec.Raw]) -> None:
+        """Keep a complete answer. If the store cannot be reached, log it and keep nothing."""
+        try:
+            await self._put(_key(caller, response_id), answer, items)
+        except ApiError as exc:
+            self._log.warning("a response is not kept: %s", exc.message)
+
+    async def delete(self, caller: Caller, response_id: str) -> None:
+        """Forget an answer, and stop its run. Raises the errors of `record`."""
+        await self.record(caller, response_id)
+        key = _key(caller, response_id)
+        await self._stop(key)
+        if self._store is not None:
+            await self._store.delete(key)
+
+    async def cancel(self, caller: Caller, response_id: str) -> msgspec.Raw:
+        """Stop a background run and return its answer. One that has ended is returned as it is.
+
+        Raises `BadRequestError` for an answer that was not asked for with `background`, and the errors of `record`.
+        """
+        key = _key(caller, response_id)
+        kept = msgspec.json.decode(await self.record(caller, response_id), type=ResponseRecord)
+        if not msgspec.json.decode(kept.answer, type=AnswerState).background:
+            raise BadRequestError("only a response with background=true can be cancelled; close the connection instead")
+        if not _is_running(kept):
+            return kept.answer
+        await self._stop(key)
+        # The run may have ended just before it was stopped.
+        kept = msgspec.json.decode(await self.record(caller, response_id), type=ResponseRecord)
+        if not _is_running(kept):
+            return kept.answer
+        cancelled = _changed(kept.answer, status=_CANCELLED)
+        await self._put(key, bytes(cancelled), kept.input)
+        return cancelled
+
+    async def start(
+        self, caller: Caller, begun: BegunChat, dialect: Dialect, empty: ResponseAnswer, items: Sequence[msgspec.Raw]
+    ) -> ResponseAnswer:
+        """Let a chat run in the background and return its answer so far. This takes over the ownership of `begun`.
+
+        Raises `BadRequestError` if a run has this id already, and `UnavailableError` if the store cannot be reached.
+        """
+        key, run = _key(caller, empty.id), _Run()
+        queued = msgspec.structs.replace(empty, status=run.state)
+        is_new = key not in self._runs
+        try:
+            if not is_new or self._store is None:
+                raise BadRequestError(f"the response {empty.id[:100]!r} is running: choose another request id")
+            self._runs[key] = run
+            await self._store.set_run(key, run.state)
+            await self._put(key, msgspec.json.encode(queued), items)
+        except BaseException:
+            if is_new:
+                self._runs.pop(key, None)
+            begun.__exit__(None, None, None)
+            raise
+        run.task = asyncio.create_task(self._run(key, run, begun, dialect, empty, items))
+
+        # Not in `_run`: a task that is cancelled before its first step runs nothing of it.
+        def ended(_: object) -> None:
+            self._runs.pop(key, None)
+            begun.__exit__(None, None, None)
+
+        run.task.add_done_callback(ended)
+        return queued
+
+    async def close(self) -> None:
+        """Stop all runs and close the store."""
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._store is not None:
+            await self._store.close()
+
+    async def _run(
+        self,
+        key: str,
+        run: _Run,
+        begun: BegunChat,
+        dialect: Dialect,
+        empty: ResponseAnswer,
+        items: Sequence[msgspec.Raw],
+    ) -> None:
+        """Compute an answer and keep it, unless it is cancelled meanwhile, here or by another router."""
+
+        def begin() -> None:
+            run.state = "in_progress"
+
+        work = asyncio.ensure_future(_outcome(begun, dialect, empty, begin))
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=_REFRESH_S)
+                if await self._is_cancelled(key, run.state):
+                    return
+            await self._put(key, work.result(), items)
+            if self._store is not None:
+                await self._store.end_run(key)
+        except ApiError as exc:
+            self._log.warning("the answer of a background response is lost: %s", exc.message)
+        finally:
+            work.cancel()
+
+    async def _is_cancelled(self, key: str, state: str) -> bool:
+        """Return whether another router has cancelled a run. If not, renew the state of the run."""
+        try:
+            if self._store is None or await self._store.run_state(key) == _CANCELLED:
+                return True
+            await self._store.set_run(key, state)
+        except ApiError as exc:
+            self._log.warning("the state of a background response is not renewed: %s", exc.message)
+        return False
+
+    async def _stop(self, key: str) -> None:
+        """Stop the run of an answer, if there is one; another router's ends within a second."""
+        run = self._runs.get(key)
+        if run is not None and run.task is not None:
+            run.task.cancel()
+            await asyncio.gather(run.task, return_exceptions=True)
+        elif self._store is not None:
+            await self._store.set_run(key, _CANCELLED)
+
+    async def _put(self, key: str, answer: bytes, items: Sequence[msgspec.Raw]) -> None:
+        if self._store is not None:
+            record = ResponseRecord(answer=msgspec.Raw(answer), input=list(items))
+            await self._store.put(key, msgspec.json.encode(record))
+
+
+def _key(caller: Caller, response_id: str) -> str:
+    # The id may be chosen by the client. A digest of the owner has a fixed length, so no id reaches another owner's.
+    return f"{hashlib.sha256(caller.name.encode()).hexdigest()[:32]}:{response_id}"
+
+
+def _is_running(record: ResponseRecord) -> bool:
+    return msgspec.json.decode(record.answer, type=AnswerState).status in ("queued", "in_progress")
+
+
+def _changed(answer: msgspec.Raw, **fields: Any) -> msgspec.Raw:
+    """Return an answer with other values of some fields."""
+    values: dict[str, Any] = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
+    return msgspec.Raw(msgspec.json.encode(values | fields))
+
+
+async def _outcome(begun: BegunChat, dialect: Dialect, empty: ResponseAnswer, on_delta: Callable[[], None]) -> bytes:
+    """Wait for an answer and return it as JSON, also if it has failed."""
+    try:
+        return await whole_answer(begun, dialect, on_delta)
+    except ApiError as exc:
+        error = exc
+    except Exception:
+        logger.exception("a background response failed with an internal error")
+        error = InternalError("an internal error occurred and was logged")
+    return msgspec.json.encode(msgspec.structs.replace(empty, status="failed", error=error.body().error))

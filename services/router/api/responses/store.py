@@ -1,0 +1,109 @@
+"""Where answers are kept between requests: the memory of this process, or the registry's Redis (`redis_store`).
+
+A store keeps bytes under keys and knows nothing about answers; `kept_answers` gives both their meaning.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+RUN_TTL_S = 10.0
+"""Time after which a run counts as lost if its router has not set its state again."""
+MAX_KEPT = 10_000
+"""Largest number of answers that one process keeps in memory."""
+
+
+class ResponseStore(Protocol):
+    """Keeps records for `--response-store-ttl-s` after they were last written, and the states of background runs.
+
+    Every method but `close` raises `UnavailableError` if the store cannot be reached.
+    """
+
+    async def get(self, key: str) -> bytes | None:
+        """Return the record of a key, or None if there is none any more."""
+        ...
+
+    async def put(self, key: str, record: bytes) -> None:
+        """Keep a record, in place of an earlier one of the same key."""
+        ...
+
+    async def delete(self, key: str) -> bool:
+        """Forget a record. Return whether there was one."""
+        ...
+
+    async def set_run(self, key: str, state: str) -> None:
+        """Set the state of the run that computes the answer of a key. It is forgotten after `RUN_TTL_S`."""
+        ...
+
+    async def run_state(self, key: str) -> str | None:
+        """Return the state that `set_run` has set, or None if the run has ended or its router is lost."""
+        ...
+
+    async def end_run(self, key: str) -> None:
+        """Forget the state of a run."""
+        ...
+
+    async def close(self) -> None:
+        """Release the connections of the store."""
+        ...
+
+
+class MemoryResponseStore:
+    """A `ResponseStore` in the memory of this process. The records that were written first are dropped first."""
+
+    def __init__(self, ttl_s: float, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a store that keeps at most `max_bytes` of records."""
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._clock = clock
+        # A dict is in the order of insertion: the first record is the oldest.
+        self._records: dict[str, tuple[float, bytes]] = {}
+        self._runs: dict[str, tuple[float, str]] = {}
+        self.num_bytes = 0
+
+    async def get(self, key: str) -> bytes | None:
+        """Return the record of a key, or None if it was never written, was dropped or is too old."""
+        self._drop_old()
+        return self._records[key][1] if key in self._records else None
+
+    async def put(self, key: str, record: bytes) -> None:
+        """Keep a record; drop the oldest ones beyond the bounds, and this one if it exceeds them alone."""
+        await self.delete(key)
+        self._records[key] = (self._clock() + self._ttl_s, record)
+        self.num_bytes += len(record)
+        self._drop_old()
+
+    async def delete(self, key: str) -> bool:
+        """Forget a record. Return whether there was one."""
+        self._drop_old()
+        _, record = self._records.pop(key, (0.0, None))
+        self.num_bytes -= len(record or b"")
+        return record is not None
+
+    async def set_run(self, key: str, state: str) -> None:
+        """Set the state of a run."""
+        self._runs[key] = (self._clock() + RUN_TTL_S, state)
+
+    async def run_state(self, key: str) -> str | None:
+        """Return the state of a run."""
+        until, state = self._runs.get(key, (0.0, None))
+        return state if self._clock() < until else None
+
+    async def end_run(self, key: str) -> None:
+        """Forget the state of a run."""
+        self._runs.pop(key, None)
+
+    async def close(self) -> None:
+        """Forget everything."""
+        self._records.clear()
+        self._runs.clear()
+        self.num_bytes = 0
+
+    def _drop_old(self) -> None:
+        now = self._clock()
+        while self._records:
+            key, (until, record) = next(iter(self._records.items()))
+            if now < until and self.num_bytes <= self._max_bytes and len(self._records) <= MAX_KEPT:
+                return
+            del self._records[key]
+            self.num_bytes -= len(record)

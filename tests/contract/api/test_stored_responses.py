@@ -1,0 +1,265 @@
+"""Stored answers of the Responses API, through OpenAI's client over a fake cluster."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from baton_serve.services.router.api.responses.kept_responses import KeptResponses
+from baton_serve.services.router.api.responses.redis_store import RedisResponseStore
+from baton_serve.services.router.api.responses.store import MemoryResponseStore
+from baton_serve.services.router.protocol.errors import UnavailableError
+from tests.contract.api.test_responses import TEXT, TOOLS, client_of
+from tests.contract.redis_server import RedisServer
+from tests.unit.router.conftest import Router, Serve, settle
+from tests.unit.router.test_message_reader import HERMES, writes
+
+ASK: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 64, "extra_body": {"seed": 0}}
+BODY: dict[str, Any] = {"input": "hello", "max_output_tokens": 64}
+
+
+def prompts(router: Router) -> list[list[int]]:
+    return [list(one.work.token_ids) for one in router.fakes["prefill-0"].assignments()]
+
+
+def test_a_stored_answer_is_retrieved_and_deleted(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        whole = await client.responses.create(**ASK)
+        assert whole.model_dump()["store"] is True
+        assert (await client.responses.retrieve(whole.id)).model_dump() == whole.model_dump()
+        last = [event async for event in await client.responses.create(**ASK, stream=True)][-1]
+        assert last.type == "response.incomplete"
+        assert (await client.responses.retrieve(last.response.id)).output == last.response.output
+        await client.responses.delete(whole.id)
+        for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                await call(whole.id)
+        unstored = await client.responses.create(**ASK, store=False)
+        assert unstored.model_dump()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(unstored.id)
+
+    serve(scenario)
+
+
+def test_a_continued_conversation_has_the_prompt_of_the_whole_history(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        router.fakes.token_of = writes(TEXT)
+        body: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "instructions": "Be brief."}
+        first = await client.responses.create(**body, input="hello")
+        calls = [item.call_id for item in first.output if item.type == "function_call"]
+        results: Any = [{"type": "function_call_output", "call_id": call, "output": "sun"} for call in calls]
+        second = await client.responses.create(**body, input=results, previous_response_id=first.id)
+        assert second.previous_response_id == first.id
+        await client.responses.delete(first.id)
+        third = await client.responses.create(**body, input="And now?", previous_response_id=second.id)
+        counted = await client.responses.input_tokens.count(**body, input="And now?", previous_response_id=second.id)
+        history: Any = [{"role": "user", "content": "hello"}, *_dumped(first), *results, *_dumped(second)]
+        history += [{"role": "user", "content": "And now?"}]
+        whole = await client.responses.create(**body, input=history)
+        *_, continued, sent_whole = prompts(router)
+        assert continued == sent_whole
+        assert third.usage is not None and whole.usage is not None
+        assert third.usage.input_tokens == whole.usage.input_tokens == counted.input_tokens == len(continued)
+
+    serve(scenario, **HERMES)
+
+
+def _dumped(answer: Any) -> list[dict[str, Any]]:
+    return [item.model_dump(exclude_none=True) for item in answer.output]
+
+
+def test_the_items_before_an_answer_are_listed(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        first = await client.responses.create(**ASK)
+        second = await client.responses.create(**ASK | {"input": "more"}, previous_response_id=first.id)
+        listed = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
+        assert [item.type for item in listed] == ["message"] * 3
+        assert [item.content[0].text for item in listed if item.type == "message"] == [  # type: ignore[union-attr]
+            "hello",
+            first.output_text,
+            "more",
+        ]
+        newest = await client.responses.input_items.list(second.id, limit=2)
+        assert [item.id for item in newest.data] == [listed[2].id, listed[1].id] and newest.has_more
+        path = f"/v1/responses/{second.id}/input_items"
+        assert (await router.http.get(path, params={"after": "nothing"})).status_code == 400
+
+    serve(scenario)
+
+
+def test_answers_belong_to_the_owner_of_the_key_even_under_one_request_id(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        def of(key: str) -> dict[str, str]:
+            return {"authorization": f"Bearer {key}", "x-request-id": "chosen"}
+
+        async def ask(key: str, **body: Any) -> httpx.Response:
+            return await router.http.post("/v1/responses", json=BODY | body, headers=of(key))
+
+        mine = (await ask("sk-mine")).json()
+        path = f"/v1/responses/{mine['id']}"
+        assert (await router.http.get(path, headers=of("sk-other"))).status_code == 404
+        for method, suffix in (("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            answer = await router.http.request(method, path + suffix, headers=of("sk-other"))
+            assert answer.status_code == 404, method
+        refused = await ask("sk-other", previous_response_id=mine["id"])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "previous_response_id")
+        theirs = (await ask("sk-other", input="other")).json()
+        assert theirs["id"] == mine["id"]
+        assert (await router.http.get(path, headers=of("sk-mine"))).json() == mine
+        assert (await router.http.get(path)).status_code == 401
+
+    serve(scenario, keys=["sk-mine", "sk-other"])
+
+
+def test_a_background_answer_is_queued_then_runs_and_is_complete(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client, decode = client_of(router), router.fakes["decode-0"]
+        decode.hold = 3
+        queued = await client.responses.create(**ASK, background=True)
+        assert (queued.status, queued.background) == ("queued", True)
+        with pytest.raises(openai.BadRequestError, match="queued"):
+            await client.responses.create(**ASK, previous_response_id=queued.id)
+        await settle(60)
+        assert (await client.responses.retrieve(queued.id)).status == "in_progress"
+        decode.resume()
+        await settle(300)
+        done = await client.responses.retrieve(queued.id)
+        whole = await client.responses.create(**ASK)
+        assert (done.status, done.output_text) == (whole.status, whole.output_text)
+        assert (await client.responses.cancel(queued.id)).status == whole.status, "it has ended already"
+        with pytest.raises(openai.BadRequestError, match="background"):
+            await client.responses.cancel(whole.id)
+        for wrong in ({"store": False}, {"stream": True}):
+            refused = await router.http.post("/v1/responses", json=BODY | {"background": True} | wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
+
+    serve(scenario)
+
+
+def test_a_background_answer_is_cancelled_on_its_instances(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        router.fakes["decode-0"].hold = 3
+        for end in (client.responses.cancel, client.responses.delete):
+            queued = await client.responses.create(**ASK, background=True)
+            await settle(60)
+            await end(queued.id)
+            await settle(60)
+            router.check_idle()
+        first = await client.responses.create(**ASK, background=True)
+        await settle(60)
+        assert (await client.responses.cancel(first.id)).status == "cancelled"
+        assert (await client.responses.retrieve(first.id)).status == "cancelled"
+
+    serve(scenario)
+
+
+def test_a_background_answer_that_fails_says_why(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        client = client_of(router)
+        router.fakes["decode-0"].hold = 2
+        queued = await client.responses.create(**ASK, background=True)
+        await settle(60)
+        router.fakes["decode-0"].die()
+        await settle(60)
+        failed = await client.responses.retrieve(queued.id)
+        assert failed.status == "failed" and failed.error is not None and "lost" in failed.error.message
+
+    serve(scenario, max_replays=0)
+
+
+def test_nothing_is_stored_if_the_operator_turns_it_off(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.http.post("/v1/responses", json=BODY | {"store": True})
+        assert (answer.status_code, answer.json()["store"]) == (200, False)
+        assert (await router.http.get(f"/v1/responses/{answer.json()['id']}")).status_code == 404
+        refused = await router.http.post("/v1/responses", json=BODY | {"background": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
+
+    serve(scenario, response_store_ttl_s=0.0)
+
+
+def test_a_conversation_grows_only_to_the_limits_of_a_request(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(router: Router) -> None:
+        last = (await router.http.post("/v1/responses", json=BODY)).json()["id"]
+        for limit in ("MAX_MESSAGES", None):
+            if limit is not None:
+                monkeypatch.setattr(f"baton_serve.services.router.api.responses.conversation.{limit}", 2)
+            refused = await router.http.post("/v1/responses", json=BODY | {"previous_response_id": last})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+
+    serve(scenario, max_request_bytes=600)
+
+
+def test_memory_holds_the_newest_records_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_serve.services.router.api.responses.store.MAX_KEPT", 3)
+
+    async def scenario() -> None:
+        now = [0.0]
+        store = MemoryResponseStore(10.0, 100, clock=lambda: now[0])
+        for name in "abcd":
+            await store.put(name, b"x" * 10)
+        assert [await store.get(name) is not None for name in "abcd"] == [False, True, True, True]
+        await store.put("e", b"x" * 85)
+        assert [await store.get(name) is not None for name in "bcde"] == [False, False, True, True]
+        await store.put("f", b"x" * 101)
+        assert await store.get("f") is None and store.num_bytes == 0
+        await store.put("g", b"x")
+        await store.set_run("g", "queued")
+        now[0] = 10.0
+        assert (await store.get("g"), await store.run_state("g"), store.num_bytes) == (None, None, 0)
+        assert await store.delete("g") is False
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.redis
+def test_routers_share_stored_answers_and_cancel_each_others_runs_by_redis(serve: Serve, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def scenario(router: Router) -> None:
+        client, caller = client_of(router), router.app.keys.caller(None)
+        assert caller is not None
+        store = RedisResponseStore(server.url, 60.0)
+        other = KeptResponses(store)
+        try:
+            whole = await client.responses.create(**ASK)
+            assert (await router.http.get(f"/v1/responses/{whole.id}")).content == bytes(
+                await other.answer(caller, whole.id)
+            )
+            decode = router.fakes["decode-0"]
+            decode.hold = 3
+            queued = await client.responses.create(**ASK, background=True)
+            assert b'"cancelled"' in bytes(await other.cancel(caller, queued.id))
+            while router.dispatcher.num_running:  # noqa: ASYNC110 - bounded by the fixture's timeout
+                await asyncio.sleep(0.05)
+            assert (await client.responses.retrieve(queued.id)).status == "cancelled"
+            lost = await client.responses.create(**ASK, background=True)
+            await router.kept.close()
+            await store.end_run(_key_of(caller.name, lost.id))
+            assert b'"failed"' in bytes(await other.answer(caller, lost.id))
+            server.kill()
+            decode.resume()
+            with pytest.raises(UnavailableError):
+                await other.answer(caller, whole.id)
+            assert (await client.responses.create(**ASK, store=False)).status is not None
+        finally:
+            await other.close()
+
+    try:
+        serve(scenario, registry=server.url)
+    finally:
+        server.kill()
+
+
+def _key_of(name: str, response_id: str) -> str:
+    return f"{hashlib.sha256(name.encode()).hexdigest()[:32]}:{response_id}"
