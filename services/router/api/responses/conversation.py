@@ -1,4 +1,4 @@
-"""What is kept of an answer, and how the next request continues its conversation.
+"""The record of a stored answer, and how the next request continues its conversation.
 
 A record holds the whole conversation before its answer. So a chain of answers is read with one access, and an answer
 stays usable after the earlier ones were deleted.
@@ -90,7 +90,7 @@ def input_items(request: InputTokensRequest) -> list[msgspec.Raw]:
 
 
 def page_of(items: Sequence[msgspec.Raw], *, after: str | None, limit: int, newest_first: bool) -> ItemPage:
-    """Return at most `limit` items, those that follow the item `after` in the wanted order."""
+    """Return at most `limit` items in the wanted order, beginning after the item `after`."""
     ordered = list(reversed(items)) if newest_first else list(items)
     ids = [msgspec.json.decode(item, type=_ItemId).id for item in ordered]
     if after is not None and after not in ids:

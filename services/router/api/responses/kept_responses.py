@@ -40,7 +40,7 @@ class _Run:
     """A background request that this process computes."""
 
     task: asyncio.Task[None] | None = None
-    """None until the store has the record of the run."""
+    """It is None until the store has the record of the run."""
     state: str = "queued"
 
 

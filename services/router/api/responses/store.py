@@ -1,6 +1,6 @@
-"""Where answers are kept between requests: the memory of this process, or the registry's Redis (`redis_store`).
+"""Keep answers between requests in the memory of this process; `redis_store` keeps them in the registry's Redis.
 
-A store keeps bytes under keys and knows nothing about answers; `kept_answers` gives both their meaning.
+Both are stores of bytes: only `kept_responses` knows the meaning of keys and records.
 """
 
 import time
@@ -94,7 +94,7 @@ class MemoryResponseStore:
         self._runs.pop(key, None)
 
     async def close(self) -> None:
-        """Forget everything."""
+        """Forget all records and runs."""
         self._records.clear()
         self._runs.clear()
         self.num_bytes = 0
