@@ -149,10 +149,11 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(llm: LLM, folder: P
         llm.generate(["fine", "x"], SamplingParams(temperature=-1.0), use_tqdm=False)
     with pytest.raises(RequestError, match="tokens"):
         llm.generate(cast(Any, ["fine", [1] * 600]), GREEDY, use_tqdm=False)
-    with pytest.raises(ConfigError, match="takes text only"):
-        llm.generate(cast(Any, {"prompt": "x", "multi_modal_data": {"image": "a picture"}}), GREEDY)
+    picture = {"prompt": "x", "multi_modal_data": {"image": b"the bytes of a picture"}}
+    with pytest.raises(ConfigError, match="does not accept images"):
+        llm.generate(cast(Any, picture), GREEDY)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-    with pytest.raises(ConfigError, match="takes text only"):
+    with pytest.raises(ConfigError, match="does not accept images"):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "x"}, image]}], GREEDY)
     with pytest.raises(ConfigError, match="a prompt is"):
         llm.generate(cast(Any, [3.5]), GREEDY)

@@ -162,7 +162,8 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
         elif value not in NEUTRAL[name]:
             raise ConfigError(f"LLM: {given}={value!r} is not supported by this engine")
     # `EngineConfig.check` follows when the engine is made; the tokenizer is loaded before.
-    return EngineConfig(model=model, **values)
+    # A vision tower is loaded if the model has one that is supported, so that prompts may have images.
+    return EngineConfig(model=model, **{"reads_images": True, **values})
 
 
 def _value(name: str, value: Any) -> Any:

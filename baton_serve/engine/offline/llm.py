@@ -29,7 +29,7 @@ from baton_serve.engine.offline.outputs import (
 from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
 from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.progress import PromptProgressBar
-from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, check_chats, parse_prompts
+from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, parse_prompts
 from baton_serve.engine.pooling.engine import PoolingEngine
 
 Messages = list[dict[str, Any]]
@@ -114,12 +114,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, formatted with the model's chat template.
 
-        Raises the same errors as `generate`, and `ConfigError` if the model has no chat template or if a message has
-        images.
+        Images are parts of type `image_url` (a data: or file: URL) or `image_pil` (a Pillow image). Raises the same
+        errors as `generate`, and `ConfigError` if the model has no chat template or if a message has other parts.
         """
         # One conversation is a list of dicts, several are a list of lists.
         chats: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        check_chats(chats)
+        from baton_serve.engine.offline.images import chat_with_images  # loads Pillow
+
+        with_files = [chat_with_images(chat) for chat in chats]
         if chat_template is None and self._tokenizer.chat_template is None:
             raise ConfigError("the model has no chat template; give chat_template")
         texts = [
@@ -132,11 +134,11 @@ class LLM:
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            for chat in chats
+            for chat, _ in with_files
         ]
         chosen = self._params(sampling_params, len(texts))
         # The template has written the special tokens already; the tokenizer would add a second BOS token.
-        given = [ParsedPrompt(text, None) for text in texts]
+        given = [ParsedPrompt(text, None, files) for text, (_, files) in zip(texts, with_files, strict=True)]
         return self._generate(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
 
     def encode(

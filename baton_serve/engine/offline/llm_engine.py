@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import ConfigError, EngineError, UsageError
+from baton_serve.engine.model.vision.decoder import profile_of
 from baton_serve.engine.offline.engine_args import (
     EngineArgs,
     LoRAConfig,
@@ -41,6 +44,7 @@ class LLMEngine:
         self.tokenizer = model.tokenizer
         self._defaults = model.defaults
         self._config = config
+        self._profile = profile_of(model_folder(config.model))
         self._outputs: list[RequestOutput] = []
         self._failures: list[EngineError] = []
         self._is_asleep = False
@@ -98,11 +102,17 @@ class LLMEngine:
         if ids is None:
             ids = self.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"]
         keep = params.truncate_prompt_tokens
+        if keep is not None and prompt.images:
+            raise ConfigError("truncate_prompt_tokens could cut an image: leave it out for prompts with images")
         # vLLM keeps the end of a long prompt, which has the question.
         kept = ids if keep is None else ids[-keep:]
-        self._runner.add(
-            RequestId(request_id), PreparedPrompt(prompt.text, kept, params, priority, lora_request, fingerprint)
-        )
+        prepared = PreparedPrompt(prompt.text, kept, params, priority, lora_request, fingerprint)
+        if prompt.images:
+            from baton_serve.engine.offline.images import add_images  # loads Pillow
+
+            found = add_images(kept, prompt.images, self._profile, self._engine.image_reader)
+            prepared = replace(prepared, token_ids=found.token_ids, media=found.media, pixels=found.pixels)
+        self._runner.add(RequestId(request_id), prepared)
 
     def load_adapters(self, asked: Sequence[LoRARequest | None]) -> list[str]:
         """Load the adapters of a call together, and return their fingerprints ("" for None).

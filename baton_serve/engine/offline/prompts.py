@@ -1,21 +1,23 @@
 """The forms of a prompt: a text, a list of token ids, or a dict with one of them. Several prompts are a list."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypedDict, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, cast
 
 from baton_serve.engine.errors import ConfigError
 
 
 class TextPrompt(TypedDict):
-    """A text, as vLLM's dict form."""
+    """A text, as vLLM's dict form. `multi_modal_data` may have images."""
 
     prompt: str
+    multi_modal_data: NotRequired[dict[str, Any]]
 
 
 class TokensPrompt(TypedDict):
-    """A list of token ids, as vLLM's dict form."""
+    """A list of token ids, as vLLM's dict form. `multi_modal_data` may have images."""
 
     prompt_token_ids: list[int]
+    multi_modal_data: NotRequired[dict[str, Any]]
 
 
 Prompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
@@ -23,10 +25,11 @@ Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
 
 class ParsedPrompt(NamedTuple):
-    """One prompt; exactly one of the two fields is set."""
+    """One prompt: exactly one of `text` and `token_ids` is set. `images` are the image files, in the prompt's order."""
 
     text: str | None
     token_ids: list[int] | None
+    images: Sequence[bytes] = ()
 
 
 def parse_prompts(prompts: Prompts) -> list[ParsedPrompt]:
@@ -40,25 +43,13 @@ def parse_prompts(prompts: Prompts) -> list[ParsedPrompt]:
     return [_one(item) for item in given]
 
 
-def check_chats(chats: Iterable[Iterable[Mapping[str, object]]]) -> None:
-    """Check that chat messages contain only text. Raises `ConfigError`.
-
-    A chat template would silently leave out images and other parts.
-    """
-    for content in (message.get("content") for chat in chats for message in chat):
-        kinds = {part.get("type") for part in content if isinstance(part, dict)} if isinstance(content, list) else set()
-        if kinds - {"text"}:
-            raise ConfigError(_TEXT_ALONE)
-
-
-_TEXT_ALONE = "the offline API takes text only; use a server (`baton serve`) for prompts with images"
-
-
 def _one(prompt: object) -> ParsedPrompt:
     match prompt:
         # An empty dict is accepted, which vLLM's callers often pass.
-        case {"multi_modal_data": data} if data:
-            raise ConfigError(_TEXT_ALONE)
+        case {"multi_modal_data": dict() as data, **rest} if data:
+            from baton_serve.engine.offline.images import files_of  # loads Pillow, which texts do not need
+
+            return _one(rest)._replace(images=files_of(data))
         case str():
             return ParsedPrompt(prompt, None)
         case {"prompt_token_ids": list() as token_ids}:

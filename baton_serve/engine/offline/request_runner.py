@@ -11,10 +11,12 @@ import msgspec
 from baton_serve.contracts import sampling
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.messages import TokenLogprobs, Work
 from baton_serve.engine.core.outputs import SequenceOutput
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import EngineError, RequestError
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.engine.offline.beams import RequestBeams
 from baton_serve.engine.offline.lora import LoRARequest
 from baton_serve.engine.offline.output_builder import GeneratedSequence, OutputBuilder
@@ -27,7 +29,8 @@ from baton_serve.engine.offline.structured import GrammarWriter
 class PreparedPrompt:
     """A tokenized prompt with its parameters.
 
-    Lower values of `priority` run first. `lora` is an adapter's fingerprint; "": none.
+    Lower values of `priority` run first. `lora` is an adapter's fingerprint; "": none. `media` are the spans of image
+    tokens, and `pixels` the images.
     """
 
     text: str | None
@@ -36,6 +39,8 @@ class PreparedPrompt:
     priority: int = 0
     lora_request: LoRARequest | None = None
     lora: str = ""
+    media: list[MediaSpan] = field(default_factory=list)
+    pixels: Pixels = field(default_factory=lambda: NO_PIXELS)
 
 
 @dataclass(slots=True)
@@ -215,8 +220,9 @@ class RequestRunner:
             sequences=[0] if request.beams is not None else list(range(prompted.params.width)),
             priority=prompted.priority,
             lora=prompted.lora,
+            media=prompted.media,
         )
-        self._engine.add(work, logits_processors=prompted.params.processors())
+        self._engine.add(work, pixels=prompted.pixels, logits_processors=prompted.params.processors())
         request.engine_ids.append(engine_id)
         self._origins[engine_id] = (request_id, number)
 

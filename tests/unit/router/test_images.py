@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from baton_serve.contracts.block_hash import hash_blocks, root_hash
-from baton_serve.contracts.media import MediaSpan, digest_of
+from baton_serve.contracts.media import MediaSpan, digest_of, image_spans
 from baton_serve.contracts.messages import Decode, Generate, Prefill
 from baton_serve.contracts.vision import VisionProfile, vision_profile
 from baton_serve.services.common.settings.configuration import load
@@ -24,7 +24,7 @@ from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.multimodal import web
 from baton_serve.services.router.text.multimodal.image_files import load as load_images
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
-from baton_serve.services.router.text.multimodal.image_tokens import media_spans, repeat_image_tokens
+from baton_serve.services.router.text.multimodal.image_tokens import repeat_image_tokens
 from baton_serve.services.router.text.served_model import ServedModel
 from tests.images import data_url, picture
 from tests.unit.router.conftest import Router, Serve
@@ -459,7 +459,7 @@ PROFILE = VisionProfile(image_token_id=9, tokens_per_image=3)
 def test_places_of_images() -> None:
     tokens = repeat_image_tokens([1, 9, 2, 9, 9], [3, 3, 3], PROFILE)
     assert tokens == [1, 9, 9, 9, 2, 9, 9, 9, 9, 9, 9]
-    spans = media_spans(tokens, [3, 3, 3], [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE)
+    spans = image_spans(tokens, [3, 3, 3], [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE.image_token_id)
     assert [(span.start, span.length, span.digest[:1]) for span in spans] == [(1, 3, b"a"), (5, 3, b"b"), (8, 3, b"a")]
 
 

@@ -4,11 +4,10 @@ The functions are pure, apart from `expand_placeholders` and `expand_image_token
 """
 
 from collections.abc import Sequence
-from itertools import repeat
 
 import msgspec
 
-from baton_serve.contracts.media import MediaSpan
+from baton_serve.contracts.media import MediaSpan, expand_images, image_spans
 from baton_serve.contracts.vision import VisionProfile
 from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, ContentPart
@@ -54,30 +53,13 @@ def repeat_image_tokens(token_ids: Sequence[int], counts: Sequence[int], profile
     Raises `BadRequestError` if the number of image tokens is not the number of images: the chat template has left one
     out, or the text of a message contains the image token.
     """
-    image_id, count = profile.image_token_id, token_ids.count(profile.image_token_id)
+    count = token_ids.count(profile.image_token_id)
     if count != len(counts):
         raise image_error(
             f"the request has {len(counts)} images, but its prompt has {count} image tokens: the text of messages must"
             " not contain the model's image token, and the chat template must write one for each image"
         )
-    found: list[int] = []
-    lengths = iter(counts)
-    for token_id in token_ids:
-        found += repeat(image_id, next(lengths)) if token_id == image_id else (token_id,)
-    return found
-
-
-def media_spans(
-    token_ids: Sequence[int], counts: Sequence[int], digests: Sequence[bytes], profile: VisionProfile
-) -> list[MediaSpan]:
-    """Return the positions of the images in a prompt that `repeat_image_tokens` has expanded."""
-    spans: list[MediaSpan] = []
-    at = 0
-    for count, digest in zip(counts, digests, strict=True):
-        at = token_ids.index(profile.image_token_id, at)
-        spans.append(MediaSpan(at, count, digest))
-        at += count
-    return spans
+    return expand_images(token_ids, counts, profile.image_token_id)
 
 
 async def expand_placeholders(
@@ -124,7 +106,9 @@ async def expand_image_tokens(
     found = repeat_image_tokens(token_ids, counts, profile)
     images = {file.digest: file.data for file in files}
     return TokenizedPrompt(
-        found, media_spans(found, counts, [file.digest for file in files], profile), list(images.values())
+        found,
+        image_spans(found, counts, [file.digest for file in files], profile.image_token_id),
+        list(images.values()),
     )
 
 

@@ -1,0 +1,132 @@
+"""Images in prompts of the offline API: from `multi_modal_data`, or from the parts of a chat message.
+
+An image becomes a file (PNG) and is then handled as a server handles it: equal pixels give equal tokens and cached KV.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+from PIL import Image
+
+from baton_serve.contracts.media import MediaSpan, digest_of, expand_images, image_spans
+from baton_serve.contracts.vision import SERVED, VisionProfile
+from baton_serve.engine.errors import ConfigError, RequestError
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
+
+
+class ImagePrompt(NamedTuple):
+    """A tokenized prompt with its images: the spans of their tokens, and their preprocessed pixels by digest."""
+
+    token_ids: list[int]
+    media: list[MediaSpan]
+    pixels: Pixels
+
+
+def files_of(data: Mapping[str, Any]) -> list[bytes]:
+    """Return the image files in vLLM's `multi_modal_data`, in order. Raises `ConfigError` for anything but images."""
+    if others := {name for name, value in data.items() if value is not None} - {"image"}:
+        raise ConfigError(f"multi_modal_data: {sorted(others)[0]} is not supported; only image is")
+    images = data.get("image")
+    if images is None:
+        return []
+    return [_file_of(image) for image in (images if isinstance(images, list | tuple) else [images])]
+
+
+def chat_with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return the messages with a part `{"type": "image"}` for each image, as chat templates expect it, and the files.
+
+    Raises `ConfigError` for a part that is neither text nor an image.
+    """
+    files: list[bytes] = []
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        parts: Any = content
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                file = _file_of_part(part)
+                files += [] if file is None else [file]
+                parts.append(part if file is None else {"type": "image"})
+            # Templates of text models expect a string, and parts that are all text have the same meaning.
+            if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+                parts = content
+        found.append({**message, "content": parts})
+    return found, files
+
+
+def add_images(
+    token_ids: list[int], files: Sequence[bytes], profile: VisionProfile | None, reader: ImageReader | None
+) -> ImagePrompt:
+    """Read the images and put their tokens in the place of the prompt's image tokens.
+
+    Raises `ConfigError` if the model does not accept images, and `RequestError` if an image cannot be read or the
+    prompt does not have one image token for each image.
+    """
+    if not files:
+        return ImagePrompt(token_ids, [], NO_PIXELS)
+    if profile is None or reader is None:
+        raise ConfigError(f"this model does not accept images here: {SERVED}, with tensor_parallel_size 1")
+    pixels = reader.read(dict.fromkeys(files))
+    digests = [digest_of(file) for file in files]
+    counts = [profile.tokens_of(width=pixels[name].width, height=pixels[name].height) for name in digests]
+    try:
+        expanded = expand_images(token_ids, counts, profile.image_token_id)
+    except ValueError as exc:
+        raise RequestError("invalid", str(exc)) from exc
+    return ImagePrompt(expanded, image_spans(expanded, counts, digests, profile.image_token_id), pixels)
+
+
+def _file_of(image: object) -> bytes:
+    """Return an image of vLLM's forms as a file: a Pillow image, an array [height, width, 3], or the file's bytes."""
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, np.ndarray):
+        shape = image.shape
+        try:
+            image = Image.fromarray(image)
+        except TypeError as exc:
+            raise ConfigError(f"an image array must be uint8 [height, width, 3], not {shape}") from exc
+    if not isinstance(image, Image.Image):
+        raise ConfigError(
+            f"an image must be a Pillow image, an array or the bytes of a file, not {type(image).__name__}: embeddings"
+            " of images are not supported"
+        )
+    written = BytesIO()
+    # PNG loses nothing, and the file identifies the image in the prefix cache.
+    image.convert("RGB").save(written, "PNG")
+    return written.getvalue()
+
+
+def _file_of_part(part: object) -> bytes | None:
+    """Return the image file of a part of a chat message, or None if it is text. Raises `ConfigError`."""
+    match part:
+        case str() | {"type": "text"}:
+            return None
+        case {"type": "image_pil", "image_pil": image} | {"type": "image", "image": image}:
+            return _file_of(image)
+        case {"type": "image_url", "image_url": str(url)} | {"type": "image_url", "image_url": {"url": str(url)}}:
+            return _file_at(url)
+        case {"type": kind}:
+            raise ConfigError(f"a chat part of type {kind!r} is not supported; text, image_url and image_pil are")
+        case _:
+            raise ConfigError("a chat part must be a text or a dict with a type")
+
+
+def _file_at(url: str) -> bytes:
+    """Return the image in a data URL or in a local file. Raises `ConfigError`."""
+    parsed = urlparse(url)
+    try:
+        if parsed.scheme == "data":
+            return base64.b64decode(url.partition(",")[2], validate=True)
+        if parsed.scheme == "file":
+            return Path(unquote(parsed.path)).read_bytes()
+    except (OSError, binascii.Error) as exc:
+        raise ConfigError(f"an image cannot be read: {exc}") from exc
+    raise ConfigError(f"an image of the scheme {parsed.scheme!r} is not fetched here: give a data: or file: URL")
