@@ -24,6 +24,7 @@ def test_gauges_show_the_current_state() -> None:
     expected = {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 1 + 2 + 4,
+        "vllm:num_requests_swapped": 0,
         "vllm:gpu_cache_usage_perc": 0.75,
         "vllm:gpu_prefix_cache_hit_rate": 0.25,
         "vllm:cpu_cache_usage_perc": 0.25,
