@@ -18,8 +18,10 @@ from baton_serve.engine.errors import AdapterError, RequestError
 from baton_serve.engine.model.lora.checkpoint import read_adapter
 from baton_serve.engine.model.quantized.formats import scheme
 from tests.adapters import merged, write_adapter
+from tests.engine import test_awq, test_bitsandbytes, test_gptq
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.engine.test_quantization import rounded
+from tests.quantized_checkpoints import write_checkpoint
 from tests.tiny_models import load_reference, write_tiny_model
 
 PROMPT = [7 + (31 * i + i * i) % 200 for i in range(70)]
@@ -140,6 +142,27 @@ def test_quantized_weights_take_adapters_too(model: Path, adapters: list[Path], 
         for name_ in expected:
             engine.add(adapted(engine, name_, PROMPT, name_))
         assert run(engine) == {(one, 0): tokens for one, tokens in expected.items()}
+
+
+CHECKPOINTS = {
+    "awq": (test_awq.writer(), test_awq.stated()),
+    "gptq": (test_gptq.writer(), test_gptq.stated()),
+    "bitsandbytes": (test_bitsandbytes.writer("nf4"), test_bitsandbytes.stated("nf4")),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_in_few_bits_take_adapters_too(tmp_path: Path, name: str) -> None:
+    """An adapter beside weights of bitsandbytes is what QLoRA trains."""
+    numbers = write_checkpoint(tmp_path / "model", *CHECKPOINTS[name])
+    adapter = write_adapter(tmp_path / "adapter", tmp_path / "model-plain", seed=5)
+    expected = [greedy(numbers, PROMPT), greedy(merged(numbers, adapter), PROMPT)]
+    with lora_engine(tmp_path / "model", adapter) as engine:
+        engine.add(adapted(engine, "without", PROMPT))
+        engine.add(adapted(engine, "with", PROMPT, "adapter"))
+        answers = run(engine)
+    assert [answers["without", 0], answers["with", 0]] == expected
+    assert expected[0] != expected[1]
 
 
 def test_the_cpus_own_dtype_takes_adapters(model: Path, adapters: list[Path]) -> None:

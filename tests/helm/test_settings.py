@@ -185,3 +185,11 @@ def test_the_config_map_of_a_role_is_mounted_by_that_role_alone() -> None:
     for role in ("prefill", "decode"):
         config = named(render(None), "ConfigMap", f"-{role}")
         assert all(key.startswith(f"BATON__{role.upper()}__") for key in config["data"])
+
+
+def test_further_variables_of_a_pool_reach_its_containers() -> None:
+    values = values_of(variant("cpu-minimal"))
+    further = [{"name": "CCL_WORKER_COUNT", "value": "4"}]
+    rendered = objects({**values, "decode": {**values.get("decode", {}), "extraEnv": further}})
+    assert further[0] in container_of(pod_of(rendered, "decode"))["env"]
+    assert further[0] not in container_of(pod_of(rendered, "prefill"))["env"]
