@@ -25,13 +25,15 @@ VERDICTS: tuple[Verdict, ...] = ("Y", "P", "n", "x")
 
 HEAD = """# Parity with vLLM on Intel GPUs
 
-Made by `python -m tools.parity` from [tools/parity.toml](../../tools/parity.toml). The rows are the features that the documents of \
-vLLM, of Intel's builds of vLLM and of IPEX-LLM describe.
+Made by `python -m tools.parity` from [tools/parity.toml](../../tools/parity.toml). The rows are the features that \
+the documents of vLLM, of Intel's builds of vLLM and of IPEX-LLM describe.
 
-* **Y**: works, and the named test (below `tests/`) shows it. **P**: works in part. **n**: missing. **x**: does not apply, for example \
-a claim, an internal switch, or another project's tool. P, n and x have a reason.
-* **Scope**: *models* marks rows that ask for a kind of model, *hardware* rows that can only be shown on Intel GPUs, on several GPUs or \
-on several hosts. The other rows are those *outside models and hardware*.
+* **Y**: works, and the named test (below `tests/`) shows it. **P**: works in part. **n**: missing. **x**: does not \
+apply, for example a claim, an internal switch, or another project's tool. P, n and x have a reason.
+* A flag is Y if it has the effect of vLLM's flag, or if that effect is given without it and the log says so. A test \
+beside P shows the part that works.
+* **Scope**: *models* marks rows that ask for a kind of model, *hardware* rows that can only be shown on Intel GPUs, \
+on several GPUs or on several hosts. The other rows are those *outside models and hardware*.
 * No row has been tried on an Intel GPU, and models are compared with small random weights \
 ([hardware](hardware.md), [models](models.md)).
 """

@@ -1,4 +1,4 @@
-"""docs/reference/parity.md shows the rows of tools/parity.toml: each Y names a test that exists, the others a reason."""
+"""docs/reference/parity.md shows tools/parity.toml: each Y names a test that exists, the others have a reason."""
 
 import re
 from pathlib import Path
@@ -42,9 +42,8 @@ def test_a_defect_of_a_row_is_named(tmp_path: Path) -> None:
     good = Row("2a.1", "--host", "Y", test="test_flags.py::test_a_flag_works")
     assert parity.defects(group(good), tmp_path) == []
     assert parity.defects(group(good, good), tmp_path) == ["2a.1: occurs twice"]
-    assert parity.defects(group(Row("2b.1", "--task", "x", reason="r")), tmp_path) == [
-        "2b.1: does not belong to group 2a"
-    ]
+    strange = Row("2b.1", "--task", "x", reason="r")
+    assert parity.defects(group(strange), tmp_path) == ["2b.1: does not belong to group 2a"]
     assert parity.defects(group(Row("2a.2", "--port", "Y")), tmp_path) == ["2a.2: Y without a test"]
     assert parity.defects(group(Row("2a.3", "-pp", "P")), tmp_path) == ["2a.3: P without a reason"]
     missing = Row("2a.4", "-tp", "Y", test="test_flags.py::test_another")
