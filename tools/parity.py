@@ -112,7 +112,7 @@ def _defects_of(row: Row, tests: Path) -> list[str]:
 
 @cache
 def _functions(path: Path) -> frozenset[str]:
-    """Return the names of the test functions in a file; none if there is no such file."""
+    """Return the names of the test functions in a file. A missing file has none."""
     if not path.is_file():
         return frozenset()
     functions = (
