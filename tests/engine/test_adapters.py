@@ -18,10 +18,10 @@ from baton_serve.engine.errors import AdapterError, RequestError
 from baton_serve.engine.model.lora.checkpoint import read_adapter
 from baton_serve.engine.model.quantized.formats import scheme
 from tests.adapters import merged, write_adapter
-from tests.engine import test_awq, test_bitsandbytes, test_gptq
+from tests.engine import test_awq, test_bitsandbytes, test_fp8_checkpoints, test_gptq
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.engine.test_quantization import rounded
-from tests.quantized_checkpoints import write_checkpoint
+from tests.quantized_checkpoints import Writer, write_checkpoint
 from tests.tiny_models import load_reference, write_tiny_model
 
 PROMPT = [7 + (31 * i + i * i) % 200 for i in range(70)]
@@ -133,7 +133,7 @@ def test_other_families_too(tmp_path: Path, family: str) -> None:
     assert answers["with", 0] != answers["without", 0]
 
 
-@pytest.mark.parametrize("name", ["int8", "asym_int4"])
+@pytest.mark.parametrize("name", ["int8", "asym_int4", "sym_int4", "fp8"])
 def test_quantized_weights_take_adapters_too(model: Path, adapters: list[Path], name: Quantization) -> None:
     how = scheme(name, fp8_dtype="e4m3", group_size=32)
     expected = {one.name: greedy(merged(rounded(model, how), one), PROMPT) for one in adapters[:3]}
@@ -144,17 +144,23 @@ def test_quantized_weights_take_adapters_too(model: Path, adapters: list[Path], 
         assert run(engine) == {(one, 0): tokens for one, tokens in expected.items()}
 
 
-CHECKPOINTS = {
-    "awq": (test_awq.writer(), test_awq.stated()),
-    "gptq": (test_gptq.writer(), test_gptq.stated()),
-    "bitsandbytes": (test_bitsandbytes.writer("nf4"), test_bitsandbytes.stated("nf4")),
+CHECKPOINTS: dict[str, tuple[Writer, dict[str, Any], dict[str, Any]]] = {
+    "awq": (test_awq.writer(), test_awq.stated(), {}),
+    "gptq": (test_gptq.writer(), test_gptq.stated(), {}),
+    "gptq with an order": (test_gptq.writer(sym=False, order=True), test_gptq.stated(sym=False, desc_act=True), {}),
+    "gptq with 8 bits": (test_gptq.writer(bits=8), test_gptq.stated(bits=8), {}),
+    "bitsandbytes": (test_bitsandbytes.writer("nf4", is_double=True), test_bitsandbytes.stated("nf4"), {}),
+    "bitsandbytes fp4": (test_bitsandbytes.writer("fp4"), test_bitsandbytes.stated("fp4"), {}),
+    "fp8 in blocks": (test_fp8_checkpoints.blocks, test_fp8_checkpoints.STATED, test_fp8_checkpoints.SIZES),
+    "fp8": (test_fp8_checkpoints.whole, {"quant_method": "fp8", "activation_scheme": "static"}, {}),
 }
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_in_few_bits_take_adapters_too(tmp_path: Path, name: str) -> None:
     """An adapter beside weights of bitsandbytes is what QLoRA trains."""
-    numbers = write_checkpoint(tmp_path / "model", *CHECKPOINTS[name])
+    write, config, sizes = CHECKPOINTS[name]
+    numbers = write_checkpoint(tmp_path / "model", write, config, **sizes)
     adapter = write_adapter(tmp_path / "adapter", tmp_path / "model-plain", seed=5)
     expected = [greedy(numbers, PROMPT), greedy(merged(numbers, adapter), PROMPT)]
     with lora_engine(tmp_path / "model", adapter) as engine:
