@@ -21,6 +21,8 @@ _MODULE_FILES = re.compile(r"\d+_\w+/[^/]+\.(json|safetensors)")
 """The further modules of an embedding model in the format of sentence-transformers, such as `1_Pooling/config.json`."""
 _OTHER_GGUFS = ("mmproj", "imatrix")
 """How the names of other GGUF files than language models begin: vision towers, and statistics for quantization."""
+_PICKLE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
+"""Weights in PyTorch's own format."""
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 """The end of the name of one file of a split model."""
 _REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*")
@@ -109,6 +111,8 @@ def choose_files(model: str, files: Sequence[str], *, weights: bool = True) -> l
     tensors = [file for file in files if file.endswith(".safetensors") and "/" not in file]
     # Mistral's repositories hold the weights twice; `consolidated` is the format of its own library.
     tensors = [file for file in tensors if not file.startswith("consolidated")] or tensors
+    # Older repositories have PyTorch's format only.
+    tensors = tensors or ([] if ggufs else [file for file in files if _PICKLE.fullmatch(file)])
     if tensors and not kind:
         return small + tensors if weights else small
     # Not the small files: a config without its tokenizer, as some of these repositories have, would hide the file's.
@@ -124,7 +128,9 @@ def choose_files(model: str, files: Sequence[str], *, weights: bool = True) -> l
         raise HubError(
             f"{model} does not name one GGUF file: give {name}:KIND, such as {name}:Q4_K_M (files: {listed})"
         )
-    raise HubError(f"{model} has no *.safetensors and no *.gguf files: convert the weights, and give that folder")
+    raise HubError(
+        f"{model} has no *.safetensors, *.gguf or pytorch_model.bin files: convert the weights, and give that folder"
+    )
 
 
 def _of_modelscope(model: str, environ: Mapping[str, str], *, offline: bool, revision: str | None) -> Path:
@@ -193,12 +199,15 @@ def _is_complete(snapshot: Path, *, weights: bool) -> bool:
         return False
     if not weights:
         return True
+    has_weights = any(file.is_file() for file in snapshot.glob("*.safetensors"))
     index = snapshot / "model.safetensors.index.json"
+    if not has_weights and not index.is_file():
+        index = snapshot / "pytorch_model.bin.index.json"
+        has_weights = any(file.is_file() for file in snapshot.glob("pytorch_model*.bin"))
     try:
         shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
     except (OSError, ValueError, KeyError, AttributeError):
         return False
-    has_weights = any(file.is_file() for file in snapshot.glob("*.safetensors"))
     return has_weights and all((snapshot / str(shard)).is_file() for shard in shards)
 
 

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from baton_serve.contracts.device import DeviceName, DtypeName
+from baton_serve.contracts.device import DeviceName, DtypeName, LoadFormat
 from baton_serve.engine.errors import ConfigError
 
 RunnerType = Literal["auto", "generate", "pooling"]
 Task = Literal["auto", "generate", "embed", "classify", "score"]
-LoadFormat = Literal["auto", "dummy", "gguf"]
 Quantization = Literal[
     "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "sym_int4", "asym_int4", "fp6", "mxfp4",
     "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf",
@@ -63,7 +62,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of earlier requests with the same beginning."""
     load_format: LoadFormat = "auto"
-    """`auto` takes safetensors before GGUF files; `dummy` draws random weights, for tests and benchmarks."""
+    """Kind of weight files. `auto`: safetensors, else GGUF, else PyTorch's; `npcache` is `pt`, whose files are mapped
+    without a cache; `bitsandbytes` rounds to NF4; `dummy` draws random weights, for tests and benchmarks.
+    """
     enforce_eager: bool = False
     """Launch every kernel separately instead of replaying captured graphs."""
     max_step_stretch: float = inf
@@ -142,13 +143,7 @@ class EngineConfig:
         if self.quantization_group_size not in GROUP_SIZES:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise ConfigError(f"quantization_group_size is {self.quantization_group_size}; it must be one of {sizes}")
-        # Rounding chooses a scale for each group of a whole row. Ranks hold parts of rows, so they would choose other
-        # scales.
-        if self.quantization is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"quantization ({self.quantization}) rounds whole weights, and tensor_parallel_size"
-                f" ({self.tensor_parallel_size}) splits them: use one of the two"
-            )
+        self._check_rounding()
         if self.host_kv_bytes < 0:
             raise ConfigError(f"host_kv_bytes is {self.host_kv_bytes}; it must not be negative")
         if self.host_kv_bytes and not self.enable_prefix_caching:
@@ -166,6 +161,11 @@ class EngineConfig:
             )
 
     @property
+    def rounding(self) -> Quantization | None:
+        """The quantization that these settings ask for, also by their load format."""
+        return "bitsandbytes" if self.load_format == "bitsandbytes" else self.quantization
+
+    @property
     def max_adapters(self) -> int:
         """Largest number of adapters whose weights are kept in device memory."""
         return self.max_cpu_loras or max(16, self.max_loras, len(self.lora_modules))
@@ -175,6 +175,21 @@ class EngineConfig:
         host's CPU.
         """
         return not is_host if self.async_scheduling is None else self.async_scheduling
+
+    def _check_rounding(self) -> None:
+        """Check the settings that round weights. Raises `ConfigError`."""
+        # Rounding chooses a scale for each group of a whole row. Ranks hold parts of rows, so they would choose other
+        # scales.
+        if self.rounding is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"quantization ({self.rounding}) rounds whole weights, and tensor_parallel_size"
+                f" ({self.tensor_parallel_size}) splits them: use one of the two"
+            )
+        if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
+            raise ConfigError(
+                f"load_format bitsandbytes rounds weights to NF4, and quantization is {self.quantization}: use one of"
+                " the two"
+            )
 
     def _check_adapters(self) -> None:
         """Check the settings of LoRA adapters. Raises `ConfigError`."""

@@ -6,10 +6,12 @@ Every defect of a folder is raised as a `ModelError` that names the folder and t
 import json
 import logging
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
+from baton_serve.contracts.device import LoadFormat
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
 
@@ -26,6 +28,7 @@ LOAD_ERRORS = (
     RuntimeError,
     SafetensorError,
     TypeError,
+    UnpicklingError,
     ValueError,
 )
 """Errors that transformers and safetensors raise for broken or unusual folders. Both document none of them."""
@@ -41,6 +44,14 @@ _SIZES = (
     "vocab_size",
 )
 """Fields of config.json that must be positive integers."""
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+"""Lists PyTorch's files of a checkpoint that is divided into several."""
+_WANTED = {
+    "pt": "pytorch_model.bin",
+    "npcache": "pytorch_model.bin",
+    "sharded_state": "model-rank-N-part-M.safetensors",
+}
+"""Names of files by load format, for errors."""
 _LARGEST_SIZE = 2**31 - 1
 """Sizes are stored as int32 in kernels' arguments."""
 
@@ -73,12 +84,38 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
         raise ModelError(f"{path} is not an object; it is not a model's config in Hugging Face's format")
     _refuse_sizes(path, stated)
     _refuse_unknown(folder, stated, config)
-    if config.load_format == "auto" and not any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "gguf")):
-        raise ModelError(f"{folder} has no *.safetensors files; convert the weights, or use --load-format dummy")
+    may_be_gguf = config.load_format == "gguf" or (config.load_format == "auto" and any(folder.glob("*.gguf")))
+    if config.load_format != "dummy" and not may_be_gguf and not weight_files(folder, config.load_format):
+        wanted = _WANTED.get(config.load_format, "*.safetensors")
+        raise ModelError(f"{folder} has no {wanted} files; convert the weights, or use --load-format dummy")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
     except LOAD_ERRORS as exc:
         raise ModelError(f"{path} cannot be used: {first_line(exc)}") from exc
+
+
+def weight_files(folder: Path, load_format: LoadFormat = "auto") -> list[Path]:
+    """Return the weight files of a folder in the load format; empty if it has none, or a GGUF file.
+
+    Raises `ModelError` if the list of PyTorch's files is broken.
+    """
+    tensors = sorted(folder.glob("*.safetensors"))
+    if load_format in ("pt", "npcache") or (not tensors and load_format in ("auto", "bitsandbytes")):
+        index, lone = folder / PICKLE_INDEX, folder / "pytorch_model.bin"
+        if index.is_file():
+            try:
+                return sorted({folder / str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+            except (AttributeError, KeyError, TypeError, ValueError) as exc:
+                raise ModelError(f"{index} cannot be used: {first_line(exc)}") from exc
+        return [lone] if lone.is_file() else []
+    if load_format == "sharded_state":
+        return [path for path in tensors if path.name.startswith("model-rank-")]
+    return tensors
+
+
+def is_pickled(files: list[Path]) -> bool:
+    """Return whether weight files are PyTorch's own, which `torch.load` reads."""
+    return bool(files) and files[0].suffix == ".bin"
 
 
 def _refuse_sizes(path: Path, stated: dict[str, Any]) -> None:

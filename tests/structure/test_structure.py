@@ -49,7 +49,10 @@ def test_only_device_py_and_the_transports_name_a_device() -> None:
 
 
 def test_no_pickle_anywhere() -> None:
-    pickle = re.compile(r"^\s*(import pickle|from pickle)|send_pyobj|recv_pyobj", re.MULTILINE)
+    # An error's class unpickles nothing.
+    pickle = re.compile(
+        r"^\s*(import pickle|from pickle import (?!UnpicklingError$))|send_pyobj|recv_pyobj", re.MULTILINE
+    )
     assert not [str(p.relative_to(ROOT)) for p in source_files() if pickle.search(p.read_text())]
 
 

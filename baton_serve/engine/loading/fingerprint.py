@@ -6,6 +6,7 @@ and does not depend on the files' place or time.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 NUM_SAMPLES = 64
@@ -14,24 +15,24 @@ SAMPLE_BYTES = 4096
 """Size of each sample in bytes."""
 MAX_HEADER_BYTES = 100 << 20
 """Largest header that is hashed, in bytes."""
-GGUF_HEADER_BYTES = 1 << 20  # hashed whole: it contains names, shapes and the first weights
+OTHER_HEADER_BYTES = 1 << 20  # of other formats; hashed whole: it contains names, shapes and the first weights
 VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
 """Fields of config.json that do not change the KV, or that are part of the variant."""
 
 
-def weights_fingerprint(folder: Path, variant: str, gguf: Path | None = None) -> str:
+def weights_fingerprint(folder: Path, variant: str, files: Sequence[Path]) -> str:
     """Return a hash that identifies a folder's weights, so that only KV of equal weights is shared. `variant` describes
-    everything else that changes the KV, such as fixed rotary frequencies. `gguf` is the file with the weights if they
-    are in one.
+    everything else that changes the KV, such as fixed rotary frequencies. `files` have the weights.
     """
     digest = _config_digest(folder, variant)
-    # Sorted, because the order of a directory is not defined.
-    for path in sorted(folder.glob("*.safetensors")) if gguf is None else [gguf]:
+    for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
+            start = file.read(8)
             # safetensors begins with the header's length
-            header_bytes = int.from_bytes(file.read(8), "little") if gguf is None else min(size, GGUF_HEADER_BYTES) - 8
+            is_safe = path.suffix == ".safetensors"
+            header_bytes = int.from_bytes(start, "little") if is_safe else min(size, OTHER_HEADER_BYTES) - 8
             digest.update(file.read(min(header_bytes, MAX_HEADER_BYTES)))
             # Samples at equal distances, the last one at the end of the file.
             for sample in range(NUM_SAMPLES):

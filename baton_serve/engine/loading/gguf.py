@@ -61,7 +61,9 @@ def gguf_file(config: EngineConfig) -> Path | None:
     Raises `ModelError` if the folder does not have exactly one such file, and `ConfigError` for unsupported settings.
     """
     path, folder = Path(config.model), model_folder(config.model)
-    if config.load_format == "dummy":
+    if config.load_format not in ("auto", "gguf"):
+        if path != folder and config.load_format != "dummy":
+            raise ConfigError(f"load_format is {config.load_format}, but {path} is a GGUF file: leave out the format")
         return None
     if path != folder:
         found = [path]

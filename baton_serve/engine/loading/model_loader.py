@@ -37,8 +37,10 @@ from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
     first_line,
+    is_pickled,
     max_model_len_of,
     read_config,
+    weight_files,
     weights_error,
 )
 
@@ -72,7 +74,7 @@ def load_model(
         module = load_shard(hf_config, config, dtype, target, shard, progress)
     elif gguf is not None:
         module = _load_gguf(gguf, hf_config, config, plan, dtype, target)
-    elif form is not None and config.load_format == "auto":
+    elif form is not None and config.load_format != "dummy":
         module = _load_stored(folder, hf_config, config, form, dtype, target)
     elif plan is not None:
         module = _load_quantized(folder, hf_config, config, plan, dtype, target)
@@ -94,7 +96,9 @@ def load_model(
         drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
         fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
     else:
-        fingerprint = weights_fingerprint(folder, variant, gguf)
+        fingerprint = weights_fingerprint(
+            folder, variant, [gguf] if gguf is not None else weight_files(folder, config.load_format)
+        )
     return LoadedModel(
         module=module,
         name=name,
@@ -138,16 +142,16 @@ def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) 
     if is_gguf and config.quantization in (None, "gguf"):
         return None
     if stated is None:
-        if config.quantization in CHECKPOINT_ONLY:
+        if config.quantization in CHECKPOINT_ONLY and config.quantization != "bitsandbytes":
             raise ConfigError(
                 f"quantization is {config.quantization}, but the weights in {config.model} are not quantized; start"
                 " without --quantization, or name a format to which they are rounded while they are loaded"
             )
         return None
     form = checkpoint_format(stated)
-    if config.quantization is not None and config.quantization != form.method:
+    if config.rounding is not None and config.rounding != form.method:
         raise ConfigError(
-            f"quantization is {config.quantization}, but the weights in {config.model} are quantized already by"
+            f"quantization is {config.rounding}, but the weights in {config.model} are quantized already by"
             f" {form.method}; start without --quantization"
         )
     return form
@@ -155,10 +159,12 @@ def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) 
 
 def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
     """Return how `--quantization` rounds the weights, or None."""
-    if config.quantization is None:
+    if config.rounding is None:
         return None
-    chosen = scheme(config.quantization, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
-    return QuantizationPlan(chosen, config.quantization_skip)
+    chosen = scheme(config.rounding, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
+    # bitsandbytes does not round the head.
+    kept = ("lm_head",) if config.rounding == "bitsandbytes" else ()
+    return QuantizationPlan(chosen, (*config.quantization_skip, *kept))
 
 
 def _variant(plan: QuantizationPlan | None, form: CheckpointFormat | None) -> str:
@@ -178,7 +184,7 @@ def _load_stored(
     """Load quantized weights as they are stored. If transformers has to convert the rest, go through floats."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     with ExitStack() as files:
-        model = stored.sort_tensors(_open_checkpoint(folder, files), form)
+        model = stored.sort_tensors(_open_checkpoint(folder, config, files), form)
         if not model.layers:
             raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights has this format")
         if stored.fill_stored(skeleton, model, target, dtype):
@@ -211,7 +217,7 @@ def _load_quantized(
             std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
             tensors = loading.random_tensors(skeleton, target, dtype, std)
         else:
-            tensors = _open_checkpoint(folder, files)
+            tensors = _open_checkpoint(folder, config, files)
         if loading.fits(skeleton, tensors):
             module = loading.fill(skeleton, tensors, plan, target, dtype).to(target)
             _read_generation_config(module, folder)
@@ -248,10 +254,10 @@ def _load_gguf(
     return whole.to(target) if plan is None else loading.round_loaded(whole, plan, target, dtype)
 
 
-def _open_checkpoint(folder: Path, files: ExitStack) -> loading.Tensors:
+def _open_checkpoint(folder: Path, config: EngineConfig, files: ExitStack) -> loading.Tensors:
     """Return readers of a checkpoint's tensors. The files stay open as long as `files`. Raises `ModelError`."""
     try:
-        return loading.checkpoint_tensors(folder, files)
+        return loading.checkpoint_tensors(folder, files, config.load_format)
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
 
@@ -302,7 +308,7 @@ def _load_whole(
         module = _make_dummy(hf_config, config, dtype, target)
     cast(Any, module).tie_weights()
     try:
-        pieces = tensor_copies(module, map_tensors(folder)) if folder.is_dir() else None
+        pieces = tensor_copies(module, map_tensors(folder, config.load_format)) if folder.is_dir() else None
         if pieces is None:
             del module  # free the device's memory before the second attempt
             return _load_weights(folder, hf_config, config, dtype).to(target)
@@ -326,8 +332,8 @@ def _load_weights(
     """
     try:
         # The files also have the tower's tensors; only the decoder is loaded here.
-        if state is None and reads_images(folder):
-            state = map_tensors(folder)
+        if state is None and (reads_images(folder) or config.load_format == "sharded_state"):
+            state = map_tensors(folder, config.load_format)
         module, report = _class_of(hf_config, state).from_pretrained(
             folder if state is None else None,
             config=hf_config,
@@ -335,7 +341,7 @@ def _load_weights(
             dtype=dtype,
             attn_implementation=_implementation(hf_config),
             local_files_only=True,
-            use_safetensors=True,
+            use_safetensors=not is_pickled(weight_files(folder, config.load_format)),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )

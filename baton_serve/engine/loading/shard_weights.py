@@ -32,7 +32,7 @@ def load_shard(
     cast(Any, module).tie_weights()
     _cut_head(module, shard)
     try:
-        pieces = _pieces(module, map_tensors(folder), folder, shard)
+        pieces = _pieces(module, map_tensors(folder, config.load_format), folder, shard)
         fill(pieces, target, lambda fraction: progress("loading weights", fraction))
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc

@@ -21,8 +21,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from baton_serve.contracts.device import LoadFormat
 from baton_serve.engine import device as devices
+from baton_serve.engine.loading.sharded_state import joined_tensors
 from baton_serve.engine.model.vision.decoder import decoder_tensors
+from baton_serve.engine.model_folder import is_pickled, weight_files
 
 INDEX = "model.safetensors.index.json"
 """Lists the files of a checkpoint that is divided into several."""
@@ -58,13 +61,17 @@ class TensorCopy:
     source: Tensor
 
 
-def map_tensors(folder: Path) -> dict[str, Tensor]:
+def map_tensors(folder: Path, load_format: LoadFormat = "auto") -> dict[str, Tensor]:
     """Return views of all tensors in a folder, by name; of a model with a vision tower, only its decoder's.
 
-    The files stay mapped as long as one of the views exists. Raises `OSError`, `ValueError`, `KeyError` or
-    `SafetensorError` if a file or the index cannot be read.
+    The files stay mapped as long as one of the views exists. Raises one of `LOAD_ERRORS` if a file or the
+    index cannot be read.
     """
-    paths = sorted(folder.glob("*.safetensors"))
+    if load_format == "sharded_state":
+        return joined_tensors(folder, _map_file)
+    paths = weight_files(folder, load_format)
+    if is_pickled(paths):
+        return decoder_tensors({name: tensor for path in paths for name, tensor in _map_pickle(path).items()})
     # The index names the files that belong to the model; the folder may have others, such as an adapter.
     index = folder / INDEX
     if index.is_file():
@@ -182,6 +189,20 @@ def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
     # Small pieces divide the work evenly between threads.
     for start in range(0, len(source), count):
         yield TensorCopy(target[start : start + count], source[start : start + count])
+
+
+def _map_pickle(path: Path) -> dict[str, Tensor]:
+    """Map a file of PyTorch's own format, and return views of its tensors. It cannot run code of the file.
+
+    Raises `pickle.UnpicklingError` for a file with other objects, and `ValueError` if it has no tensors.
+    """
+    # The format before PyTorch 1.6 cannot be mapped.
+    with path.open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} has no tensors by name")
+    return {str(name): tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
 def _map_file(path: Path) -> dict[str, Tensor]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from baton_serve.contracts.device import DeviceName, DtypeName
+from baton_serve.contracts.device import REFUSED_LOAD_FORMATS, DeviceName, DtypeName, LoadFormat
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
-from baton_serve.engine.config import EngineConfig, KvCacheDtype, LoadFormat, Quantization
+from baton_serve.engine.config import EngineConfig, KvCacheDtype, Quantization
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache
 from baton_serve.engine.offline.params import GENERATION_CONFIG, Defaults
@@ -174,6 +174,8 @@ def _value(name: str, value: Any) -> Any:
         value = DTYPES.get(value, value)
     elif name == "quantization" and isinstance(value, str):
         value = QUANTIZATIONS.get(value.lower(), value.lower())
+    if name == "load_format" and value in REFUSED_LOAD_FORMATS:
+        raise ConfigError(f"LLM: load_format {value} is not supported: {REFUSED_LOAD_FORMATS[value]}")
     allowed = CHOICES.get(name)
     if allowed is not None and value not in allowed:
         raise ConfigError(f"LLM: {name} is {value!r}; it must be one of {', '.join(map(str, allowed))}")

@@ -26,8 +26,10 @@ from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
     first_line,
+    is_pickled,
     max_model_len_of,
     read_config,
+    weight_files,
     weights_error,
 )
 from baton_serve.engine.pooling.kind import ModelKind, architecture_of
@@ -184,7 +186,7 @@ def _described(source: _Source, module: nn.Module, network: Network, longest: in
     if config.load_format == "dummy":
         fingerprint = dummy_fingerprint(source.folder, variant, seed=config.seed, device=source.target.type)
     else:
-        fingerprint = weights_fingerprint(source.folder, variant)
+        fingerprint = weights_fingerprint(source.folder, variant, weight_files(source.folder, config.load_format))
     pad_id = getattr(text_config, "pad_token_id", None)
     return PoolingModel(
         network=network,
@@ -224,7 +226,11 @@ def _load(source: _Source, auto_class: Any) -> Any:
                 module, missing = auto_class.from_config(source.hf_config, **common), []
         else:
             module, report = auto_class.from_pretrained(
-                source.folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **common
+                source.folder,
+                local_files_only=True,
+                use_safetensors=not is_pickled(weight_files(source.folder, config.load_format)),
+                output_loading_info=True,
+                **common,
             )
             # Encoders are pooled here, so transformers' own pooler is not used, and many folders lack it.
             missing = [key for key in sorted(report["missing_keys"]) if not key.startswith("pooler.")]

@@ -3,7 +3,7 @@
 Supported types are `str`, `int`, `float`, `bool`, `Literal`, lists of these, `dict` (as JSON), and each of them
 `| None`. The `msgspec.Meta` of a field gives its description and bounds. Its `extra` may contain `group` (a heading of
 --help, for this field and the next ones), `aliases` (more flags), `positional`, and `secret` (also set for names that
-end with `_key`).
+end with `_key`). `refused` has values that an error should explain.
 """
 
 import json
@@ -42,6 +42,8 @@ class Option:
     bounds: Mapping[str, float]
     """Limits by their names in `msgspec.Meta`: `ge`, `gt`, `le`, `lt`, `min_length`, `max_length`."""
     pattern: str | None
+    refused: Mapping[str, str]
+    """Values of vLLM that are not among the choices, with what to use instead."""
     description: str
     group: str
     aliases: tuple[str, ...]
@@ -92,6 +94,8 @@ class Option:
             return self._convert(given)
         except (ValueError, TypeError, OverflowError):
             # An error ends up in logs, where a secret must not appear.
+            if isinstance(given, str) and given in self.refused:
+                raise ConfigurationError(f"{where}: {given} is not supported: {self.refused[given]}") from None
             shown = "the value given" if self.is_secret else repr(given)
             raise ConfigurationError(f"{where}: {shown} is not allowed (allowed: {self.allowed()})") from None
 
@@ -161,6 +165,7 @@ def _option(field: msgspec.structs.FieldInfo, hint: object, group: str) -> Optio
         bounds={name: bound for meta in metas for name in names if (bound := getattr(meta, name)) is not None},
         pattern=next((meta.pattern for meta in metas if meta.pattern is not None), None),
         description=next((meta.description for meta in reversed(metas) if meta.description), ""),
+        refused=extra.get("refused", {}),
         group=extra.get("group", group),
         aliases=tuple(extra.get("aliases", ())),
         is_positional=bool(extra.get("positional", False)),

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from baton_serve.contracts.device import REFUSED_LOAD_FORMATS, LoadFormat
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
 from baton_serve.model_source import allows_long_contexts
@@ -237,11 +238,12 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         ),
     ] = True
     load_format: Annotated[
-        Literal["auto", "dummy", "gguf"],
+        LoadFormat,
         Meta(
-            description="auto: load safetensors, or the GGUF file that --model names; dummy: random weights, no"
-            " weight files needed; gguf: the GGUF file in the folder of --model",
-            extra={"group": "model"},
+            description="kind of weight files. auto: safetensors, else GGUF, else pt, which is pytorch_model.bin;"
+            " npcache: as pt; sharded_state: files of vLLM's save_sharded_state; bitsandbytes: round to NF4 while"
+            " loading; dummy: random weights, no weight files needed",
+            extra={"group": "model", "refused": REFUSED_LOAD_FORMATS},
         ),
     ] = "auto"
     enforce_eager: Annotated[

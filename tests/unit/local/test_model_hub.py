@@ -119,7 +119,9 @@ def test_one_format_of_the_weights_is_chosen() -> None:
     with pytest.raises(HubError, match=r"give a/b:KIND.*x\.Q4_K_M\.gguf, x\.Q8_0\.gguf"):
         choose_files("a/b", others)
     with pytest.raises(HubError, match="convert the weights"):
-        choose_files("a/b", ["config.json", "pytorch_model.bin"])
+        choose_files("a/b", ["config.json", "model.onnx"])
+    parts = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    assert choose_files("a/b", ["config.json", *parts, "training_args.bin"]) == ["config.json", *parts]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from baton_serve.contracts.model_path import model_folder
@@ -18,7 +17,7 @@ from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.quantization.stored import fill_stored
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
-from baton_serve.engine.model_folder import max_model_len_of
+from baton_serve.engine.model_folder import LOAD_ERRORS, max_model_len_of, weight_files
 
 
 def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgress) -> LoadedModel | None:
@@ -36,7 +35,7 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
     max_model_len = max_model_len_of(config, dense)
     gguf = gguf_file(config)
     parts = (dense, dtype, target)
-    module = _load(folder, *parts, progress) if gguf is None else _load_gguf(gguf, *parts)
+    module = _load(folder, config, *parts, progress) if gguf is None else _load_gguf(gguf, *parts)
     if module is None:
         return None
     progress("loading weights", 1.0)
@@ -51,8 +50,13 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
         num_planes=2,
         specs=[AttentionSpec(scale=dense.head_dim**-0.5)] * dense.num_layers,
         eos_token_ids=dense.eos_token_ids,
-        fingerprint=weights_fingerprint(folder, "" if gguf is None else f"|{Gguf.label}", gguf),
+        fingerprint=weights_fingerprint(folder, "" if gguf is None else f"|{Gguf.label}", _files(folder, config, gguf)),
     )
+
+
+def _files(folder: Path, config: EngineConfig, gguf: Path | None) -> list[Path]:
+    """Return the files with the weights."""
+    return [gguf] if gguf is not None else weight_files(folder, config.load_format)
 
 
 def fits(config: EngineConfig) -> bool:
@@ -62,16 +66,21 @@ def fits(config: EngineConfig) -> bool:
     is_gguf = config.load_format == "gguf" or config.model.endswith(".gguf")
     if is_gguf:
         return config.quantization in (None, "gguf") and config.load_format != "dummy"
-    return config.quantization is None and config.load_format == "auto"
+    return config.rounding is None and config.load_format != "dummy"
 
 
 def _load(
-    folder: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, progress: LoadProgress
+    folder: Path,
+    config: EngineConfig,
+    dense: DenseConfig,
+    dtype: torch.dtype,
+    target: torch.device,
+    progress: LoadProgress,
 ) -> nn.Module | None:
     """Load the weights into a module, or return None if the files do not match it exactly."""
     try:
-        stored = map_tensors(folder)
-    except (OSError, ValueError, KeyError, SafetensorError):
+        stored = map_tensors(folder, config.load_format)
+    except LOAD_ERRORS:
         return None
     # Build the module without memory: its weights are replaced below.
     with torch.device("meta"):

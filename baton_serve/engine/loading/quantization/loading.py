@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from baton_serve.contracts.device import LoadFormat
 from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.loading.weight_files import map_tensors
 from baton_serve.engine.model.quantized.experts import WEIGHTS, check_experts, expert_names, quantize_experts
 from baton_serve.engine.model.quantized.modules import QuantizedLinear
 from baton_serve.engine.model.quantized.online import (
@@ -27,6 +30,7 @@ from baton_serve.engine.model.quantized.online import (
     tied_embedding,
 )
 from baton_serve.engine.model.vision.decoder import decoder_tensors
+from baton_serve.engine.model_folder import is_pickled, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -123,16 +127,23 @@ def random_tensors(module: nn.Module, target: torch.device, dtype: torch.dtype, 
     return {name: later(name, parameter.shape) for name, parameter in module.named_parameters()}
 
 
-def checkpoint_tensors(folder: Path, stack: ExitStack) -> Tensors:
+def checkpoint_tensors(folder: Path, stack: ExitStack, load_format: LoadFormat) -> Tensors:
     """Return readers for all tensors in a folder; of a model with a vision tower, only its decoder's.
 
     The files stay open as long as `stack`.
     """
+    files = weight_files(folder, load_format)
+    if load_format == "sharded_state" or is_pickled(files):
+        return {name: partial(_same, tensor) for name, tensor in map_tensors(folder, load_format).items()}
     tensors: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
         file = stack.enter_context(safe_open(path, framework="pt"))
         tensors.update(_readers(file))
     return decoder_tensors(tensors)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -1,6 +1,6 @@
 """The weight formats of `--quantization`, and how a weight is rounded to each. No calibration data is used.
 
-Scales of groups are bfloat16, those of whole rows float32. Codes are chosen for the scale as it is stored.
+Scales of groups are bfloat16, those of whole rows and of NF4 float32. Codes are chosen for the scale as it is stored.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ GROUPS = (128, 64, 32)
 """Numbers of inputs per scale that all kernels support, the largest first."""
 MX_GROUP = 32
 """Group size that the MX specification prescribes."""
+NF4_GROUP = 64
+"""Block size of bitsandbytes' NF4. Its scales are the largest weights of the blocks, in float32."""
 MX_EXPONENT_OF_LARGEST = 2  # of E2M1: 6 = 1.5 * 2 ** 2
 MAX_CODE_VALUE = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "fp6": 7.5}
 """Largest value of a code, by format; scales map the largest weight of a group to it."""
@@ -50,6 +52,8 @@ def scheme(name: Quantization, *, fp8_dtype: Fp8Dtype, group_size: int) -> Schem
             return Scheme("uint4", group_size)
         case "fp6":
             return Scheme("fp6", group_size)
+        case "bitsandbytes":
+            return Scheme("nf4", NF4_GROUP)
         case "mxfp4":
             return Scheme("fp4", MX_GROUP)
         case _:
@@ -100,6 +104,8 @@ def _scales(grouped: Tensor, how: Scheme) -> Tensor:
     if how.codebook == "fp4":  # scales are powers of two (OCP MX specification 1.0, section 6.3)
         exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - MX_EXPONENT_OF_LARGEST
         return torch.exp2(exponent).to(torch.bfloat16)
+    if how.codebook == "nf4":
+        return largest
     scales = largest / MAX_CODE_VALUE[how.codebook]
     # codes -8 to 7: the one without opposite takes the largest weight, with a negative scale if needed
     if how.codebook == "int4":
@@ -130,6 +136,9 @@ def _codes(scaled: Tensor, codebook: Codebook) -> Tensor:
             codes = scaled.round().clamp(-8, 7) + 8
         case "uint4":
             codes = scaled.round().clamp(0, 15)
+        case "nf4":
+            values = torch.tensor(code_values(codebook), device=scaled.device)  # ascending, from -1 to 1
+            codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2)
         case _:
             codes = _nearest(scaled, codebook)
     return pack_codes(codes.to(torch.uint8), code_bits(codebook))

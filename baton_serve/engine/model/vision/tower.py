@@ -17,7 +17,15 @@ from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.vision.decoder import profile_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
-from baton_serve.engine.model_folder import LOAD_ERRORS, HfConfig, first_line, read_config, weights_error
+from baton_serve.engine.model_folder import (
+    LOAD_ERRORS,
+    HfConfig,
+    first_line,
+    is_pickled,
+    read_config,
+    weight_files,
+    weights_error,
+)
 
 _TRIED = ((64, 48), (48, 640), (1000, 900))
 """Widths and heights of images that are encoded at the start: small, tall, and large enough for several tiles."""
@@ -84,7 +92,7 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
                     config=alone,
                     dtype=dtype,
                     local_files_only=True,
-                    use_safetensors=True,
+                    use_safetensors=not is_pickled(weight_files(folder, config.load_format)),
                     output_loading_info=True,
                 )
     except LOAD_ERRORS as exc:
