@@ -164,6 +164,16 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=T
     name: str
 
 
+EngineAction = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+
+
+class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command", kw_only=True):
+    """An operator's command to the engine of an instance, which answers with `EngineCommandDone`."""
+
+    request_id: RequestId
+    action: EngineAction
+
+
 class Heirs(msgspec.Struct, frozen=True, tag="heirs"):
     """The router's answer to `HotBlocks`: the tickets by which other instances will fetch the blocks; empty if there is
     no such instance.
@@ -184,6 +194,7 @@ ToInstance = (
     | Heirs
     | LoadAdapter
     | UnloadAdapter
+    | EngineCommand
 )
 
 
@@ -329,7 +340,15 @@ class AdapterChanged(msgspec.Struct, frozen=True, tag="adapter_changed", kw_only
     message: str = ""
 
 
-ToRouter = Batch | Answer | Snapshot | LoadReport | HotBlocks | AdapterChanged
+class EngineCommandDone(msgspec.Struct, frozen=True, tag="engine_command_done", kw_only=True):
+    """The answer to `EngineCommand`. `error` is None on success; then `result` is a text for the operator."""
+
+    request_id: RequestId
+    error: str | None = None
+    result: str = ""
+
+
+ToRouter = Batch | Answer | Snapshot | LoadReport | HotBlocks | AdapterChanged | EngineCommandDone
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

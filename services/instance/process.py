@@ -17,7 +17,15 @@ from prometheus_client import CollectorRegistry
 
 from baton_serve.contracts.identity import new_generation
 from baton_serve.contracts.instance import InstanceRecord, LinkStatus, Role
-from baton_serve.contracts.messages import AdapterChanged, Adopt, Heirs, LoadAdapter, ToInstance, UnloadAdapter
+from baton_serve.contracts.messages import (
+    AdapterChanged,
+    Adopt,
+    EngineCommand,
+    Heirs,
+    LoadAdapter,
+    ToInstance,
+    UnloadAdapter,
+)
 from baton_serve.engine import Engine, EngineError
 from baton_serve.engine.device import device_name
 from baton_serve.engine.kernels.cpu.time_slicing import yield_to_processes
@@ -45,6 +53,7 @@ from baton_serve.services.instance.components import InstanceService, MakeHandle
 from baton_serve.services.instance.cpu_sharing.time_slicing import make_time_slicer
 from baton_serve.services.instance.drain.drain_state import DrainController
 from baton_serve.services.instance.drain.migration import DrainMigration
+from baton_serve.services.instance.engine_commands import EngineCommands
 from baton_serve.services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken, InstanceError, StartFailed
@@ -137,6 +146,12 @@ class InstanceProcess:
             self._serving: InstanceService = await self._generation(lifecycle, engine)
         else:
             self._serving = self._pooling(engine)
+        self._engine_commands = EngineCommands(
+            cast("EngineThread[Engine]", self._engine_thread) if isinstance(engine, Engine) else None,
+            router=self._rpc,
+            profile_folder=environment().get("VLLM_TORCH_PROFILER_DIR", ""),
+        )
+        lifecycle.on_stop("engine commands", self._engine_commands.close)
         await self._start_serving(lifecycle)
         await self._start_http(lifecycle)
         # Only now can routers find this instance: every port answers already.
@@ -265,6 +280,8 @@ class InstanceProcess:
                 self._drain_migration.on_migrate_in(message, is_draining=self._serving.is_draining)
             case Heirs() if self._drain_migration is not None:
                 self._drain_migration.on_migration_tickets(message)
+            case EngineCommand():
+                self._engine_commands.on_message(router, message)
             case LoadAdapter() | UnloadAdapter() if self._adapter_changes is not None:
                 self._adapter_changes.on_message(router, message)
             case LoadAdapter() | UnloadAdapter():

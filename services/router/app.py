@@ -16,6 +16,7 @@ from starlette.routing import Route
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
+from baton_serve.services.router.http.admin_endpoints import admin_routes
 from baton_serve.services.router.http.endpoints import Endpoint, add_to_document, endpoints
 from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.http.model_endpoints import model_routes, tokenizer_routes
@@ -53,7 +54,7 @@ def create_app(
     # OpenAPI document, which FastAPI adds itself.
     open_paths = {route.path for route in routes if isinstance(route, Route)}
     further = (system_routes(service, sibling_rpc), model_routes(service), tokenizer_routes(service))
-    for router in (*further, response_routes(kept)):
+    for router in (*further, response_routes(kept), admin_routes(service)):
         routes += router.routes
     # The gateway calls the endpoints of the table itself by path. FastAPI's routing and parsing would cost more than
     # all of the router's own work for a short request. As routes a wrong method gets status 405 instead of 404.

@@ -22,6 +22,7 @@ from baton_serve.contracts.messages import (
     AdapterChanged,
     Answer,
     Batch,
+    EngineCommandDone,
     Failed,
     HandoffReport,
     HotBlocks,
@@ -119,6 +120,8 @@ class Cluster:
         self.is_closed = False
         self.on_adapter_changed: Callable[[WorkerState, AdapterChanged], None] = _log_adapter_refusal
         """Handles the answers to `LoadAdapter` and `UnloadAdapter`; `AdapterRollout` replaces it."""
+        self.on_engine_command_done: Callable[[WorkerState, EngineCommandDone], None] = lambda worker, answer: None
+        """Handles the answers to `EngineCommand`; `EngineActions`, which sends the commands, sets it."""
         self.version = 0
         """Number that grows when instances come, go, or change other than in load. For caches of what depends on them.
         """
@@ -339,6 +342,8 @@ class Cluster:
                 migrate(worker, message, self.workers())
             case AdapterChanged():
                 self.on_adapter_changed(worker, message)
+            case EngineCommandDone():
+                self.on_engine_command_done(worker, message)
 
     def _deliver(self, worker: WorkerState, answers: Sequence[Answer]) -> None:
         """Pass answers to the handlers of their requests. Answers to requests that have ended are dropped."""

@@ -70,6 +70,13 @@ class RequestSettings(HttpSettings, frozen=True, kw_only=True):
         bool,
         Meta(description="let clients load and unload LoRA adapters (/v1/load_lora_adapter, /v1/unload_lora_adapter)"),
     ] = False
+    enable_admin_endpoints: Annotated[
+        bool,
+        Meta(
+            description="serve /reset_prefix_cache, /start_profile and /stop_profile, which every API key may then"
+            " call; for development"
+        ),
+    ] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="serve the tokenizer's configuration at GET /tokenizer_info")
     ] = False

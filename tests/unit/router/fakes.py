@@ -18,6 +18,8 @@ from baton_serve.contracts.messages import (
     Batch,
     Cancel,
     Decode,
+    EngineCommand,
+    EngineCommandDone,
     ErrorCode,
     Failed,
     Generate,
@@ -107,6 +109,8 @@ class FakeInstance:
         self.hold: int | None = None
         self.refuses: ErrorCode | None = None
         self.draining = False
+        self.command_error: str | None = ""
+        """Error with which operators' commands are refused, empty for none; None: they get no answer."""
         self.answer_with: list[float] | None = None
         """Scores of classes to answer with."""
         self.cached: list[BlockHash] = []
@@ -149,8 +153,8 @@ class FakeInstance:
                 self._accept(message)
             case Pool():
                 self._pool(message)
-            case LoadAdapter() | UnloadAdapter():
-                self._change_adapter(message)
+            case LoadAdapter() | UnloadAdapter() | EngineCommand():
+                self._operate(message)
 
     def report(self, load: Load | None = None) -> None:
         self.send(
@@ -171,6 +175,13 @@ class FakeInstance:
                 ],
             )
         )
+
+    def _operate(self, message: LoadAdapter | UnloadAdapter | EngineCommand) -> None:
+        if not isinstance(message, EngineCommand):
+            self._change_adapter(message)
+        elif self.command_error is not None:
+            error, result = self.command_error or None, f"did {message.action}"
+            self.send(EngineCommandDone(request_id=message.request_id, error=error, result=result))
 
     def _change_adapter(self, message: LoadAdapter | UnloadAdapter) -> None:
         """Refuses what is to come from a folder named in `no_adapters`, and does not answer when that is None."""

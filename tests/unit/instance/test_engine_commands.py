@@ -1,0 +1,72 @@
+"""What operators ask of an instance's engine, and what the instance answers."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.messages import EngineAction, EngineCommand, EngineCommandDone
+from baton_serve.engine.step.profiling import TorchProfiler
+from baton_serve.services.instance.engine_commands import EngineCommands
+from baton_serve.services.instance.engine_thread import EngineThread
+from tests.unit.instance.fakes import ROUTER, FakeEngine, FakeRouterPort, run
+
+
+class CachingEngine(FakeEngine):
+    """With a prefix cache and the real profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_used = True
+        self._profiler = TorchProfiler()
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.is_used
+
+    def start_profile(self, folder: Path) -> None:
+        self._profiler.start(folder, torch.device("cpu"))
+
+    def stop_profile(self) -> Path:
+        return self._profiler.stop()
+
+
+def test_commands_are_executed_in_the_engines_thread_and_answered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine, router = CachingEngine(), FakeRouterPort()
+        thread = EngineThread(lambda: engine)
+        await thread.start()
+        thread.attach(on_step_result=ignore, on_stats=ignore, on_broken=ignore)
+        try:
+            commands = EngineCommands(cast(Any, thread), router=router, profile_folder=str(tmp_path / "traces"))
+            assert (await ask(commands, router, "reset_prefix_cache")).result.startswith("blocks that requests use")
+            engine.is_used = False
+            assert (await ask(commands, router, "reset_prefix_cache")).result == "no block is cached"
+            assert "not running" in str((await ask(commands, router, "stop_profile")).error)
+            assert (await ask(commands, router, "start_profile")).error is None
+            assert "is running" in str((await ask(commands, router, "start_profile")).error)
+            written = Path((await ask(commands, router, "stop_profile")).result)
+            assert [written] == list((tmp_path / "traces").iterdir())
+            without = EngineCommands(cast(Any, thread), router=router, profile_folder="")
+            assert "VLLM_TORCH_PROFILER_DIR" in str((await ask(without, router, "start_profile")).error)
+            pooling = EngineCommands(None, router=router, profile_folder="")
+            assert "computes vectors" in str((await ask(pooling, router, "reset_prefix_cache")).error)
+            await commands.close()
+        finally:
+            await thread.stop()
+
+    run(scenario())
+
+
+async def ask(commands: EngineCommands, router: FakeRouterPort, action: EngineAction) -> EngineCommandDone:
+    router.has_sent.clear()
+    commands.on_message(ROUTER, EngineCommand(request_id=RequestId("r"), action=action))
+    await asyncio.wait_for(router.has_sent.wait(), 10)
+    _, answer = router.sent[-1]
+    assert isinstance(answer, EngineCommandDone) and answer.request_id == "r"
+    return answer
+
+
+def ignore(_: object) -> None:
+    """Takes what the thread reports."""

@@ -1,0 +1,97 @@
+"""The endpoints for operators: all instances act, and what an instance refuses reaches the client."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton_serve.contracts.messages import EngineCommand
+from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.router.cluster.engine_actions import EngineActions
+from baton_serve.services.router.http.admin_endpoints import ACTIONS, REFUSED
+from baton_serve.services.router.protocol.errors import DeadlineError, UnavailableError
+from tests.unit.router.conftest import Router, Serve, settle
+
+ON: dict[str, Any] = {"enable_admin_endpoints": True}
+
+
+def commands(router: Router, instance: str) -> list[str]:
+    return [m.action for m in router.fakes[instance].received if isinstance(m, EngineCommand)]
+
+
+def test_every_instance_executes_an_action(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for action in ACTIONS:
+            for model in ({}, {"model": "tiny"}):
+                answer = await router.http.post(f"/{action}", params=model)
+                assert answer.status_code == 200, answer.text
+                assert answer.json() == {"instances": dict.fromkeys(("prefill-0", "decode-0"), f"did {action}")}
+        assert commands(router, "prefill-0") == commands(router, "decode-0") == [a for a in ACTIONS for _ in range(2)]
+        assert (await router.http.post("/reset_prefix_cache", params={"model": "nobody"})).status_code == 404
+        assert (await router.http.get("/is_sleeping")).json() == {"is_sleeping": False}
+
+    serve(scenario, **ON)
+
+
+def test_nobody_is_an_operator_unless_the_router_allows_it(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for path in (*ACTIONS, *REFUSED):
+            answer = await router.http.post(f"/{path}")
+            assert answer.status_code == 404 and "--enable-admin-endpoints" in answer.text, path
+        assert (await router.http.get("/is_sleeping")).status_code == 404
+        assert commands(router, "prefill-0") == []
+
+    serve(scenario)
+
+
+def test_operators_need_an_api_key_and_foreign_pages_are_refused(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        key = {"authorization": "Bearer sk-1"}
+        assert (await router.http.post("/reset_prefix_cache")).status_code == 401
+        for origin, status in (("https://evil.example", 403), ("https://mine.example", 200)):
+            answer = await router.http.post("/reset_prefix_cache", headers=key | {"origin": origin})
+            assert answer.status_code == status, origin
+        assert commands(router, "prefill-0") == ["reset_prefix_cache"]
+
+    serve(scenario, keys=["sk-1"], allowed_origins=["https://mine.example"], **ON)
+
+
+def test_actions_that_instances_cannot_do_are_refused_with_the_reason(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        for name, reason in REFUSED.items():
+            answer = await router.http.post(f"/{name}", json={"level": 1})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_endpoint")
+            assert reason in answer.json()["error"]["message"]
+
+    serve(scenario, **ON)
+
+
+def test_the_error_of_an_instance_a_loss_and_a_silence_are_reported(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        decode = router.fakes["decode-0"]
+        decode.command_error = "the profiler is running"
+        refused = await router.http.post("/start_profile")
+        assert refused.status_code == 400 and "decode-0: the profiler is running" in refused.text
+        decode.command_error = None
+        with pytest.raises(DeadlineError, match="decode-0"):
+            await EngineActions(router.cluster, timeout_s=0.05).run(router.cluster.workers(), "start_profile")
+        asking = asyncio.create_task(
+            EngineActions(router.cluster, timeout_s=9.0).run(router.cluster.workers(), "start_profile")
+        )
+        await settle()
+        decode.die()
+        with pytest.raises(UnavailableError, match="decode-0"):
+            await asking
+        router.fakes["prefill-0"].die()
+        await settle()
+        assert (await router.http.post("/start_profile")).status_code == 503
+
+    serve(scenario, **ON)
+
+
+def test_a_model_that_computes_vectors_has_nothing_to_reset(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        assert (await router.http.post("/reset_prefix_cache")).status_code == 503
+
+    profile = PoolingProfile(tasks=["embed"], dimensions=3)
+    serve(scenario, prefill=0, decode=0, unified=1, pooling=profile, **ON)
