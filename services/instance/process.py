@@ -146,11 +146,7 @@ class InstanceProcess:
             self._serving: InstanceService = await self._generation(lifecycle, engine)
         else:
             self._serving = self._pooling(engine)
-        self._engine_commands = EngineCommands(
-            cast("EngineThread[Engine]", self._engine_thread) if isinstance(engine, Engine) else None,
-            router=self._rpc,
-            profile_folder=environment().get("VLLM_TORCH_PROFILER_DIR", ""),
-        )
+        self._engine_commands = engine_commands(engine, self._engine_thread, self._rpc)
         lifecycle.on_stop("engine commands", self._engine_commands.close)
         await self._start_serving(lifecycle)
         await self._start_http(lifecycle)
@@ -414,6 +410,14 @@ def check_transport(settings: InstanceSettings, role: Role) -> None:
             "--kv-transport memory only works within one process, and every instance is a separate process: use it for"
             f" unified instances, which hand nothing off. For a {role} instance use auto, usm, zeromq or oneccl"
         )
+
+
+def engine_commands(
+    engine: Engine | PoolingEngine, thread: EngineThread[Engine] | EngineThread[PoolingEngine], rpc: InstanceServer
+) -> EngineCommands:
+    """Return the part that executes the commands of operators, in the thread that has built this `engine`."""
+    generating = cast("EngineThread[Engine]", thread) if isinstance(engine, Engine) else None
+    return EngineCommands(generating, router=rpc, profile_folder=environment().get("VLLM_TORCH_PROFILER_DIR", ""))
 
 
 async def _do_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What operators ask of an instance's engine, and what the instance answers."""
+"""Commands of operators are executed by an instance's engine and answered."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.unit.instance.fakes import ROUTER, FakeEngine, FakeRouterPort, run
 
 
 class CachingEngine(FakeEngine):
-    """With a prefix cache and the real profiler."""
+    """It has a prefix cache and the real profiler."""
 
     def __init__(self) -> None:
         super().__init__()
