@@ -154,6 +154,7 @@ def test_templates_come_from_every_place_models_keep_them(tmp_path: Path) -> Non
     folder = write_folder(tmp_path / "b", chat_template=several)
     assert default(folder) == "plain"
     assert default(folder, has_tools=True) == "tools"
+    assert default(folder, "tool_use") == "tools"
     with pytest.raises(ModelFolderError, match=r"missing\.jinja"):
         default(folder, "missing.jinja")
     with pytest.raises(BadRequestError, match="--chat-template"):

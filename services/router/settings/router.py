@@ -37,7 +37,11 @@ class RequestSettings(HttpSettings, frozen=True, kw_only=True):
         ),
     ] = "auto"
     chat_template: Annotated[
-        str | None, Meta(description="file with a chat template, or the template itself (default: the model's)")
+        str | None,
+        Meta(
+            description="file with a chat template, the template itself, or the name of one of the model's, such as"
+            " tool_use (default: the model's)"
+        ),
     ] = None
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],

@@ -76,24 +76,14 @@ class ChatTemplates:
     ) -> "ChatTemplates":
         """Load the templates of a model folder. Raises `ModelFolderError` if one cannot be read or parsed.
 
-        `override` (`--chat-template`) replaces them; it is the path of a file or the text of a template.
+        `override` (`--chat-template`) replaces them; it is the path of a file, the text of a template, or the name of
+        one of the folder's templates, such as `tool_use`.
         """
+        if override is not None and _is_text(override):
+            return cls({"default": override}, special_tokens)
+        templates = _templates_of(folder)
         if override is not None:
-            return cls({"default": _file_or_text(override)}, special_tokens)
-        templates: dict[str, str] = {}
-        # Later sources replace earlier ones: transformers also prefers chat_template.jinja, the newest format.
-        for name in ("tokenizer_config.json", "chat_template.json"):
-            config = read_json(folder / name, _Config)
-            if config is None or config.chat_template is None:
-                continue
-            if isinstance(config.chat_template, str):
-                templates["default"] = config.chat_template
-            else:
-                templates |= {named.name: named.template for named in config.chat_template}
-        if (folder / "chat_template.jinja").is_file():
-            templates["default"] = (folder / "chat_template.jinja").read_text()
-        for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            templates[file.stem] = file.read_text()
+            templates = {"default": templates[override] if override in templates else _read(override)}
         return cls(templates, special_tokens)
 
     @property
@@ -200,10 +190,31 @@ def _cut_at_mark(rendered: str, final: str) -> str:
     return rendered[:at] if rendered[at : at + len(_END_MARK)] == _END_MARK else rendered[:at].rstrip()
 
 
-def _file_or_text(given: str) -> str:
-    # vLLM's `--chat-template` also takes both. A path hardly ever contains a brace.
-    if "{" in given or "\n" in given:
-        return given
+def _templates_of(folder: Path) -> dict[str, str]:
+    """Return the sources of a folder's templates by name. Raises `ModelFolderError` if a file cannot be read."""
+    templates: dict[str, str] = {}
+    # Later sources replace earlier ones: transformers also prefers chat_template.jinja, the newest format.
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        config = read_json(folder / name, _Config)
+        if config is None or config.chat_template is None:
+            continue
+        if isinstance(config.chat_template, str):
+            templates["default"] = config.chat_template
+        else:
+            templates |= {named.name: named.template for named in config.chat_template}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text()
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text()
+    return templates
+
+
+def _is_text(given: str) -> bool:
+    # A path hardly ever contains a brace.
+    return "{" in given or "\n" in given
+
+
+def _read(given: str) -> str:
     try:
         return Path(given).read_text()
     except OSError as exc:

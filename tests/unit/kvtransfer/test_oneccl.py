@@ -1,9 +1,11 @@
 """`oneccl`: how parcels are cut, and which backend is chosen from what is installed."""
 
+import ctypes
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.frames import Piece
 from baton_serve.kvtransfer.transports.oneccl.backends import LEGACY_BINDINGS, device_backend, host_backends
+from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend
 from baton_serve.kvtransfer.transports.oneccl.host import Region, groups
 
 
@@ -84,3 +87,19 @@ def install_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     bindings = ModuleType(LEGACY_BINDINGS)
     bindings.__spec__ = ModuleSpec(LEGACY_BINDINGS, None)
     monkeypatch.setitem(sys.modules, LEGACY_BINDINGS, bindings)
+
+
+def test_oneccl_exchanges_messages_by_libfabric_unless_the_user_chooses_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    no_blocks: Any = None
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_char_p
+    for chosen, expected in ((None, b"ofi"), ("mpi", b"mpi")):
+        with monkeypatch.context() as environ:
+            # Setting it first makes the context restore it afterwards, also for C.
+            environ.setenv("CCL_ATL_TRANSPORT", chosen or "")
+            if chosen is None:
+                environ.delenv("CCL_ATL_TRANSPORT")
+            DeviceBackend("gloo", no_blocks)
+            assert libc.getenv(b"CCL_ATL_TRANSPORT") == expected
