@@ -29,7 +29,8 @@ Made by `python -m tools.parity` from [tools/parity.toml](../../tools/parity.tom
 the documents of vLLM, of Intel's builds of vLLM and of IPEX-LLM describe.
 
 * **Y**: works, and the named test (below `tests/`) shows it. **P**: works in part. **n**: missing. **x**: does not \
-apply, for example a claim, an internal switch, or another project's tool. P, n and x have a reason.
+apply, for example a claim, an internal switch, another project's tool, or what vLLM has removed since. P, n and x \
+have a reason.
 * A flag is Y if it has the effect of vLLM's flag, or if that effect is given without it and the log says so. A test \
 beside P shows the part that works.
 * **Scope**: *models* marks rows that ask for a kind of model, *hardware* rows that can only be shown on Intel GPUs, \

@@ -5,11 +5,12 @@ import shutil
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from baton_serve import SamplingParams
+from baton_serve import LLM, SamplingParams
 from baton_serve.engine import device as devices
 from tests.engine.conftest import References
 from tests.engine.driving import make_engine, make_work, run
@@ -48,6 +49,33 @@ VLLM_DEFAULTS = {
 def test_sampling_params_have_the_names_and_defaults_of_vllm() -> None:
     given = {field.name: getattr(SamplingParams(), field.name) for field in fields(SamplingParams)}
     assert {name: given[name] for name in VLLM_DEFAULTS} == VLLM_DEFAULTS
+
+
+def test_llm_takes_the_arguments_of_vllm_with_their_defaults(references: References) -> None:
+    reference = references("llama")
+    arguments: dict[str, Any] = {
+        "tokenizer": None,
+        "tokenizer_mode": "auto",
+        "skip_tokenizer_init": False,
+        "trust_remote_code": False,
+        "tensor_parallel_size": 1,
+        "dtype": "auto",
+        "quantization": None,
+        "revision": None,
+        "tokenizer_revision": None,
+        "seed": 0,
+        "gpu_memory_utilization": 0.9,
+        "swap_space": 4,
+        "cpu_offload_gb": 0,
+        "enforce_eager": None,
+        "max_seq_len_to_capture": 8192,
+        "disable_custom_all_reduce": False,
+        "disable_async_output_proc": False,
+    }
+    with LLM(str(reference.folder), **arguments) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=len(reference.answers[0]), ignore_eos=True)
+        (output,) = llm.generate([reference.prompts[0]], greedy, use_tqdm=False)
+    assert output.outputs[0].token_ids == reference.answers[0]
 
 
 def test_a_step_has_512_tokens_on_hosts_and_2048_on_devices_if_nothing_is_set() -> None:
