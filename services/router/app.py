@@ -16,6 +16,7 @@ from starlette.routing import Route
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
+from baton_serve.services.router.batch.endpoints import BatchApi, batch_routes
 from baton_serve.services.router.http.admin_endpoints import admin_routes
 from baton_serve.services.router.http.endpoints import Endpoint, add_to_document, endpoints
 from baton_serve.services.router.http.gateway import Gateway
@@ -37,12 +38,13 @@ def create_app(
     kept: KeptResponses | None = None,
     audit: AuditLog | None = None,
     sibling_rpc: SiblingRpc | None = None,
+    batches: BatchApi | None = None,
 ) -> Gateway:
     """Return the router's ASGI application: all endpoints behind the `Gateway`.
 
     `service` is that of the default model. `kept` holds stored answers, and the caller closes it; without it none are
     stored. `sibling_rpc` connects to the other processes behind this port and is None if there are none; without
-    `audit` no audit log is written.
+    `audit` no audit log is written, and without `batches` no batch is accepted.
     """
     kept = kept or KeptResponses(None)
     table = endpoints(service, kept)
@@ -54,7 +56,7 @@ def create_app(
     # OpenAPI document, which FastAPI adds itself.
     open_paths = {route.path for route in routes if isinstance(route, Route)}
     further = (system_routes(service, sibling_rpc), model_routes(service), tokenizer_routes(service))
-    for router in (*further, response_routes(kept), admin_routes(service)):
+    for router in (*further, response_routes(kept), admin_routes(service), batch_routes(batches)):
         routes += router.routes
     # The gateway calls the endpoints of the table itself by path. FastAPI's routing and parsing would cost more than
     # all of the router's own work for a short request. As routes a wrong method gets status 405 instead of 404.

@@ -29,6 +29,8 @@ from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.app import create_app
+from baton_serve.services.router.batch.batches import Batches
+from baton_serve.services.router.batch.pacing import RouterLoad
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.connections import InstanceConnector
 from baton_serve.services.router.cluster.readiness import ReadinessLog
@@ -124,15 +126,16 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         metrics=metrics,
         tracing=tracing,
     )
-    audit = AuditLog(settings.audit_log) if settings.audit_log else None
     sibling_rpc = sibling_rpc_of(worker, models.model_services[0], admission.ledger)
     lifecycle.on_stop("compilers of grammars", models.end_compilers)
+    batches = Batches(settings.batch_folder, settings, clock=time.monotonic) if settings.batch_folder else None
     app = create_app(
         models.model_services[0],
         api_keys=keys,
         kept=kept_responses(settings, lifecycle),
-        audit=audit,
+        audit=AuditLog(settings.audit_log) if settings.audit_log else None,
         sibling_rpc=sibling_rpc,
+        batches=None if batches is None else batches.api,
     )
     # The check of the host is the outermost layer: neither CORS nor a middleware of the operator may answer a request
     # that a foreign web page sent through DNS rebinding.
@@ -164,9 +167,13 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         exchange.start()
         lifecycle.on_stop("usage of keys", exchange.close)
     await server.start(shares_port=worker is not None)
-    stop_serving = partial(_stop_serving, server, models, settings.shutdown_timeout_s)
-    # The deadline is longer than the grace time, so that answers of requests that were ended then can still be sent.
-    lifecycle.on_stop("http server", stop_serving, deadline_s=settings.shutdown_timeout_s + 2.0)
+    lifecycle.on_stop(
+        "http server",
+        partial(_stop_serving, server, models, settings.shutdown_timeout_s),
+        # Longer than the grace time, so that answers of requests that were ended then can still be sent.
+        deadline_s=settings.shutdown_timeout_s + 2.0,
+    )
+    _start_batches(batches, app, cluster, lifecycle)
     models.start_compilers()
     gc.collect()
     # Tokenizers and modules live as long as the process. Frozen objects are skipped by every later collection.
@@ -186,6 +193,16 @@ def kept_responses(settings: RouterSettings, lifecycle: Lifecycle) -> KeptRespon
     return kept
 
 
+def _start_batches(batches: Batches | None, app: Gateway, cluster: Cluster, lifecycle: Lifecycle) -> None:
+    """Start to run batches, if there is a folder for them."""
+    if batches is None:
+        return
+    # They stop before the HTTP server and the dispatchers, whose errors would otherwise become results of requests.
+    lifecycle.on_stop("batches", batches.close)
+    endpoints = {path: row.app for path, row in app.table.items()}
+    batches.start(endpoints, load=partial(router_load, app, cluster), owner=app.keys.named)
+
+
 async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> None:
     """Let running requests finish for `grace_s` seconds, then end them."""
     if running := sum(service.dispatcher.num_running for service in models.model_services):
@@ -194,6 +211,12 @@ async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> N
     # The server calls it only if requests still run after the grace time. The dispatchers must be closed in any
     # case: they own timers, and lines of the request log that are not written yet.
     models.end_requests()
+
+
+def router_load(app: Gateway, cluster: Cluster) -> RouterLoad:
+    """Return what this process serves for clients now, by which batches choose their pace."""
+    ready = sum(worker.state == "ready" for worker in cluster.workers())
+    return RouterLoad(num_instances=ready, num_running=app.num_running, num_started=app.num_started)
 
 
 def http_limits(settings: RouterSettings) -> HttpLimits:

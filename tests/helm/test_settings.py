@@ -43,7 +43,7 @@ INSTANCE_DECIDED = set(
 )
 ROUTER_DECIDED = set(
     "model served_model_name host port registry api_key_file ssl_keyfile ssl_certfile max_logprobs handoff_timeout_s"
-    " shutdown_timeout_s cluster_key_file log_level log_format otlp_traces_endpoint".split()
+    " shutdown_timeout_s cluster_key_file log_level log_format otlp_traces_endpoint batch_folder".split()
 )
 # Settings that have no place in Kubernetes: the pod sees its own cards alone; keys belong into a file from a Secret;
 # which cores a pod has, and who gives way on them, is the kubelet's affair; a Unix socket does not leave its pod; the

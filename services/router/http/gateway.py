@@ -123,12 +123,16 @@ class Gateway:
         """Create the gateway. `service` is that of the default model, and `audit` is None without `--audit-log`."""
         self._audit = audit
         self._app = app
-        self._table = table
+        self.table = table
         self._open_paths = open_paths
         self.keys = keys
         self._limits = RequestLimits(service.settings.max_request_bytes, service.settings.slow_client_s)
         self._metrics = service.metrics
         self._clock = service.clock
+        self.num_running = 0
+        """Number of requests to endpoints of the table that run now."""
+        self.num_started = 0
+        """Number of requests to endpoints of the table since the start."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -169,8 +173,17 @@ class Gateway:
             )
             context.attach(scope)
             # A wrong method goes to FastAPI, which answers it with status 405.
-            endpoint = self._table.get(path) if scope["method"] == "POST" else None
-            await (endpoint.app if endpoint else self._app)(scope, receive, response.send)
+            endpoint = self.table.get(path) if scope["method"] == "POST" else None
+            if endpoint is None:
+                await self._app(scope, receive, response.send)
+                return
+            # Batches choose their pace by these counts. Their own requests do not come through the gateway.
+            self.num_started += 1
+            self.num_running += 1
+            try:
+                await endpoint.app(scope, receive, response.send)
+            finally:
+                self.num_running -= 1
         except ClientGoneError:
             # The connection is closed: an answer would reach no client, and the router made no error to count.
             return
@@ -198,7 +211,7 @@ class Gateway:
         self._metrics.error(error.status)
         # After the head of a response no other status can be sent. A stream reports its error as an event instead.
         if not response.is_started:
-            endpoint = self._table.get(path)
+            endpoint = self.table.get(path)
             body = endpoint.error_body(error) if endpoint is not None and endpoint.error_body is not None else None
             await send_error(response.send, error, body)
 

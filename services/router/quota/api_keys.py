@@ -105,6 +105,13 @@ class ApiKeys:
         matches = [known.caller for known in self._known if hmac.compare_digest(digest, known.digest)]
         return matches[0] if matches and scheme.lower() == "bearer" else None
 
+    def named(self, name: str) -> Caller | None:
+        """Return the owner of this name, or None if no accepted key has it. Work that outlives a request needs it."""
+        if not self._known:
+            return self._anybody
+        self._check_file()
+        return next((known.caller for known in self._known if known.caller.name == name), None)
+
     def _check_file(self) -> None:
         if self._file is None or self._clock is None or self._clock() - self._checked_at < RECHECK_S:
             return

@@ -1,4 +1,4 @@
-"""The limits that protect a router: of its HTTP connections, of its queue and of each API key."""
+"""The limits that protect a router: of its HTTP connections, its queue, each API key, and stored batches."""
 
 from typing import Annotated
 
@@ -184,3 +184,33 @@ class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
+
+
+class BatchSettings(HttpSettings, frozen=True, kw_only=True):
+    """Holds the settings of `/v1/files` and `/v1/batches`."""
+
+    batch_folder: Annotated[
+        str | None,
+        Meta(
+            description="folder for the files and batches of clients, which turns on /v1/files and /v1/batches. Routers"
+            " may share it, if its file system has locks; batches continue after a restart (default: none)",
+            extra={"group": "batches"},
+        ),
+    ] = None
+    batch_max_requests: Annotated[int, Meta(description="largest number of requests of a batch", ge=1)] = 50_000
+    batch_max_file_bytes: Annotated[int, Meta(description="largest size of an uploaded file", ge=1)] = 200 * 1024 * 1024
+    batch_max_bytes: Annotated[
+        int, Meta(description="largest size of all files in --batch-folder; beyond it uploads are refused", ge=1)
+    ] = 20 * 1024**3
+    batch_keep_days: Annotated[
+        float, Meta(description="days after which files and batches that have ended are deleted", gt=0, le=36500)
+    ] = 30.0
+    batch_max_concurrency: Annotated[
+        int,
+        Meta(
+            description="largest number of requests of batches that one router process runs at once; at most 16 per"
+            " instance run while no client waits, and 1 per instance beside requests of clients",
+            ge=1,
+            le=4096,
+        ),
+    ] = 256

@@ -9,13 +9,13 @@ from msgspec import Meta
 from baton_serve.services.common.settings.process import Host, Port
 from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
 from baton_serve.services.router.quota.api_keys import CacheSharing
-from baton_serve.services.router.settings.limits import HttpSettings
+from baton_serve.services.router.settings.limits import BatchSettings
 
 ToolCallParser = Literal["deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"]
 ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mistral", "qwen3"]
 
 
-class RequestSettings(HttpSettings, frozen=True, kw_only=True):
+class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     """Holds the settings of the contents of requests: lengths, chat templates, tools and images."""
 
     max_model_len: Annotated[

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.app import create_app
+from baton_serve.services.router.batch.batches import Batches
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.main import (
     admission_control,
     prefill_fallback_after_s,
     request_policy,
+    router_load,
 )
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.dispatcher import Dispatcher
@@ -69,16 +72,28 @@ class Router:
             clock=time.monotonic,
         )
         self.kept = KeptResponses.of(settings)
-        self.app: Gateway = create_app(self.service, api_keys=ApiKeys(keys), kept=self.kept)
+        folder = settings.batch_folder
+        self.batches = Batches(folder, settings, clock=time.monotonic) if folder else None
+        self.app: Gateway = create_app(
+            self.service,
+            api_keys=ApiKeys(keys),
+            kept=self.kept,
+            batches=self.batches.api if self.batches else None,
+        )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://router")
 
     async def start(self) -> None:
         await self.cluster.start()
         await settle()
+        if self.batches is not None:
+            endpoints = {path: row.app for path, row in self.app.table.items()}
+            self.batches.start(endpoints, load=partial(router_load, self.app, self.cluster), owner=self.app.keys.named)
 
     async def close(self) -> None:
         await self.http.aclose()
         await self.kept.close()
+        if self.batches is not None:
+            await self.batches.close()
         self.dispatcher.close()
         await self.cluster.close()
 

@@ -1,0 +1,108 @@
+"""The lines of batch files in OpenAI's format: requests, and the results of requests.
+
+The router's batch API and `baton run-batch` read and write the same files. Everything here is pure.
+"""
+
+from collections.abc import Collection
+from hashlib import blake2b
+from typing import Annotated, Literal
+
+import msgspec
+
+BATCH_ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+"""Paths of the endpoints that the lines of a batch may call."""
+
+MAX_CUSTOM_ID_CHARS = 512
+_PROMPT_FIELDS = ("model", "tools", "instructions", "messages", "prompt", "input", "query", "text_1")
+"""The fields that decide the prompt, in the order in which they get into it."""
+_LEVELS = (64, 256, 1024, 4096, 16384)
+"""Lengths in bytes of the prefixes that are compared."""
+_DIGEST_BYTES = 6
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    """One line of an input file. `body` is the JSON of the request, not parsed."""
+
+    custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class BatchResponse(msgspec.Struct, frozen=True):
+    """The HTTP response of one line."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """The reason why a line got no HTTP response."""
+
+    code: str
+    message: str
+
+
+class BatchResult(msgspec.Struct, frozen=True):
+    """One line of an output file or of an error file. Either `response` or `error` is None."""
+
+    id: str
+    custom_id: str
+    response: BatchResponse | None
+    error: LineError | None = None
+
+
+class InvalidLineError(ValueError):
+    """A line of an input file is not valid. `param` names its field, or is None."""
+
+    def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+
+def parse_line(line: bytes, endpoints: Collection[str]) -> BatchRequest:
+    """Return the request of one line, whose `url` must be one of `endpoints`. Raises `InvalidLineError`."""
+    try:
+        request = msgspec.json.decode(line, type=BatchRequest)
+        body = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidLineError(f"the line is not a JSON object with custom_id, method, url and body: {exc}") from exc
+    if request.url not in endpoints:
+        raise InvalidLineError(
+            f"the url {request.url[:100]!r} is not that of the batch: use {', '.join(endpoints)}",
+            code="invalid_url",
+            param="url",
+        )
+    if bytes(body.get("stream", b"false")).strip() not in (b"false", b"null"):
+        raise InvalidLineError("an answer in a file cannot be streamed: leave stream out", param="body.stream")
+    if "priority" in body:
+        raise InvalidLineError(
+            "the requests of a batch have the lowest priority: leave priority out", param="body.priority"
+        )
+    return request
+
+
+def prefix_key(body: bytes) -> bytes:
+    """Return a sort key for the body of a request: requests whose prompts begin alike have neighbouring keys.
+
+    The key has one digest for each length in `_LEVELS`, the shortest first: requests that share their first 64 bytes
+    are next to each other, and among them the ones that share 256, and so on. Its length is fixed, however long the
+    prompt.
+    """
+    # The JSON of the fields is compared, not the rendered prompt: rendering all prompts of a file would take minutes.
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    text = b"\0".join(bytes(fields[name]) for name in _PROMPT_FIELDS if name in fields)
+    return b"".join(blake2b(text[:level], digest_size=_DIGEST_BYTES).digest() for level in _LEVELS)

@@ -1,0 +1,71 @@
+"""The batch API of one router process: its folder, its routes and its runner, made from the settings."""
+
+from collections.abc import Callable, Mapping
+
+from baton_serve.services.router.batch.batch_run import RunPorts
+from baton_serve.services.router.batch.endpoints import BatchApi
+from baton_serve.services.router.batch.line_client import LineClient
+from baton_serve.services.router.batch.pacing import LineGate, RouterLoad
+from baton_serve.services.router.batch.runner import BatchRunner
+from baton_serve.services.router.batch.store import BatchStore, StoreLimits
+from baton_serve.services.router.protocol.asgi import Asgi, RequestLimits
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.settings import RouterSettings
+
+_DAY_S = 24 * 3600
+
+
+class Batches:
+    """Owns the folder of `--batch-folder` in this process. `main` makes it, and closes it before the HTTP server."""
+
+    def __init__(self, folder: str, settings: RouterSettings, *, clock: Callable[[], float]) -> None:
+        """Open the folder. `clock` is that of the router. Raises `ConfigurationError` if it cannot be used."""
+        self._settings = settings
+        self._clock = clock
+        limits = StoreLimits(
+            max_file_bytes=settings.batch_max_file_bytes,
+            max_total_bytes=settings.batch_max_bytes,
+            keep_s=int(settings.batch_keep_days * _DAY_S),
+        )
+        self.store = BatchStore(folder, limits)
+        self.api = BatchApi(self.store, self._wake, allowed_origins=settings.allowed_origins)
+        self._runner: BatchRunner | None = None
+
+    def start(
+        self,
+        endpoints: Mapping[str, Asgi],
+        *,
+        load: Callable[[], RouterLoad],
+        owner: Callable[[str], Caller | None],
+    ) -> None:
+        """Start to run batches.
+
+        `endpoints` are the router's ASGI applications by path, `load` returns what it serves now, and `owner` the
+        caller of a name.
+        """
+        settings = self._settings
+        # A batch must not use up the limit at which requests of clients are refused.
+        most = max(1, min(settings.batch_max_concurrency, settings.max_concurrent_requests // 2))
+        limits = RequestLimits(settings.max_request_bytes, settings.slow_client_s)
+        ports = RunPorts(
+            store=self.store,
+            client=LineClient(endpoints, limits, clock=self._clock),
+            gate=LineGate(load, most=most, clock=self._clock),
+            owner=owner,
+            max_requests=settings.batch_max_requests,
+            max_line_bytes=settings.max_request_bytes,
+            max_tasks=2 * most,
+        )
+        # Twice `most`: requests that wait for their next try hold no place of the gate.
+        self._runner = BatchRunner(ports, clock=self._clock)
+        self._runner.start()
+
+    async def close(self) -> None:
+        """Stop running batches after writing their results so far."""
+        if self._runner is not None:
+            await self._runner.close()
+
+    # The routes are made before the runner, which needs the endpoints of the finished application.
+    def _wake(self) -> None:
+        if self._runner is not None:
+            self._runner.wake()

@@ -1,0 +1,103 @@
+"""Read the input file of a batch: check every line, and find the order in which the lines run.
+
+A large file takes seconds to read. Call `read_input` in a thread.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_serve.contracts.batch_lines import InvalidLineError, parse_line, prefix_key
+from baton_serve.services.router.batch.records import BatchError
+from baton_serve.services.router.batch.state_machine import MAX_ERRORS
+
+_LINES_PER_PAUSE = 20
+_PAUSE_S = 0.0005
+"""Pause after `_LINES_PER_PAUSE` lines. In it the event loop gets the interpreter's lock, which this thread would
+otherwise hold for 5 ms at a time: live requests would wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputLine:
+    """The place of a request in the input file, in bytes, and its id."""
+
+    custom_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """The requests of an input file in the order in which they run, and the errors found in it."""
+
+    lines: list[InputLine]
+    errors: list[BatchError]
+
+
+def read_input(
+    path: Path,
+    endpoint: str,
+    *,
+    max_lines: int,
+    max_line_bytes: int,
+    pause: Callable[[float], None] = time.sleep,
+) -> InputFile:
+    """Read an input file whose lines all call `endpoint`. Lines without content are skipped.
+
+    Requests with equal beginnings of their prompts are next to each other, so that cached prefixes are used before they
+    are evicted. Reading ends with `MAX_ERRORS` errors. Raises `OSError` if the file cannot be read.
+    """
+    found: list[tuple[bytes, int, InputLine]] = []
+    first_lines: dict[str, int] = {}
+    errors: list[BatchError] = []
+    for number, offset, line in _numbered(path, max_line_bytes):
+        if len(errors) >= MAX_ERRORS:
+            break
+        if number % _LINES_PER_PAUSE == 0:
+            # Other threads get the interpreter's lock.
+            pause(_PAUSE_S)
+        if not line.strip():
+            continue
+        # Counted here and not before: the file may have empty lines.
+        if len(found) == max_lines:
+            message = f"the file has more than {max_lines} requests (--batch-max-requests): split it"
+            errors.append(BatchError("too_many_requests", message, number))
+            break
+        try:
+            if len(line) > max_line_bytes:
+                raise InvalidLineError(f"the line has more than {max_line_bytes} bytes (--max-request-bytes)")
+            request = parse_line(line, (endpoint,))
+            if (first := first_lines.setdefault(request.custom_id, number)) != number:
+                raise InvalidLineError(
+                    f"line {first} has the same custom_id: each must be unique",
+                    code="duplicate_custom_id",
+                    param="custom_id",
+                )
+        except InvalidLineError as exc:
+            errors.append(BatchError(exc.code, exc.message, number, exc.param))
+            continue
+        found.append((prefix_key(request.body), number, InputLine(request.custom_id, offset, len(line))))
+    if not found and not errors:
+        errors.append(BatchError("empty_file", "the input file has no request: write one JSON object per line"))
+    # The number of the line decides between equal keys, so that the order is the same after a restart.
+    found.sort(key=lambda one: one[:2])
+    return InputFile([line for _, _, line in found], errors)
+
+
+def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number, offset and content of each line. A longer line is cut after `max_line_bytes`, to bound memory."""
+    with path.open("rb") as file:
+        number, offset = 1, 0
+        while line := file.readline(max_line_bytes + 1):
+            yield number, offset, line
+            number, offset = number + 1, offset + len(line)
+            while not line.endswith(b"\n") and (line := file.readline(max_line_bytes)):
+                offset += len(line)
+
+
+def read_line(path: Path, line: InputLine) -> bytes:
+    """Return the content of one line. Raises `OSError` if the file cannot be read."""
+    with path.open("rb") as file:
+        file.seek(line.offset)
+        return file.read(line.length)

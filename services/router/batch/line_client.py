@@ -1,0 +1,107 @@
+"""Call the router's own endpoints in this process, for the requests of batches.
+
+Such a request takes the same way as one that came over HTTP, behind the check of its API key: the endpoint gets an ASGI
+scope with the owner of the batch as its caller.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from baton_serve.services.common.logs import request_logs
+from baton_serve.services.router.protocol.asgi import Asgi, RequestContext, RequestLimits, Scope
+from baton_serve.services.router.protocol.bounds import MAX_INT32
+from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.protocol.errors import ApiError, InternalError
+
+logger = logging.getLogger(__name__)
+
+LOWEST_PRIORITY = MAX_INT32
+"""Priority of the requests of batches, in the router's queue and in the instances: larger values run later."""
+
+_HEADERS = [(b"content-type", b"application/json")]
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """The response to one request of a batch. `retry_after_s` is None unless the endpoint asked to wait."""
+
+    status: int
+    body: bytes
+    request_id: str
+    retry_after_s: float | None = None
+
+
+class LineClient:
+    """Sends requests of batches to the endpoints of this router. Event loop only."""
+
+    def __init__(
+        self, endpoints: Mapping[str, Asgi], limits: RequestLimits, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create the client. `endpoints` are the ASGI applications by path; `clock` is that of the router."""
+        self._endpoints = endpoints
+        self._limits = limits
+        self._clock = clock
+
+    async def post(self, path: str, body: bytes, caller: Caller) -> LineAnswer:
+        """Send one request of `caller` at the lowest priority and return its response, whatever its status.
+
+        If this call is cancelled, the request ends.
+        """
+        request_id = secrets.token_hex(16)
+        # Set here and not in the body, which stays unparsed and as the client wrote it.
+        # `min_priority` is also the default of requests that ask for no priority (`api_keys.allowed`).
+        caller = replace(caller, min_priority=LOWEST_PRIORITY)
+        context = RequestContext(
+            request_id=request_id,
+            arrived_at=self._clock(),
+            explain=False,
+            limits=self._limits,
+            trace_headers={},
+            caller=caller,
+        )
+        scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": _HEADERS, "client": None}
+        context.attach(scope)
+        # Without an `Exchange` of the server, endpoints use `receive` and `send` only.
+        exchange = _Exchange(body)
+        with request_logs(request_id):
+            try:
+                await self._endpoints[path](scope, exchange.receive, exchange.send)
+            except ApiError as exc:
+                return LineAnswer(exc.status, msgspec.json.encode(exc.body()), request_id, exc.retry_after_s)
+            except Exception:
+                # A bug fails one request and not its batch. Its text may hold parts of a prompt, so that it goes to
+                # the log and not into the result.
+                logger.exception("a request of a batch failed with an internal error")
+                error = InternalError("an internal error occurred and was logged")
+                return LineAnswer(error.status, msgspec.json.encode(error.body()), request_id)
+        return LineAnswer(exchange.status, b"".join(exchange.parts), request_id)
+
+
+class _Exchange:
+    """The body of one request and the parts of its response, as ASGI's `receive` and `send`."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.status = 0
+        self.parts: list[bytes] = []
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """Return the body, and then wait: a client that never leaves sends no further message."""
+        if (body := self._body) is not None:
+            self._body = None
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Keep a part of the response."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.parts.append(message.get("body", b""))

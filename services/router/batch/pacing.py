@@ -1,0 +1,81 @@
+"""How many requests of batches may run at once, beside the traffic of clients."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LINES_PER_INSTANCE = 16
+"""Requests of batches per instance while no client waits for an answer."""
+LINES_BESIDE_CLIENTS = 1
+"""Requests of batches per instance while requests of clients run. Each may delay a new request by one step."""
+QUIET_S = 1.0
+"""Time in seconds without a client's request after which the larger number is allowed again."""
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """The load of this router process at one moment, without the requests of batches."""
+
+    num_instances: int
+    """Number of instances that are ready."""
+    num_running: int
+    """Number of clients' requests that run now."""
+    num_started: int
+    """Number of clients' requests since the start of the process. It also counts requests between two looks."""
+
+
+def max_lines(load: RouterLoad, *, quiet_s: float, most: int) -> int:
+    """Return how many requests of batches may run now. `quiet_s` is the time since the last request of a client.
+
+    There is at least one while an instance is ready: a batch must end although clients never pause.
+    """
+    # Without an instance each request would only wait, fail with status 503 and be tried again.
+    if not load.num_instances:
+        return 0
+    per_instance = LINES_PER_INSTANCE if quiet_s >= QUIET_S else LINES_BESIDE_CLIENTS
+    return min(most, per_instance * load.num_instances)
+
+
+class LineGate:
+    """Lets requests of all batches of this process run, as many as `max_lines` allows. Event loop only."""
+
+    def __init__(
+        self, load: Callable[[], RouterLoad], *, most: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Create the gate. `most` is the setting's limit; `load` is called for each decision."""
+        self._load = load
+        self._most = most
+        self._clock = clock
+        self._busy_at = clock() - QUIET_S
+        self._num_started = 0
+        self._changed = asyncio.Event()
+        self.num_running = 0
+
+    async def enter(self, stop: asyncio.Event) -> bool:
+        """Wait until one more request may run, and count it. Return False, without counting, once `stop` is set."""
+        while not stop.is_set():
+            if self._is_open():
+                self.num_running += 1
+                return True
+            self._changed.clear()
+            try:
+                # The load of clients changes without an event, so it is looked at again soon.
+                async with asyncio.timeout(_POLL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+        return False
+
+    def leave(self) -> None:
+        """Count a request as ended."""
+        self.num_running -= 1
+        self._changed.set()
+
+    def _is_open(self) -> bool:
+        load, now = self._load(), self._clock()
+        # A short request may begin and end between two looks; only the counter shows it.
+        if load.num_running or load.num_started != self._num_started:
+            self._busy_at, self._num_started = now, load.num_started
+        return self.num_running < max_lines(load, quiet_s=now - self._busy_at, most=self._most)

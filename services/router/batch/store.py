@@ -1,0 +1,229 @@
+"""The folder of `--batch-folder`: files, batches and the results of running batches.
+
+    files/FILE.json      record of a file           batches/BATCH.json      record of a batch
+    files/FILE.data      its content                batches/BATCH.cancel    exists after a client has cancelled it
+    files/FILE.part      an upload                  batches/BATCH.lock      locked by the process that runs it
+                                                    batches/BATCH.output, BATCH.errors    results so far
+
+A record is replaced by renaming, so that readers find the old or the new one. The folder may be shared by several
+processes and machines, if its file system has locks (`flock`). All functions block: call them in a thread.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.router.batch.records import FINAL, FileObject, StoredBatch, StoredFile
+from baton_serve.services.router.protocol.errors import NotFoundError
+
+_ID = re.compile(r"(file|batch)[-_][0-9a-f]{24}")
+_RECORD_BYTES = 4096
+"""Bytes that each stored name counts at least, so that empty files are limited too."""
+_ABANDONED_S = 24 * 3600
+"""Age in seconds of an upload that no process can be writing any more."""
+
+S = TypeVar("S", StoredFile, StoredBatch)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds the content of the folder, in bytes and in seconds after the creation of a file or the end of a batch."""
+
+    max_file_bytes: int
+    max_total_bytes: int
+    keep_s: int
+
+
+class BatchStore:
+    """Reads and writes the folder. It has no state of its own but the paths, so any thread may use it."""
+
+    def __init__(self, folder: str, limits: StoreLimits) -> None:
+        """Create the folder if it is missing. Raises `ConfigurationError` if this process cannot write to it."""
+        self.limits = limits
+        self._files = Path(folder) / "files"
+        self._batches = Path(folder) / "batches"
+        try:
+            for path in (self._files, self._batches):
+                # The requests and answers of all callers are in these files.
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                probe = path / f".probe-{secrets.token_hex(8)}"
+                # The lock too: on a file system without locks no batch would ever run.
+                with probe.open("wb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                probe.unlink()
+        except OSError as exc:
+            raise ConfigurationError(
+                f"--batch-folder {folder}: {exc.strerror}: give a folder to which this user may write"
+            ) from exc
+
+    def used_bytes(self) -> int:
+        """Return the size of everything in the folder."""
+        total = 0
+        for folder in (self._files, self._batches):
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    # Records are replaced and files deleted while this loop runs.
+                    with contextlib.suppress(FileNotFoundError):
+                        total += max(entry.stat().st_size, _RECORD_BYTES)
+        return total
+
+    def is_full(self) -> bool:
+        """Return whether the folder has reached its limit."""
+        return self.used_bytes() >= self.limits.max_total_bytes
+
+    def new_upload(self) -> tuple[str, Path]:
+        """Return the id of a new file, and the path to which its content is to be written before `add_file`."""
+        file_id = f"file-{secrets.token_hex(12)}"
+        return file_id, self._files / f"{file_id}.part"
+
+    def add_file(self, source: Path, stored: StoredFile) -> None:
+        """Move `source`, which is complete, into the folder as the content of a new file.
+
+        Doing it again after a crash completes what is missing. Raises `OSError`.
+        """
+        content = self.content(stored.file.id)
+        if source.exists():
+            with source.open("rb") as file:
+                os.fsync(file.fileno())
+            source.replace(content)
+        # The record last: a file without a record does not exist for clients.
+        _replace(self._files / f"{stored.file.id}.json", stored)
+
+    def file(self, file_id: str, owner: str) -> FileObject:
+        """Return the record of a file. Raises `NotFoundError` if this owner has no file of this id."""
+        stored = self._read(self._files, file_id, StoredFile)
+        if stored is None or stored.owner != owner:
+            raise NotFoundError(f"no file has the id {file_id[:100]!r}", param="file_id")
+        return stored.file
+
+    def content(self, file_id: str) -> Path:
+        """Return the path of a file's content."""
+        assert _ID.fullmatch(file_id)
+        return self._files / f"{file_id}.data"
+
+    def delete_file(self, file_id: str) -> None:
+        """Delete a file with its record, if it exists."""
+        # The record first: a record without its content would be an error for clients that read the file.
+        (self._files / f"{file_id}.json").unlink(missing_ok=True)
+        self.content(file_id).unlink(missing_ok=True)
+
+    def files(self) -> Iterator[StoredFile]:
+        """Yield the records of all files of all owners."""
+        return self._records(self._files, StoredFile)
+
+    def save_batch(self, stored: StoredBatch) -> None:
+        """Write the record of a batch. Only its creator, and then the holder of its lock, may do this."""
+        _replace(self._batches / f"{stored.batch.id}.json", stored)
+
+    def stored_batch(self, batch_id: str) -> StoredBatch | None:
+        """Return the record of a batch, or None if there is none."""
+        return self._read(self._batches, batch_id, StoredBatch)
+
+    def batch(self, batch_id: str, owner: str) -> StoredBatch:
+        """Return the record of a batch. Raises `NotFoundError` if this owner has no batch of this id."""
+        stored = self.stored_batch(batch_id)
+        if stored is None or stored.owner != owner:
+            raise NotFoundError(f"no batch has the id {batch_id[:100]!r}", param="batch_id")
+        return stored
+
+    def batches(self) -> Iterator[StoredBatch]:
+        """Yield the records of all batches of all owners."""
+        return self._records(self._batches, StoredBatch)
+
+    def cancel(self, batch_id: str) -> None:
+        """Record that a client has cancelled a batch; the process that runs it will notice."""
+        (self._batches / f"{batch_id}.cancel").touch()
+
+    def cancelled_at(self, batch_id: str) -> int | None:
+        """Return the time at which a client has cancelled a batch, or None."""
+        try:
+            return int((self._batches / f"{batch_id}.cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return None
+
+    def results(self, batch_id: str) -> tuple[Path, Path]:
+        """Return the paths of the results of a running batch: its output and its errors."""
+        return self._batches / f"{batch_id}.output", self._batches / f"{batch_id}.errors"
+
+    @contextlib.contextmanager
+    def lock(self, batch_id: str) -> Iterator[bool]:
+        """Lock a batch until the block ends. Yield False if another process has locked it.
+
+        The kernel releases the lock of a process that dies.
+        """
+        with (self._batches / f"{batch_id}.lock").open("wb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                # Not only `BlockingIOError`: a file system without locks must not let two processes run one batch.
+                yield False
+            else:
+                yield True
+
+    def sweep(self, now: float) -> None:
+        """Delete files that have expired, batches that ended long ago, and uploads that were broken off."""
+        in_use = {stored.batch.input_file_id for stored in self.batches() if stored.batch.status not in FINAL}
+        for stored in list(self.files()):
+            expires_at = stored.file.expires_at
+            # A batch that was created just before the file expires still reads it.
+            if expires_at is not None and expires_at < now and stored.file.id not in in_use:
+                self.delete_file(stored.file.id)
+        for old in list(self.batches()):
+            if old.batch.status in FINAL and old.batch.created_at + self.limits.keep_s < now:
+                for path in self._batches.glob(f"{old.batch.id}.*"):
+                    path.unlink(missing_ok=True)
+        for part in self._files.glob("*.part"):
+            # Another router may remove it first.
+            with contextlib.suppress(FileNotFoundError):
+                if part.stat().st_mtime + _ABANDONED_S < now:
+                    part.unlink()
+
+    def remove_working_files(self, batch_id: str) -> None:
+        """Delete what a batch needs only while it runs."""
+        for suffix in ("output", "errors", "cancel"):
+            (self._batches / f"{batch_id}.{suffix}").unlink(missing_ok=True)
+
+    def _read(self, folder: Path, name: str, cls: type[S]) -> S | None:
+        # Ids come from clients: only the form of our own may become part of a path.
+        if not _ID.fullmatch(name):
+            return None
+        # A damaged record counts as missing: one of them must not make all lists fail.
+        try:
+            return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=cls)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def _records(self, folder: Path, cls: type[S]) -> Iterator[S]:
+        with os.scandir(folder) as entries:
+            names = [entry.name.removesuffix(".json") for entry in entries if entry.name.endswith(".json")]
+        for name in names:
+            if (stored := self._read(folder, name, cls)) is not None:
+                yield stored
+
+
+def new_batch_id() -> str:
+    """Return the id of a new batch."""
+    return f"batch_{secrets.token_hex(12)}"
+
+
+def _replace(path: Path, record: Any) -> None:
+    """Write a record so that others, and this process after a crash, find either the old or the new one."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,215 @@
+"""Files of batches: lines of input, results that survive a crash, the folder and uploads."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton_serve.contracts.batch_lines import InvalidLineError, LineError, parse_line, prefix_key
+from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.router.batch.input_file import InputFile, read_input, read_line
+from baton_serve.services.router.batch.records import FileObject, StoredFile
+from baton_serve.services.router.batch.results import ResultLog, result_of, unanswered
+from baton_serve.services.router.batch.store import BatchStore, StoreLimits
+from baton_serve.services.router.batch.upload import Upload, receive_upload
+from baton_serve.services.router.protocol.errors import (
+    BadRequestError,
+    MediaTypeError,
+    NotFoundError,
+    RequestTooLargeError,
+)
+
+PATH = "/v1/completions"
+LIMITS = StoreLimits(max_file_bytes=10_000, max_total_bytes=100_000, keep_s=1000)
+BOUNDARY = "multipart/form-data; boundary=xyz"
+
+
+def line(custom_id: str = "a", *, url: str = PATH, **body: Any) -> bytes:
+    content = {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "hello", **body}}
+    return json.dumps(content).encode() + b"\n"
+
+
+def read(path: Path, *lines: bytes, max_lines: int = 100, max_line_bytes: int = 1000) -> InputFile:
+    path.write_bytes(b"".join(lines))
+    return read_input(path, PATH, max_lines=max_lines, max_line_bytes=max_line_bytes, pause=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "param"),
+    [
+        (b"{", "invalid_request", None),
+        (b"[1]", "invalid_request", None),
+        (b"\xff", "invalid_request", None),
+        (b'{"custom_id": "", "method": "POST", "url": "/v1/completions", "body": {}}', "invalid_request", None),
+        (b'{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "invalid_request", None),
+        (b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": []}', "invalid_request", None),
+        (line(url="/v1/embeddings"), "invalid_url", "url"),
+        (line(stream=True), "invalid_request", "body.stream"),
+        (line(priority=-5), "invalid_request", "body.priority"),
+    ],
+)
+def test_a_line_that_is_not_valid_is_refused_with_its_field(content: bytes, code: str, param: str | None) -> None:
+    with pytest.raises(InvalidLineError) as raised:
+        parse_line(content, (PATH,))
+    assert (raised.value.code, raised.value.param) == (code, param)
+
+
+def test_a_line_may_say_that_it_is_not_streamed() -> None:
+    assert parse_line(line(stream=False), (PATH,)).custom_id == "a"
+
+
+def test_requests_with_equal_beginnings_run_one_after_the_other(tmp_path: Path) -> None:
+    first, second = "f" * 3000, "s" * 3000
+    prompts = {f"{group[0]}{number}": f"{group}{number}" for number in range(6) for group in (first, second)}
+    found = read(tmp_path / "in", *(line(name, prompt=text) for name, text in prompts.items()), max_line_bytes=9000)
+    groups = "".join(one.custom_id[0] for one in found.lines)
+    assert groups in ("ffffffssssss", "ssssssffffff")
+    assert prefix_key(b'{"model":"m","prompt":"x"}') != prefix_key(b'{"model":"n","prompt":"x"}')
+
+
+def test_each_line_is_found_again_in_the_file(tmp_path: Path) -> None:
+    found = read(tmp_path / "in", line("a"), b"\n", line("b"), line("c").rstrip())
+    assert found.errors == []
+    for one in found.lines:
+        assert parse_line(read_line(tmp_path / "in", one), (PATH,)).custom_id == one.custom_id
+    assert sorted(one.custom_id for one in found.lines) == ["a", "b", "c"]
+
+
+def test_errors_name_their_lines(tmp_path: Path) -> None:
+    found = read(tmp_path / "in", line("a"), b"{\n", line("a"), b"x" * 1500 + b"\n", line("d"))
+    assert [(error.line, error.code) for error in found.errors] == [
+        (2, "invalid_request"),
+        (3, "duplicate_custom_id"),
+        (4, "invalid_request"),
+    ]
+    assert "line 1" in found.errors[1].message
+
+
+def test_too_many_lines_and_none_are_errors(tmp_path: Path) -> None:
+    assert [e.code for e in read(tmp_path / "in", line("a"), line("b"), max_lines=1).errors] == ["too_many_requests"]
+    assert [e.code for e in read(tmp_path / "in", b"\n \n").errors] == ["empty_file"]
+
+
+def answer_each(folder: Path, *ids: str, fail: bool = False) -> None:
+    log = ResultLog.open(folder / "out", folder / "err")
+    for name in ids:
+        log.add(result_of(name, status=400 if fail else 200, body=b'{"x":1}', request_id="r"))
+    asyncio.run(log.flush())
+    log.close()
+
+
+@pytest.mark.parametrize("torn", [b'{"id":"batch_req_1","custom', b'{"id":"batch_req_1"}\n', b"\0\0\0\n", b"\0" * 99])
+def test_half_a_line_of_a_crash_is_dropped_and_its_request_runs_again(tmp_path: Path, torn: bytes) -> None:
+    answer_each(tmp_path, "a", "b")
+    answer_each(tmp_path, "c", fail=True)
+    with (tmp_path / "out").open("ab") as file:
+        file.write(torn)
+    log = ResultLog.open(tmp_path / "out", tmp_path / "err")
+    assert [log.is_answered(name) for name in "abcd"] == [True, True, True, False]
+    assert (log.num_completed, log.num_failed) == (2, 1)
+    log.add(unanswered("d", LineError("batch_expired", "too late")))
+    asyncio.run(log.flush())
+    log.close()
+    written = [json.loads(text) for path in ("out", "err") for text in (tmp_path / path).read_text().splitlines()]
+    assert [one["custom_id"] for one in written] == ["a", "b", "c", "d"]
+    assert written[0]["response"] == {"status_code": 200, "request_id": "r", "body": {"x": 1}}
+    assert (written[3]["response"], written[3]["error"]["code"]) == (None, "batch_expired")
+
+
+def stored_file(store: BatchStore, *, owner: str = "me", expires_at: int = 50, content: bytes = b"{}\n") -> str:
+    file_id, part = store.new_upload()
+    part.write_bytes(content)
+    described = FileObject(
+        id=file_id, bytes=3, created_at=0, expires_at=expires_at, filename="in.jsonl", purpose="batch"
+    )
+    store.add_file(part, StoredFile(owner, described))
+    return file_id
+
+
+def test_files_of_another_owner_do_not_exist(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path), LIMITS)
+    file_id = stored_file(store)
+    assert store.file(file_id, "me").filename == "in.jsonl"
+    for name, owner in ((file_id, "you"), ("file-" + "0" * 24, "me"), ("../files/x", "me"), ("", "me")):
+        with pytest.raises(NotFoundError):
+            store.file(name, owner)
+
+
+def test_expired_files_and_broken_uploads_are_swept_away(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path), LIMITS)
+    old, new = stored_file(store), stored_file(store, expires_at=500)
+    _, part = store.new_upload()
+    part.write_bytes(b"half")
+    before = store.used_bytes()
+    store.sweep(100.0)
+    assert [one.file.id for one in store.files()] == [new]
+    assert not store.content(old).exists() and part.exists()
+    store.sweep(part.stat().st_mtime + 25 * 3600)
+    assert not part.exists()
+    assert store.used_bytes() < before
+
+
+def test_one_holder_at_a_time_has_the_lock_of_a_batch(tmp_path: Path) -> None:
+    store, other = BatchStore(str(tmp_path), LIMITS), BatchStore(str(tmp_path), LIMITS)
+    name = "batch_" + "0" * 24
+    with store.lock(name) as mine:
+        assert mine
+        with other.lock(name) as theirs:
+            assert not theirs
+    with other.lock(name) as theirs:
+        assert theirs
+
+
+def test_a_folder_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="--batch-folder"):
+        BatchStore(str(tmp_path / "file"), LIMITS)
+
+
+def form(*parts: tuple[str, str | None, bytes], end: bytes = b"--xyz--\r\n") -> bytes:
+    body = b""
+    for name, filename, content in parts:
+        shown = f'; filename="{filename}"' if filename is not None else ""
+        body += f'--xyz\r\nContent-Disposition: form-data; name="{name}"{shown}\r\n\r\n'.encode() + content + b"\r\n"
+    return body + end
+
+
+def receive(path: Path, body: bytes, *, content_type: str = BOUNDARY, max_bytes: int = 1000, size: int = 7) -> Upload:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), size):
+            yield body[start : start + size]
+
+    return asyncio.run(receive_upload(content_type, pieces(), path, max_bytes=max_bytes))
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_an_upload_is_written_piece_by_piece(tmp_path: Path, size: int) -> None:
+    content = b'{"a": "\r\n--xy"}\r\n' * 20
+    body = form(("purpose", None, b"batch"), ("file", "in.jsonl", content))
+    upload = receive(tmp_path / "in", body, size=size)
+    assert (upload.filename, upload.num_bytes, upload.fields) == ("in.jsonl", len(content), {"purpose": "batch"})
+    assert (tmp_path / "in").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "error"),
+    [
+        (form(("purpose", None, b"batch")), BOUNDARY, BadRequestError),
+        (form(("file", "in", b"x"), end=b""), BOUNDARY, BadRequestError),
+        (form(("file", "in", b"x"), ("file", "in", b"x")), BOUNDARY, BadRequestError),
+        (form(("file", "in", b"x" * 1001)), BOUNDARY, RequestTooLargeError),
+        (form(("purpose", None, b"x" * 2000)), BOUNDARY, BadRequestError),
+        (form(*[("purpose", None, b"x")] * 20), BOUNDARY, BadRequestError),
+        (b"no form at all", BOUNDARY, BadRequestError),
+        (b"{}", "application/json", MediaTypeError),
+        (b"{}", "multipart/form-data", MediaTypeError),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_refused(
+    tmp_path: Path, body: bytes, content_type: str, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        receive(tmp_path / "in", body, content_type=content_type)
