@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton_serve.contracts.model_path import has_tokenizer
+from baton_serve.contracts.model_path import gguf_parts, has_tokenizer
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 """The form of a model's name on the hub: ORG/NAME, and for a GGUF file of it ORG/NAME:Q4_K_M."""
@@ -23,8 +23,6 @@ _OTHER_GGUFS = ("mmproj", "imatrix")
 """How the names of other GGUF files than language models begin: vision towers, and statistics for quantization."""
 _PICKLE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
 """Weights in PyTorch's own format."""
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-"""The end of the name of one file of a split model."""
 _REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*")
 """The form of a branch, a tag or a commit."""
 _OFF = ("", "0", "false", "no", "off")
@@ -65,7 +63,10 @@ def find_model(
     if not kind and _is_complete(snapshot, weights=weights):
         return snapshot
     ggufs = _of_kind([str(file) for file in snapshot.rglob("*.gguf") if file.is_file()], kind)
-    return Path(ggufs[0]) if len(ggufs) == 1 else None
+    firsts = [Path(file) for file in _firsts(ggufs)]
+    if len(firsts) != 1 or not all(part.is_file() for part in gguf_parts(firsts[0])):
+        return None
+    return firsts[0]
 
 
 def obtain_model(
@@ -116,13 +117,8 @@ def choose_files(model: str, files: Sequence[str], *, weights: bool = True) -> l
     if tensors and not kind:
         return small + tensors if weights else small
     # Not the small files: a config without its tokenizer, as some of these repositories have, would hide the file's.
-    if len(ggufs) == 1:
+    if len(_firsts(ggufs)) == 1:
         return ggufs
-    if ggufs and all(_PART.search(file) for file in ggufs):
-        raise HubError(
-            f"{model} is split into {len(ggufs)} files: download them, join them with `llama-gguf-split --merge`, and"
-            " give that file"
-        )
     if ggufs or kind:
         listed = ", ".join(file for file in files if file.endswith(".gguf")) or "none"
         raise HubError(
@@ -223,6 +219,11 @@ def _of_kind(files: Sequence[str], kind: str) -> list[str]:
             found.append(file)
     # `UD-Q4_K_M` is a kind of its own. `Q4_K_M` means it only if the repository lacks that kind.
     return [file for file in found if f"ud-{kind}".lower() not in file.lower()] or found
+
+
+def _firsts(ggufs: Sequence[str]) -> list[str]:
+    """Return the files without the further parts of split models."""
+    return [file for file in ggufs if gguf_parts(Path(file))[0] == Path(file)]
 
 
 def _cache(environ: Mapping[str, str]) -> Path:

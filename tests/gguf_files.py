@@ -55,6 +55,7 @@ def write_gguf(
     kind_of: Callable[[str], Kind],
     family: str = "qwen2",
     describe: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    tensors_per_file: int = 0,
     **changes: int,
 ) -> torch.nn.Module:
     """Makes `folder`, whose weights lie in a GGUF file; returns transformers' model of the numbers they stand for."""
@@ -62,7 +63,7 @@ def write_gguf(
     plain = write_tiny_model(folder.with_name("plain"), family, **sizes)
     write_tiny_model(folder, family, **sizes)
     (folder / "model.safetensors").unlink()
-    writer = gguf.GGUFWriter(folder / "model.gguf", family)
+    writer = gguf.GGUFWriter(folder / "model.gguf", family, split_max_tensors=tensors_per_file)
     config = AutoModelForCausalLM.from_pretrained(plain).config
     _describe(writer, config)
     describe(writer)
@@ -88,9 +89,10 @@ def write_gguf(
     return cast(torch.nn.Module, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32))
 
 
-def write_lone_gguf(folder: Path, kind: Kind, tokenizer: Path) -> Path:
+def write_lone_gguf(folder: Path, kind: Kind, tokenizer: Path, *, tensors_per_file: int = 0) -> Path:
     """A llama whose file holds config and tokenizer too; nothing else is in `folder`. `folder`'s neighbour `plain` has
-    the numbers it stands for, in Hugging Face's format."""
+    the numbers it stands for, in Hugging Face's format. With `tensors_per_file` it is split, and this is the first
+    part."""
     vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())
     size = len(vocabulary["model"]["vocab"])
 
@@ -109,11 +111,13 @@ def write_lone_gguf(folder: Path, kind: Kind, tokenizer: Path) -> Path:
         writer.add_add_bos_token(True)
         writer.add_chat_template(json.loads((tokenizer / "tokenizer_config.json").read_text())["chat_template"])
 
-    write_gguf(folder, projections(kind), "llama", describe=describe, vocab_size=size)
+    write_gguf(
+        folder, projections(kind), "llama", describe=describe, tensors_per_file=tensors_per_file, vocab_size=size
+    )
     for beside in folder.iterdir():
         if beside.suffix != ".gguf":
             beside.unlink()
-    return folder / "model.gguf"
+    return min(folder.iterdir())
 
 
 def _describe(writer: gguf.GGUFWriter, config: Any) -> None:

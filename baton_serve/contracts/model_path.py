@@ -1,9 +1,12 @@
 """Finds the folder of a model from the value of `--model`."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+_PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\.gguf)")
+"""The name of one file of a split GGUF model: its number, from 1, and the number of files."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -11,6 +14,14 @@ def model_folder(model: str) -> Path:
     """Return the folder of a model that is given as a folder or as a GGUF file in it."""
     path = Path(model)
     return path.parent if path.suffix == ".gguf" else path
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """Return the files of a split GGUF model, the first of which has the metadata; `[file]` if it is not split."""
+    if (found := _PART.fullmatch(file.name)) is None:
+        return [file]
+    start, _, of, count, end = found.groups()
+    return [file.with_name(f"{start}{number:05}{of}{count}{end}") for number in range(1, int(count) + 1)]
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -12,8 +12,8 @@ from baton_serve.bench.ports import free_port
 from baton_serve.engine.offline.llm import LLM
 from baton_serve.engine.offline.params import SamplingParams
 from baton_serve.services.local.settings import DEMO_MODEL
-from tests.e2e.cluster import Api, baton, environment, wait_until
-from tests.e2e.test_equality import PROMPTS, greedy, reference_model
+from tests.e2e.cluster import Api, baton, environment, run_baton, wait_until
+from tests.e2e.test_equality import PROMPTS, greedy, prompt_of, reference_model, served_tokens
 from tests.gguf_files import Kind, write_lone_gguf
 from tests.unit.local.fake_hub import FakeHub
 
@@ -99,6 +99,33 @@ def test_llm_takes_the_gguf_file_of_a_kind_with_its_own_config_and_tokenizer(
         (output,) = llm.generate([list(prompt)], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == greedy(reference_model(tmp_path / "plain"), prompt, NEW_TOKENS)
     assert list(gguf_hub.fetched) == ["tiny.Q4_0.gguf"]
+
+
+def test_a_split_gguf_file_is_downloaded_and_served_as_one(tmp_path: Path) -> None:
+    first = write_lone_gguf(tmp_path / "model", Kind.Q8_0, DEMO_MODEL, tensors_per_file=6)
+    files = {f"Q8_0/{path.name}": path.read_bytes() for path in first.parent.iterdir()}
+    assert len(files) > 2 and first.name == f"model-00001-of-{len(files):05}.gguf"
+    port, prompt = free_port(), prompt_of(40)
+    command = ("serve", "org/tiny", "--port", str(port), "--device", "cpu", "--threads", "1", "--dtype", "float32")
+    with ExitStack() as stack:
+        hub = stack.enter_context(FakeHub("org/tiny", files))
+        flags = ("--kv-cache-memory-bytes", "64M", "--disaggregation-min-tokens", "0")
+        stack.enter_context(running(*command, *flags, environ=variables(hub, tmp_path / "cache")))
+        api = stack.enter_context(Api(f"http://127.0.0.1:{port}"))
+        wait_until(lambda: has_instances(api, 2), timeout_s=START_TIMEOUT_S, what="a prefill and a decode instance")
+        tokens = served_tokens(api, prompt, NEW_TOKENS)
+        assert tokens == greedy(reference_model(tmp_path / "plain"), prompt, NEW_TOKENS)
+    assert dict(hub.fetched) == dict.fromkeys(files, 1)
+
+
+def test_a_part_of_a_split_gguf_file_without_the_others_is_an_error(tmp_path: Path) -> None:
+    first = write_lone_gguf(tmp_path / "model", Kind.Q8_0, DEMO_MODEL, tensors_per_file=6)
+    last = max(first.parent.iterdir())
+    ended = run_baton("serve", str(last), "--device", "cpu")
+    assert ended.returncode == 2 and "name the first one" in ended.stderr, ended.stderr
+    last.unlink()
+    ended = run_baton("serve", str(first), "--device", "cpu")
+    assert ended.returncode == 2 and f"{last.name} is missing beside it" in ended.stderr, ended.stderr
 
 
 def test_pull_and_a_chat_with_a_cluster_take_the_gguf_file_of_a_kind(gguf_hub: FakeHub, tmp_path: Path) -> None:

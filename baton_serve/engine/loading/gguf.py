@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
 from baton_serve.engine.loading.gguf_header import GgufFormatError, GgufTensor, read_gguf
@@ -70,7 +70,7 @@ def gguf_file(config: EngineConfig) -> Path | None:
         if not path.is_file():
             raise ModelError(f"{path} is not a file")
     else:
-        found = sorted(folder.glob("*.gguf"))
+        found = sorted(path for path in folder.glob("*.gguf") if gguf_parts(path)[0] == path)
         # With `auto`, safetensors files in the folder come first.
         if config.load_format == "auto" and (not found or any(folder.glob("*.safetensors"))):
             return None
@@ -96,6 +96,11 @@ def gguf_layers(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredM
 
 def gguf_tensors(file: Path, skeleton: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights in host memory, by the names of `skeleton`'s parameters. Raises `ModelError`."""
+    if gguf_parts(file) != [file]:
+        raise ModelError(
+            f"{file} is split, and its architecture is read by transformers, which needs one file: join the parts with"
+            " `llama-gguf-split --merge`"
+        )
     # takes seconds: only such models should pay them
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

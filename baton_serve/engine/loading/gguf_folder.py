@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from baton_serve.contracts.model_path import gguf_cache_folder
+from baton_serve.contracts.model_path import gguf_cache_folder, gguf_parts
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.loading.gguf_header import GgufFile, GgufFormatError, read_gguf
 from baton_serve.engine.loading.gguf_metadata import DTYPE, config_json, generation_config, special_tokens, tokenizer_of
@@ -42,7 +42,8 @@ def unpack(file: Path, folder: Path) -> Path:
             raise ModelError(f"{file} cannot be unpacked: {exc}") from exc
         except GGUF_ERRORS as exc:
             raise ModelError(f"{file} cannot be unpacked: {first_line(exc)}") from exc
-        (made / file.name).symlink_to(file.resolve())
+        for part in gguf_parts(file):
+            (made / part.name).symlink_to(part.resolve())
         for path in sorted(made.iterdir()):
             path.replace(folder / path.name)
     return folder / file.name

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from baton_serve.contracts.model_path import gguf_parts
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 """Versions of the format that are read. Version 1 had 32-bit sizes; llama.cpp does not read it any more either."""
@@ -62,7 +64,29 @@ class GgufFile:
 
 
 def read_gguf(file: Path) -> GgufFile:
-    """Parse the header of a file and map its tensors. Raises `GgufFormatError` or `OSError`."""
+    """Parse the headers of a file and, if it is the first one of a split model, of the others, and map their tensors.
+
+    Raises `GgufFormatError` or `OSError`.
+    """
+    parsed = _read_one(file)
+    if (count := parsed.metadata.get("split.count", 1)) in (0, 1):
+        return parsed
+    parts = gguf_parts(file)
+    if parts[0] != file or len(parts) != count:
+        raise GgufFormatError(
+            f"it is one of {count} parts of a split model: name the first one, NAME-00001-of-{count:05}.gguf, with the"
+            " others beside it, or join them with `llama-gguf-split --merge`"
+        )
+    if lacking := [part.name for part in parts if not part.is_file()]:
+        raise GgufFormatError(f"{lacking[0]} is missing beside it: download all parts of the model")
+    tensors = dict(parsed.tensors)
+    for part in parts[1:]:
+        tensors |= _read_one(part).tensors
+    return GgufFile(parsed.metadata, tensors)
+
+
+def _read_one(file: Path) -> GgufFile:
+    """Parse the header of one file and map its tensors."""
     with file.open("rb") as opened:
         start = opened.read(len(MAGIC))
         if start != MAGIC:
@@ -148,8 +172,6 @@ def _parse(cursor: _Cursor) -> GgufFile:
     for _ in range(num_values):
         key = cursor.string()
         metadata[key] = cursor.value(int(cursor.number("I")))
-    if (parts := metadata.get("split.count", 1)) not in (0, 1):
-        raise GgufFormatError(f"it is one of {parts} parts of a split model: `llama-gguf-split --merge` joins them")
     places = [_tensor_place(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:

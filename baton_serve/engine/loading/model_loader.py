@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard, check_shardable
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
@@ -97,7 +97,7 @@ def load_model(
         fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
     else:
         fingerprint = weights_fingerprint(
-            folder, variant, [gguf] if gguf is not None else weight_files(folder, config.load_format)
+            folder, variant, gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format)
         )
     return LoadedModel(
         module=module,

@@ -149,10 +149,11 @@ def test_a_kind_means_one_file_of_those_that_repositories_have(kind: str, file: 
     assert choose_files(f"a/b:{kind}", files) == [file]
 
 
-def test_a_split_gguf_file_and_an_unknown_kind_are_errors_with_a_remedy() -> None:
+def test_a_split_gguf_file_is_one_file_and_an_unknown_kind_is_an_error() -> None:
     parts = [f"Q8_0/x-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
-    with pytest.raises(HubError, match=r"split into 2 files.*llama-gguf-split --merge"):
-        choose_files("a/b:Q8_0", parts)
+    assert choose_files("a/b:Q8_0", [*parts, "x-Q4_0.gguf"]) == parts
+    with pytest.raises(HubError, match="does not name one GGUF file"):
+        choose_files("a/b", [*parts, "x-Q4_0.gguf"])
     with pytest.raises(HubError, match=r"a/b:Q3_K does not name one GGUF file.*files: x-Q8_0\.gguf"):
         choose_files("a/b:Q3_K", ["x-Q8_0.gguf"])
 

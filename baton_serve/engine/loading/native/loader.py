@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels import AttentionSpec
@@ -56,7 +56,7 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
 
 def _files(folder: Path, config: EngineConfig, gguf: Path | None) -> list[Path]:
     """Return the files with the weights."""
-    return [gguf] if gguf is not None else weight_files(folder, config.load_format)
+    return gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format)
 
 
 def fits(config: EngineConfig) -> bool:
