@@ -149,12 +149,14 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True):
-    """Load a LoRA adapter from a folder on the instance's host. Ignored if it is loaded under this name from this
-    folder."""
+    """Load a LoRA adapter from a folder on the instance's host. Without `in_place` it is ignored if it is loaded under
+    this name from this folder."""
 
     request_id: RequestId
     name: str
     path: str
+    in_place: bool = False
+    """Read the folder in any case, and replace an adapter of the same name."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=True):

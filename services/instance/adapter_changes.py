@@ -76,12 +76,15 @@ class AdapterLoader:
         self._router.send(router, AdapterChanged(request_id=message.request_id, refusal=refusal, message=reason))
 
     async def _load(self, message: LoadAdapter) -> None:
-        """Load an adapter. Raises `AdapterError` if its name is in use for another folder."""
+        """Load an adapter.
+
+        Raises `AdapterError` if its name is in use for another folder and the message does not replace it.
+        """
         known = next((one for one in self._adapters.records() if one.name == message.name), None)
         # Loading the same adapter again succeeds without effect, so that a router may repeat its request.
-        if known is not None and known.path == message.path:
+        if known is not None and known.path == message.path and not message.in_place:
             return
-        if known is not None:
+        if known is not None and not message.in_place:
             raise AdapterError(
                 f"adapter name {message.name} is in use by the adapter in {known.path}; unload that one first or"
                 " choose another name"
@@ -90,17 +93,23 @@ class AdapterLoader:
         adapter = await asyncio.to_thread(self._adapters.read, message.name, message.path)
         await self._engine.call(lambda engine: engine.adapters.put(adapter))
         logger.info("loaded LoRA adapter %s from %s", message.name, message.path)
+        # Requests that were placed before the replacement name the old weights.
+        if known is not None:
+            self._collect_later()
         await self._announce()
 
     async def _unload(self, message: UnloadAdapter) -> None:
         """Unload an adapter. Raises `EngineError` if it is not loaded."""
         await self._engine.call(lambda engine: engine.adapters.unload(message.name))
         logger.info("unloaded LoRA adapter %s", message.name)
-        # The engine frees unloaded adapters that no request uses any more.
+        self._collect_later()
+        await self._announce()
+
+    def _collect_later(self) -> None:
+        """Let the engine free adapters without a name that no request uses any more, after the grace time."""
         asyncio.get_running_loop().call_later(
             UNLOADED_ADAPTER_GRACE_S, self._engine.post, lambda engine: engine.adapters.collect()
         )
-        await self._announce()
 
 
 def _refusal(message: LoadAdapter | UnloadAdapter) -> AdapterRefusal:

@@ -65,10 +65,29 @@ def test_each_adapter_is_a_model(cluster: Cluster, llama: Path, adapters: dict[s
     assert "one" in unknown.json()["error"]["message"]
 
 
+def change(
+    cluster: Cluster, path: str, name: str, folder: str | Path = "", *, in_place: bool = False, **options: Any
+) -> httpx.Response:
+    body = {"lora_name": name} | ({"lora_path": str(folder)} if folder else {})
+    return cluster.client.post(
+        f"/v1/{path}_lora_adapter", json=body | ({"load_inplace": True} if in_place else {}), **options
+    )
+
+
+def test_load_inplace_serves_what_a_folder_contains_now(cluster: Cluster, llama: Path, tmp_path: Path) -> None:
+    answers = []
+    for seed in (7, 8):
+        folder = write_adapter(tmp_path / "trained", llama, rank=4, seed=seed)
+        assert change(cluster, "load", "trained", folder, in_place=True).status_code == 200
+        answers.append(tokens_of(answer_of(cluster, "trained")))
+        assert answers[-1] == greedy(merged(llama, folder), PROMPT, 16)
+    assert answers[0] != answers[1]
+    assert change(cluster, "unload", "trained").status_code == 200
+
+
 def test_an_adapter_comes_and_goes_while_a_stream_has_it(cluster: Cluster, llama: Path, tmp_path: Path) -> None:
     def ask(path: str, name: str, folder: str | Path = "", **options: Any) -> httpx.Response:
-        body = {"lora_name": name} | ({"lora_path": str(folder)} if folder else {})
-        return cluster.client.post(f"/v1/{path}_lora_adapter", json=body, **options)
+        return change(cluster, path, name, folder, **options)
 
     late = write_adapter(tmp_path / "late", llama, rank=5, seed=5)
     assert ask("load", "late", late, headers={"authorization": "Bearer wrong"}).status_code == 401

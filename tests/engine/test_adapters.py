@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.messages import Work
@@ -207,8 +208,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too high a rank": ({"rank": 65}, "rank 65, the limit is 64"),
     "DoRA": ({"use_dora": True}, "use_dora = True is not supported"),
     "biases": ({"bias": "all"}, "bias = 'all' is not supported"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    "the head": ({"targets": ("lm_head",)}, "changes lm_head"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save.*not supported; merge the adapter"),
+    "parameters of experts": ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters.*not supported"),
+    "the head": ({"targets": ("lm_head",)}, "changes lm_head, the head, which adapters cannot change: merge"),
 }
 
 
@@ -218,6 +220,46 @@ def test_what_cannot_be_served_is_refused_by_name(model: Path, tmp_path: Path, c
     adapter = write_adapter(tmp_path / "adapter", model, **how)
     with lora_engine(model) as engine, pytest.raises(AdapterError, match=message):
         engine.adapters.load("adapter", str(adapter))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("model.layers.0.mlp.experts.0.w1.lora_A", "a weight of experts, which adapters cannot change: merge"),
+        ("model.embed_tokens.lora_A", "the embedding, which adapters cannot change: merge"),
+        ("model.embed_tokens.lora_embedding_A", "no LoRA matrix of a linear layer.*merge the adapter"),
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", "no LoRA matrix of a linear layer"),
+        ("model.layers.0.unknown.lora_A", "not a linear layer of this model: load an adapter that was trained for"),
+    ],
+)
+def test_weights_that_are_no_plain_products_are_refused_with_a_remedy(
+    model: Path, tmp_path: Path, key: str, message: str
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", model, rank=2, targets=())
+    tensors = {f"base_model.model.{key}.weight": torch.ones(2, 64)}
+    if key.endswith("lora_A"):
+        tensors[f"base_model.model.{key.removesuffix('A')}B.weight"] = torch.ones(64, 2)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with lora_engine(model) as engine, pytest.raises(AdapterError, match=message):
+        engine.adapters.load("adapter", str(adapter))
+
+
+def test_a_replaced_adapter_answers_with_its_new_weights_and_older_requests_with_their_own(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", model, seed=1)
+    expected = [greedy(merged(model, folder), PROMPT)]
+    with lora_engine(model, folder) as engine:
+        engine.add(adapted(engine, "old", PROMPT, "adapter"))
+        first = engine.step().tokens[0].token_ids
+        write_adapter(folder, model, seed=2)
+        expected.append(greedy(merged(model, folder), PROMPT))
+        engine.adapters.put(engine.adapters.read("adapter", str(folder)))
+        engine.add(adapted(engine, "new", PROMPT, "adapter"))
+        answers = run(engine)
+        assert len(engine.adapters.records()) == 1
+    assert [first + answers["old", 0], answers["new", 0]] == expected
+    assert expected[0] != expected[1]
 
 
 def test_an_adapter_of_another_model_or_of_none_is_refused(model: Path, tmp_path: Path) -> None:

@@ -36,15 +36,20 @@ class AdapterRollout:
         # namely to the `LoadAdapter` of an instance that joins.
         self._unexpected, cluster.on_adapter_changed = cluster.on_adapter_changed, self._on_changed
 
-    async def load(self, workers: Sequence[WorkerState], name: str, path: str) -> None:
-        """Load an adapter on all `workers` and wait for it.
+    async def load(self, workers: Sequence[WorkerState], name: str, path: str, *, in_place: bool = False) -> None:
+        """Load an adapter on all `workers` and wait for it. With `in_place` it replaces one of the same name.
 
-        Raises `ApiError` if an instance rejects it or does not answer in time; then the instances that have loaded it
-        unload it again.
+        Raises `ApiError` if an instance rejects it or does not answer in time. Then the instances that have loaded it
+        unload it again, but for a replacement. An instance that rejects a replacement keeps the previous adapter.
         """
         async with self._one_at_a_time:
-            answers = await self._broadcast.send(workers, lambda id: LoadAdapter(request_id=id, name=name, path=path))
+            answers = await self._broadcast.send(
+                workers, lambda id: LoadAdapter(request_id=id, name=name, path=path, in_place=in_place)
+            )
             if (error := _error(answers)) is not None:
+                # Unloading would remove the name, and the previous files may not exist any more.
+                if in_place:
+                    raise error
                 done = [w for w in workers if _is_done(answers.get(w.record.instance))]
                 await self._broadcast.send(done, lambda id: UnloadAdapter(request_id=id, name=name))
                 raise error

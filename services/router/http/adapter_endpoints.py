@@ -33,14 +33,18 @@ def adapter_endpoints(service: ModelService) -> tuple[Asgi, Asgi]:
 
     async def load(target: ModelService, request: LoadAdapterRequest) -> str:
         name = request.lora_name
+        in_place = bool(request.load_inplace)
         # Clients name models and adapters in the same field, so a name must be unique over all models of the router.
-        if any(name in sibling.view.names() or name in sibling.view.adapters() for sibling in target.siblings):
+        if any(
+            name in sibling.view.names() or (name in sibling.view.adapters() and not (in_place and sibling is target))
+            for sibling in target.siblings
+        ):
             raise BadRequestError(
                 f"the name {name!r} is in use: choose another lora_name, or unload the adapter of that name first",
                 param="lora_name",
                 code="name_in_use",
             )
-        await rollout.load(_workers(target), name, request.lora_path)
+        await rollout.load(_workers(target), name, request.lora_path, in_place=in_place)
         return "added"
 
     async def unload(target: ModelService, request: UnloadAdapterRequest) -> str:

@@ -96,6 +96,7 @@ class LoadAdapterRequest(AdapterRequest):
     """`POST /v1/load_lora_adapter`. Every instance of the model must be able to read the folder `lora_path`."""
 
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+    load_inplace: bool | None = None
 
 
 class UnloadAdapterRequest(AdapterRequest):

@@ -53,7 +53,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),
-    "load_inplace": (False,),
     "lora_int_id": (),
     "logits_processors": ([],),
     "media_io_kwargs": ({},),

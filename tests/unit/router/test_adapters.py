@@ -115,14 +115,36 @@ def test_bad_changes_of_adapters_are_refused_and_leave_nothing(serve: Serve) -> 
             (LOAD, {**POET, "lora_name": "tiny"}, 400, "in use"),
             (LOAD, {"lora_name": "a"}, 400, "lora_path"),
             (LOAD, {"lora_name": "", "lora_path": "a"}, 400, "lora_name"),
-            (LOAD, {**POET, "lora_name": "b", "load_inplace": True}, 400, "load_inplace"),
+            (LOAD, {**POET, "lora_name": "tiny", "load_inplace": True}, 400, "in use"),
+            (LOAD, {**POET, "load_inplace": "yes"}, 400, "load_inplace"),
+            (LOAD, {**POET, "lora_path": "/adapters/huge", "load_inplace": True}, 400, "decode-0: a rank too high"),
             (LOAD, {"lora_name": "huge", "lora_path": "/adapters/huge"}, 400, "decode-0: a rank too high"),
             (UNLOAD, {"lora_name": "nobody"}, 404, "nobody"),
         ):
             answer = await router.http.post(path, json=body)
             assert (answer.status_code, word in answer.text) == (status, True), answer.text
-        assert changes(router, "prefill-0") == ["LoadAdapter poet", "LoadAdapter huge", "UnloadAdapter huge"]
+        replaced = ["LoadAdapter poet"] * 2  # a replacement that an instance refuses is not unloaded elsewhere
+        assert changes(router, "prefill-0") == [*replaced, "LoadAdapter huge", "UnloadAdapter huge"]
         assert await adapters(router) == ["poet"]
+
+    serve(test, allow_runtime_lora_updating=True)
+
+
+def test_load_inplace_replaces_an_adapter_of_the_same_name_or_loads_a_new_one(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        for path in ("/adapters/first", "/adapters/second"):
+            body = {"lora_name": "poet", "lora_path": path, "load_inplace": True}
+            assert (await router.http.post(LOAD, json=body)).status_code == 200
+            await router.complete(model="poet", prompt=PROMPT, max_tokens=3)
+        assert await adapters(router) == ["poet"]
+        sent = [m for m in router.fakes["decode-0"].received if isinstance(m, LoadAdapter)]
+        assert [(message.path, message.in_place) for message in sent] == [
+            ("/adapters/first", True),
+            ("/adapters/second", True),
+        ]
+        works = [message.work for message in router.fakes["prefill-0"].assignments()]
+        assert [work.lora for work in works] == ["/adapters/first", "/adapters/second"]
+        assert works[0].root != works[1].root
 
     serve(test, allow_runtime_lora_updating=True)
 

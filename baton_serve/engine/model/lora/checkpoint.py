@@ -29,10 +29,13 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_dora": (False, None),
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
+    "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "trainable_token_indices": (None, [], {}),
 }
 """Settings that change an adapter's arithmetic, with the values for which it is the plain product of two matrices."""
+MERGE = "merge the adapter into the model (merge_and_unload of PEFT) and serve the result"
+"""The remedy for adapters that are more than products beside linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         )
     for key, neutral in _NEUTRAL.items():
         if config.get(key) not in neutral:
-            raise AdapterError(f"adapter {name}: {key} = {config[key]!r} is not supported")
+            raise AdapterError(f"adapter {name}: {key} = {config[key]!r} is not supported; {MERGE}")
     return config
 
 
@@ -122,7 +125,9 @@ def _paired(name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None:
-            raise AdapterError(f"adapter {name}: {key} does not belong to a linear layer; only those are supported")
+            raise AdapterError(
+                f"adapter {name}: {key} is no LoRA matrix of a linear layer, and only those are supported; {MERGE}"
+            )
         found.setdefault(match[1], {})[match[2]] = tensor
     if not found:
         raise AdapterError(f"adapter {name} has no weights")

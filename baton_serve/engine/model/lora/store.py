@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.errors import AdapterError
-from baton_serve.engine.model.lora.checkpoint import Adapter, read_adapter
+from baton_serve.engine.model.lora.checkpoint import MERGE, Adapter, read_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class AdapterStore:
         for module, product in adapter.products.items():
             size = self._sizes.get(module)
             if size is None:
-                raise AdapterError(f"adapter {name} changes {module}, which is not a linear layer of this model")
+                raise AdapterError(f"adapter {name} changes {module}, {_why_fixed(module)}")
             if size != (product.down.shape[1], product.up.shape[0]):
                 raise AdapterError(f"adapter {name}: the matrices of {module} have other sizes than this model's layer")
         return adapter
@@ -100,3 +100,14 @@ class AdapterStore:
         `step` names the adapters by fingerprint.
         """
         return [AdapterRows(self._by_fingerprint[fingerprint], rows) for fingerprint, rows in step]
+
+
+def _why_fixed(module: str) -> str:
+    """Return why adapters cannot change a module, and what to do instead."""
+    # Whole parts are compared: a name like `experts_norm` is something else.
+    parts = module.split(".")
+    kinds = {"experts": "a weight of experts", "lm_head": "the head", "embed_tokens": "the embedding"}
+    kind = next((kind for part, kind in kinds.items() if part in parts), None)
+    if kind is None:
+        return "which is not a linear layer of this model: load an adapter that was trained for this model"
+    return f"{kind}, which adapters cannot change: {MERGE}, or train the adapter without it"
