@@ -39,6 +39,8 @@ class EngineConfig:
     """Longest prompt plus answer, in tokens; None: the longest that the model's config allows."""
     allow_long_max_model_len: bool = False
     """Accept a `max_model_len` beyond the model's own limit, where its answers may be wrong."""
+    disable_sliding_window: bool = False
+    """Limit prompt plus answer to the sliding window of the model, within which each token sees all earlier ones."""
     max_num_seqs: int = 256
     """Largest number of sequences in one step."""
     max_num_batched_tokens: int | None = None

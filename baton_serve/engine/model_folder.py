@@ -167,6 +167,15 @@ def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
         if config.max_model_len is None:
             raise ConfigError("the model's config does not say how long its context is; set max_model_len")
         return config.max_model_len
+    # A layer with a window sees all tokens of a shorter text, so up to this length its answers are those without one.
+    window = _smallest_window(text_config) if config.disable_sliding_window else None
+    if window is not None and window < longest:
+        if config.max_model_len is not None and config.max_model_len > window:
+            raise ConfigError(
+                f"max_model_len ({config.max_model_len}) is more than the window of the model (sliding_window ="
+                f" {window}), which disable_sliding_window keeps to: lower it, or leave that flag out"
+            )
+        return config.max_model_len or window
     if config.max_model_len is None or config.max_model_len <= longest:
         return config.max_model_len or longest
     reason = (
@@ -181,6 +190,15 @@ def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
         )
     logger.warning("%s; answers to longer prompts may be wrong", reason)
     return config.max_model_len
+
+
+def _smallest_window(text_config: HfConfig) -> int | None:
+    """Return the length of the model's sliding window in tokens, or None if no layer has one."""
+    layers = getattr(text_config, "layer_types", None)
+    if getattr(text_config, "use_sliding_window", True) is False or (layers and "sliding_attention" not in layers):
+        return None
+    window = getattr(text_config, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
 
 
 def _longest(text_config: HfConfig) -> int | None:

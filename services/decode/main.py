@@ -3,22 +3,23 @@
 import sys
 from os import environ
 
-from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.common.settings.configuration import load_with
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
 from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device, with_local_model
 
 
 def main(argv: list[str]) -> None:
     """Serve until SIGTERM or Ctrl-C, then drain. Ends the process with its exit status."""
-    settings = load(
+    loaded = load_with(
         InstanceSettings,
+        (),
         argv,
         environ,
         prefix="BATON__DECODE__",
         program="baton decode",
         description="Runs a decode instance: fetches prompts' KV blocks from prefill instances and generates answers.",
     )
-    settings = with_local_model(settings, environ, "decode")
+    settings = with_local_model(loaded.settings, environ, "decode")
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> None:
             fallback=settings.handoff_fallback,
             block_queue=BlockQueue(parts.engine, max_waiting=settings.max_waiting),
         ),
+        notes=loaded.notes,
     )
     sys.exit(status)
 

@@ -38,6 +38,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         allow_long_max_model_len=settings.allow_long_max_model_len,
+        disable_sliding_window=settings.disable_sliding_window,
         max_num_seqs=num_seqs,
         tensor_parallel_size=settings.tensor_parallel_size,
         disable_custom_all_reduce=settings.disable_custom_all_reduce,

@@ -37,7 +37,7 @@ from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import check_registry_url, registry_client
 from baton_serve.services.common.rpc.links import InstanceServer, RouterId
-from baton_serve.services.common.settings.configuration import environment, stop
+from baton_serve.services.common.settings.configuration import environment, log_notes, stop
 from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.common.zmq.block_events import EventPublisher
 from baton_serve.services.instance.adapter_changes import AdapterLoader
@@ -76,12 +76,15 @@ EXPECTED = (StartFailed, EngineError, TransferError, zmq.ZMQError)
 """Errors that can stop the start without a bug in Baton. They are printed as one line, without a traceback."""
 
 
-def run_instance(settings: InstanceSettings, role: Role, make_handler: MakeHandler) -> int:
+def run_instance(
+    settings: InstanceSettings, role: Role, make_handler: MakeHandler, *, notes: Sequence[str] = ()
+) -> int:
     """Run an instance until SIGTERM, SIGINT or a fatal error, and return the exit status of the process.
 
-    `make_handler` makes the role's handler once engine and transfer node exist.
+    `make_handler` makes the role's handler once engine and transfer node exist. `notes` are those of `load_with`.
     """
     configure_logs(level=settings.log_level, format=settings.log_format)
+    log_notes(notes, settings.log_level)
     logger.debug("start: imported")
     try:
         process = InstanceProcess(settings, role, make_handler, has_exit_timer=True)

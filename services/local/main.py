@@ -24,8 +24,9 @@ from baton_serve.services.common.http.listener import bind_tcp, reachable_url
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.logs import configure_logs
-from baton_serve.services.common.settings.configuration import environment, load_with, stop
+from baton_serve.services.common.settings.configuration import environment, load_with, log_notes, stop
 from baton_serve.services.common.settings.options import Option
+from baton_serve.services.common.settings.vllm_variables import without_vllm
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.local.accelerators import can_torch_use_accelerators, device_indexes
 from baton_serve.services.local.child import Console
@@ -68,6 +69,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
     )
     given = GivenOptions(loaded.others, loaded.sections, own_router, own_instance)
     configure_logs(level="warning", format="text")
+    log_notes(loaded.notes, str(given.values.get("log_level", "info")))
     try:
         settings = _complete(loaded.settings, given, environ)
         _check_transport(settings, str(given.values.get("kv_transport", "auto")))
@@ -95,7 +97,8 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
             processes,
             console=console,
             url=url,
-            environ=environ,
+            # The processes get as flags what vLLM's variables say.
+            environ=without_vllm(environ),
             forks=forks,
             timeouts=ClusterTimeouts(start_s=settings.start_timeout_s, drain_s=_drain_timeout_s(given)),
         )
@@ -150,9 +153,14 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
 
 
 def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
-    """Return the settings without decode instances if the model computes vectors, such as an embedding model. Raises
-    `ConfigurationError` if the remaining pools cannot serve the model.
+    """Return the settings with the pools of all replicas, and without decode instances if the model computes vectors,
+    such as an embedding model.
+
+    Raises `ConfigurationError` if the remaining pools cannot serve the model.
     """
+    # The number of replicas ends here: all later code counts processes.
+    pools = {role: getattr(settings, role) * settings.data_parallel_size for role in ("prefill", "decode", "unified")}
+    settings = msgspec.structs.replace(settings, data_parallel_size=1, **pools)
     if kind != "generate":
         if not settings.prefill and not settings.unified:
             raise ConfigurationError(

@@ -25,6 +25,7 @@ class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
         "gpu_memory_utilization", "api_key",
     )  # fmt: skip
     """The options that `--help` shows first."""
+    ACCEPTS_VLLM: ClassVar = True
 
     model: Annotated[
         str,
@@ -42,6 +43,15 @@ class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
         Meta(description="number of decode workers, which generate tokens (0 for embedding and reranking models)"),
     ] = 1
     unified: Annotated[Count, Meta(description="number of workers that do both, without a handoff")] = 0
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            description="number of replicas: multiplies --prefill, --decode and --unified",
+            ge=1,
+            le=1024,
+            extra={"aliases": ["-dp", "--dp"]},
+        ),
+    ] = 1
     host: Annotated[Host, Meta(description="address that the router listens on")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="port that the router listens on; 0 takes a free one")] = 8000
     threads: Annotated[

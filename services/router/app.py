@@ -3,7 +3,8 @@
 The endpoints on a request's path are plain ASGI applications. FastAPI serves the rest, the OpenAPI document and /docs.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.router.api.model_service import ModelService
@@ -30,6 +31,8 @@ from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
 from baton_serve.services.router.requests.metrics import RouterMetrics
 
+logger = logging.getLogger(__name__)
+
 
 def create_app(
     service: ModelService,
@@ -39,12 +42,14 @@ def create_app(
     audit: AuditLog | None = None,
     sibling_rpc: SiblingRpc | None = None,
     batches: BatchApi | None = None,
+    logs_routes: bool = False,
 ) -> Gateway:
     """Return the router's ASGI application: all endpoints behind the `Gateway`.
 
     `service` is that of the default model. `kept` holds stored answers, and the caller closes it; without it none are
     stored. `sibling_rpc` connects to the other processes behind this port and is None if there are none; without
-    `audit` no audit log is written, and without `batches` no batch is accepted.
+    `audit` no audit log is written, and without `batches` no batch is accepted. `logs_routes`
+    lists all endpoints in the log.
     """
     kept = kept or KeptResponses(None)
     table = endpoints(service, kept)
@@ -61,6 +66,8 @@ def create_app(
     # The gateway calls the endpoints of the table itself by path. FastAPI's routing and parsing would cost more than
     # all of the router's own work for a short request. As routes a wrong method gets status 405 instead of 404.
     routes += [Route(path, endpoint=endpoint.app, methods=["POST"]) for path, endpoint in table.items()]
+    if logs_routes:
+        _log_routes(routes)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, partial(_refusal, service.metrics))
     # In the gateway it would be too late: Starlette answers an unknown exception with status 500 before it raises it.
@@ -73,6 +80,14 @@ def create_app(
         keys=api_keys,
         audit=audit,
     )
+
+
+def _log_routes(routes: Iterable[BaseRoute]) -> None:
+    """Log the paths and methods in the words of vLLM, which scripts search for."""
+    logger.info("Available routes are:")
+    for route in routes:
+        if isinstance(route, Route):
+            logger.info("Route: %s, Methods: %s", route.path, ", ".join(sorted(route.methods or ())))
 
 
 async def _refusal(metrics: RouterMetrics, request: Request, error: Exception) -> Response:

@@ -24,7 +24,7 @@ from baton_serve.services.common.http.slots import HttpLimits
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import registry_view
-from baton_serve.services.common.settings.configuration import environment, load_settings, stop
+from baton_serve.services.common.settings.configuration import environment, load_with, log_notes, stop
 from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
@@ -69,18 +69,21 @@ about twice per request and find nothing.
 
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C, then return the exit status of the process."""
-    settings = load_settings(
+    loaded = load_with(
         RouterSettings,
+        (),
         argv,
+        environment(),
         prefix="BATON__ROUTER__",
         program=PROGRAM,
         description="Serves the OpenAI API and sends each request to the instances that are predicted to answer first.",
     )
     try:
-        settings = with_local_models(settings, environment())
+        settings = with_local_models(loaded.settings, environment())
     except ConfigurationError as exc:
         stop(PROGRAM, str(exc))
     prepare(settings)
+    log_notes(loaded.notes, settings.log_level)
     warn_of_removed(settings)
     start_all = start if settings.workers == 1 else start_router_processes
     return run(lambda lifecycle: start_all(settings, lifecycle), program=PROGRAM, expected=(ModelFolderError,))
@@ -129,6 +132,8 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     sibling_rpc = sibling_rpc_of(worker, models.model_services[0], admission.ledger)
     lifecycle.on_stop("compilers of grammars", models.end_compilers)
     batches = Batches(settings.batch_folder, settings, clock=time.monotonic) if settings.batch_folder else None
+    # Of several processes behind one port only the first one logs what is the same for all.
+    is_first = worker is None or worker.index == 0
     app = create_app(
         models.model_services[0],
         api_keys=keys,
@@ -136,6 +141,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         audit=AuditLog(settings.audit_log) if settings.audit_log else None,
         sibling_rpc=sibling_rpc,
         batches=None if batches is None else batches.api,
+        logs_routes=is_first,
     )
     # The check of the host is the outermost layer: neither CORS nor a middleware of the operator may answer a request
     # that a foreign web page sent through DNS rebinding.
@@ -179,11 +185,14 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     # Tokenizers and modules live as long as the process. Frozen objects are skipped by every later collection.
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
-    # Of several processes behind one port only the first one logs it.
-    if worker is None or worker.index == 0:
-        url = reachable_url(settings.host, server.port, is_tls=settings.ssl_certfile is not None)
-        names = ", ".join(name for service in models.model_services for name in service.view.names())
-        ReadinessLog(cluster, url=url + settings.root_path, names=names).start()
+    if is_first:
+        _start_readiness_log(cluster, models, settings, port=server.port)
+
+
+def _start_readiness_log(cluster: Cluster, models: Models, settings: RouterSettings, *, port: int) -> None:
+    url = reachable_url(settings.host, port, is_tls=settings.ssl_certfile is not None)
+    names = ", ".join(name for service in models.model_services for name in service.view.names())
+    ReadinessLog(cluster, url=url + settings.root_path, names=names).start()
 
 
 def kept_responses(settings: RouterSettings, lifecycle: Lifecycle) -> KeptResponses:

@@ -8,7 +8,7 @@ from os import environ
 
 from baton_serve.contracts.messages import Generate
 from baton_serve.engine.model.vision.placeholders import ImageReader
-from baton_serve.services.common.settings.configuration import load
+from baton_serve.services.common.settings.configuration import load_with
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
 from baton_serve.services.instance.engine_thread import EngineCalls
@@ -46,15 +46,16 @@ class UnifiedHandler:
 
 def main(argv: list[str]) -> None:
     """Serve until SIGTERM or Ctrl-C, then drain. Ends the process with its exit status."""
-    settings = load(
+    loaded = load_with(
         InstanceSettings,
+        (),
         argv,
         environ,
         prefix="BATON__UNIFIED__",
         program="baton unified",
         description="Runs a unified instance: computes prompts and generates answers on the same device.",
     )
-    settings = with_local_model(settings, environ, "unified")
+    settings = with_local_model(loaded.settings, environ, "unified")
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> None:
         settings,
         "unified",
         lambda parts: UnifiedHandler(parts.engine, parts.puller, parts.image_reader),
+        notes=loaded.notes,
     )
     sys.exit(status)
 

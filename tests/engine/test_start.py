@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from baton_serve.engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
 from baton_serve.engine.kv.capacity import check_host
 from tests.engine.driving import make_engine, make_work, run
-from tests.families import REFUSED
+from tests.families import MAX_POSITIONS, REFUSED, SLIDING_WINDOW
 from tests.tiny_models import write_tiny_model
 from tools import models_page
 
@@ -133,6 +133,28 @@ def test_what_fits_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> 
 def test_a_length_beyond_the_model_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_position_embeddings = 512"):
         make_engine(folder, max_model_len=1024)
+
+
+def test_a_length_beyond_the_model_can_be_allowed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make_engine(folder, max_model_len=1024, allow_long_max_model_len=True) as engine:
+        assert engine.max_model_len == 1024
+    assert "max_position_embeddings = 512); answers to longer prompts may be wrong" in caplog.text
+
+
+def test_learned_positions_allow_no_length_beyond_the_model(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "m", "gpt2")
+    with pytest.raises(ConfigError, match="positions are learned"):
+        make_engine(model, max_model_len=1024, allow_long_max_model_len=True)
+
+
+def test_without_its_sliding_window_a_model_is_as_long_as_the_window(folder: Path, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "m", "mistral")
+    with make_engine(model, disable_sliding_window=True) as engine:
+        assert engine.max_model_len == SLIDING_WINDOW
+    with pytest.raises(ConfigError, match=f"the window of the model \\(sliding_window = {SLIDING_WINDOW}\\)"):
+        make_engine(model, max_model_len=64, disable_sliding_window=True, allow_long_max_model_len=True)
+    with make_engine(folder, disable_sliding_window=True) as engine:
+        assert engine.max_model_len == MAX_POSITIONS
 
 
 def test_a_missing_device_is_reported(folder: Path) -> None:

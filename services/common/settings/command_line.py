@@ -3,67 +3,14 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from baton_serve.services.common.settings.help_pages import HelpFormatter, HelpPages, NothingFoundError
 from baton_serve.services.common.settings.options import Option, Value
-
-_ADVICE_FOR_FLAGS = (
-    ("leave it out; requests are logged only with --enable-log-requests", "--disable-log-requests"),
-    (
-        "leave it out; --otlp-traces-endpoint turns traces on, with all their details",
-        "--collect-detailed-traces",
-    ),
-    (
-        "leave it out; the engine always works this way or chooses by itself",
-        "--enable-chunked-prefill --num-scheduler-steps --multi-step-stream-outputs --use-v2-block-manager"
-        " --disable-async-output-proc --disable-frontend-multiprocessing --preemption-mode --num-lookahead-slots"
-        " --scheduler-delay-factor",
-    ),
-    (
-        "leave it out; graphs are captured for all lengths, or for none with --enforce-eager",
-        "--max-seq-len-to-capture --max-context-len-to-capture",
-    ),
-    ("leave it out; the model's config.json decides about sliding windows", "--disable-sliding-window"),
-    (
-        "leave it out; tensor-parallel ranks are processes of one host, without Ray",
-        "--distributed-executor-backend --worker-use-ray --engine-use-ray --ray-workers-use-nsight",
-    ),
-    (
-        "leave it out; the tokenizers library reads tokenizer.json",
-        "--tokenizer-mode --tokenizer-pool-size --tokenizer-pool-type --tokenizer-pool-extra-config",
-    ),
-    ("leave it out; llguidance is always used", "--guided-decoding-backend"),
-    (
-        "leave it out; instances find each other by themselves, and --kv-transport can force a transport",
-        "--kv-transfer-config",
-    ),
-    ("use --log-level", "--uvicorn-log-level"),
-    ("use --quantization (sym_int4, fp8, …)", "--load-in-low-bit"),
-    ("use --tensor-parallel-size, the only way to split a model", "--pipeline-parallel-size -pp"),
-    ("start more instances: --prefill, --decode, --unified", "--data-parallel-size -dp"),
-    ("weights stay on the device; --quantization makes them smaller", "--cpu-offload-gb"),
-    (
-        "speculative decoding is not supported",
-        "--speculative-model --num-speculative-tokens --speculative-config",
-    ),
-    ("leave it out; the model's own processor prepares images", "--mm-processor-kwargs"),
-    (
-        "prompt adapters are not supported; --enable-lora serves LoRA adapters",
-        "--enable-prompt-adapter --prompt-adapters --max-prompt-adapters --max-prompt-adapter-token",
-    ),
-)
-"""Advice for flags of vLLM that Baton does not have, because commands are often copied from vLLM."""
-_BY_FLAG = {flag: text for text, flags in _ADVICE_FOR_FLAGS for flag in flags.split()}
-
-
-def vllm_flag_advice(flag: str) -> str | None:
-    """Return what to use instead of a flag that vLLM has and Baton does not, as text for the user; None for any other
-    flag.
-    """
-    return _BY_FLAG.get(flag)
-
+from baton_serve.services.common.settings.vllm_flags import VllmFlag, option_value, vllm_flag_advice, vllm_flags
+from baton_serve.services.common.settings.words import prepared
 
 _SOURCES = (
     "Each option can also be set by an environment variable ({flag}: {variable}; items of a list separated by commas)"
@@ -73,6 +20,16 @@ _SOURCES = (
 
 class OptionError(Exception):
     """A flag that does not exist, or a flag without its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Holds the content of a command line."""
+
+    values: dict[str, object]
+    """The values by option name, not converted yet."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the log about flags of vLLM that change nothing."""
 
 
 class CommandLine:
@@ -87,8 +44,12 @@ class CommandLine:
         prefix: str,
         version: str,
         everyday: Sequence[str] = (),
+        accepts_vllm: bool = False,
     ) -> None:
-        """`everyday` has the names of the options that `--help` shows first; without it `--help` shows all."""
+        """`everyday` has the names of the options that `--help` shows first; without it `--help` shows all.
+
+        With `accepts_vllm`, flags of vLLM that ask for what Baton does in any case are accepted.
+        """
         self._options = options
         self._program = program
         usage = " ".join(
@@ -100,8 +61,8 @@ class CommandLine:
         )
         self._parser = _Parser(
             prog=program,
-            # An abbreviation could become ambiguous, or mean another flag, in a later version.
-            allow_abbrev=False,
+            # Documents of vLLM and Intel abbreviate flags, such as `--gpu-memory-util`.
+            allow_abbrev=True,
             # `--help` is added below, because it prints the pages of `HelpPages`.
             add_help=False,
             formatter_class=HelpFormatter,
@@ -121,9 +82,12 @@ class CommandLine:
             sources=_sources(options, prefix),
             groups=groups,
             everyday=[by_name[name] for name in everyday],
+            vllm=self._vllm_page if accepts_vllm else None,
         )
         """The texts that `--help` prints."""
         groups["general"] = self._add_general(version)
+        if accepts_vllm:
+            _add_vllm_flags(self._parser, by_name)
 
     def _add_general(self, version: str) -> list[argparse.Action]:
         """Add the flags that every command has, and return them."""
@@ -140,12 +104,31 @@ class CommandLine:
             ),
         ]
 
-    def parse(self, argv: Sequence[str]) -> dict[str, object]:
-        """Return the values that were given, by option name, not converted yet. Raises `OptionError`."""
-        found, unknown = self._parser.parse_known_args([_dashed(word) for word in argv])
+    def parse(self, argv: Sequence[str]) -> Given:
+        """Return what was given. Raises `OptionError`."""
+        try:
+            words = prepared(argv)
+        except ValueError as exc:
+            raise OptionError(str(exc)) from exc
+        found, unknown = self._parser.parse_known_args(words)
         if unknown:
             raise OptionError(self._name_unknown(unknown[0]))
-        return {name: value for name, value in vars(found).items() if value is not None and value != []}
+        values = vars(found)
+        taken: list[_Taken] = values.pop(_TAKEN, [])
+        given = Given({name: value for name, value in values.items() if value is not None and value != []})
+        for each in taken:
+            each.add_to(given)
+        return given
+
+    def _vllm_page(self) -> list[tuple[str, str]]:
+        """Return the flags of vLLM that no option has as its name, with what becomes of them."""
+        actions = self._parser._actions
+        flags = [action.flag for action in actions if isinstance(action, _TakeVllmFlag)]
+        return sorted((", ".join(flag.names), flag.outcome) for flag in flags)
+
+    def knows(self, flag: str) -> bool:
+        """Return whether a flag is accepted, or refused with advice. `flag` is not abbreviated."""
+        return flag in self._parser._option_string_actions
 
     def _name_unknown(self, word: str) -> str:
         """Return the error for a word that is neither a flag nor a value, with the best hint for it."""
@@ -167,6 +150,74 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(message.removeprefix("argument "))
+
+    def _get_option_tuples(self, option_string: str) -> list[tuple[argparse.Action, str, str | None]]:
+        # Several spellings of one flag do not make an abbreviation ambiguous.
+        found = super()._get_option_tuples(option_string)
+        return list({id(match[0]): match for match in found}.values())
+
+
+_TAKEN = " flags of vLLM"
+"""Name in argparse's result. The blank keeps it apart from the names of options."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A flag of vLLM that was accepted with its values."""
+
+    flag: VllmFlag
+    name: str
+    values: tuple[str, ...]
+
+    def add_to(self, given: Given) -> None:
+        """Set the option that the flag stands for, or add a note. Raises `OptionError` for a value that is not JSON."""
+        try:
+            value = option_value(self.flag, *self.values) if self.flag.option else None
+        except ValueError as exc:
+            raise OptionError(f"{self.name}: {' '.join(self.values)!r} is neither a number nor a JSON object") from exc
+        if value is not None and self.flag.option not in given.values:
+            given.values[self.flag.option] = value
+        else:
+            reason = "Baton always works in this way" if self.flag.harmless else self.flag.text
+            given.notes.append(f"{' '.join((self.name, *self.values))} changes nothing: {reason}")
+
+
+class _TakeVllmFlag(argparse.Action):
+    """Accepts a flag of vLLM, or refuses it with advice."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, flag: VllmFlag, default: str = argparse.SUPPRESS
+    ) -> None:
+        arity = {"switch": 0, "value": None, "list": "+", "any": "*"}[flag.arity]
+        # argparse takes the rest of the command line for a refused flag, which is then not parsed any more.
+        super().__init__(option_strings, dest, nargs=arity, default=default, help=argparse.SUPPRESS)
+        self.flag = flag
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        name = option_string or self.flag.names[0]
+        given = tuple(map(str, values)) if isinstance(values, list) else (str(values),)
+        if not self.flag.accepts(given) or name.startswith("--no-"):
+            shown = " ".join([name, *(given if self.flag.harmless else ())])
+            raise OptionError(f"vLLM's {shown} is not a flag of Baton: {vllm_flag_advice(name)}")
+        taken = getattr(namespace, _TAKEN, [])
+        setattr(namespace, _TAKEN, [*taken, _Taken(self.flag, name, given)])
+
+
+def _add_vllm_flags(parser: argparse.ArgumentParser, options: Mapping[str, argparse.Action]) -> None:
+    """Add the flags of vLLM that no option has as its name. A flag that sets an option needs that option."""
+    known = parser._option_string_actions
+    for flag in vllm_flags():
+        names = [name for name in flag.names if name not in known]
+        if flag.arity == "switch":
+            names += ["--no-" + name.removeprefix("--") for name in names]
+        if names and (not flag.option or flag.option in options):
+            parser.add_argument(*names, action=_TakeVllmFlag, dest=_TAKEN, flag=flag)
 
 
 class _PrintHelp(argparse.Action):
@@ -254,11 +305,3 @@ def _shown(value: Value) -> str:
     if isinstance(value, list):
         return " ".join(str(item) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _dashed(word: str) -> str:
-    """Return `--max_model_len=4` as `--max-model-len=4`. The value keeps its underscores."""
-    if not word.startswith("--"):
-        return word
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value

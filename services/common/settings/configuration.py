@@ -5,6 +5,7 @@ that reads the environment. An unknown name or a value that is not allowed stops
 """
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,13 @@ import msgspec
 import yaml
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.settings.command_line import CommandLine, OptionError
+from baton_serve.services.common.settings.command_line import CommandLine, Given, OptionError
 from baton_serve.services.common.settings.options import Option, Value, options_of
+from baton_serve.services.common.settings.vllm_variables import from_vllm
+from baton_serve.services.common.settings.words import flag_words
 from baton_serve.services.common.version import VERSION
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -38,6 +43,15 @@ class Loaded(Generic[S]):
     """Values that were given for options of other processes, by name."""
     sections: Mapping[str, Mapping[str, object]]
     """The sections of other roles in the file, not checked yet."""
+    notes: Sequence[str] = ()
+    """Sentences for the log about flags and variables of vLLM, for `log_notes`."""
+
+
+def log_notes(notes: Sequence[str], level: str = "info") -> None:
+    """Log what was said to vLLM's flags and variables, unless `level` is above info. Logs must be configured."""
+    logger.setLevel(level.upper())
+    for note in notes:
+        logger.info(note)
 
 
 def load(
@@ -76,9 +90,17 @@ def load_with(
     options share a name, the first one counts.
     """
     own = options_of(cls)
-    reader = _Reader(merged(own, others), prefix, program, everyday=getattr(cls, "EVERYDAY", ()))
+    reader = _Reader(
+        merged(own, others),
+        prefix,
+        program,
+        everyday=getattr(cls, "EVERYDAY", ()),
+        # Servers alone: a client's VLLM_API_KEY, or `--revision` for a doctor, have other meanings.
+        accepts_vllm=getattr(cls, "ACCEPTS_VLLM", False),
+    )
     try:
-        given, sections = reader.read(argv, environ, description)
+        read = reader.read(argv, environ, description)
+        given = read.values
         missing = [option for option in own if option.is_required and option.name not in given]
         if missing:
             name = missing[0].name.upper() if missing[0].is_positional else missing[0].flag
@@ -87,7 +109,8 @@ def load_with(
     except (ConfigurationError, OptionError) as exc:
         stop(program, str(exc))
     mine = {option.name for option in own}
-    return Loaded(settings, {name: value for name, value in given.items() if name not in mine}, sections)
+    others_given = {name: value for name, value in given.items() if name not in mine}
+    return Loaded(settings, others_given, read.sections, read.notes)
 
 
 def merged(own: Sequence[Option], others: Sequence[Option]) -> list[Option]:
@@ -137,23 +160,44 @@ def _make(cls: type[S], values: Mapping[str, Value]) -> S:
         raise ConfigurationError(str(exc)) from exc
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The checked values by name, the sections of other roles, and sentences for the log."""
+
+    values: dict[str, Value]
+    sections: Mapping[str, Mapping[str, object]]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFile:
+    """The content of the file: this role's values, the sections of other roles, and keys that are flags of vLLM."""
+
+    values: dict[str, object]
+    sections: dict[str, Mapping[str, object]]
+    flags: Given
+
+
 class _Reader:
     """Collects the values of one process's options from all sources."""
 
-    def __init__(self, options: list[Option], prefix: str, program: str, everyday: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        options: list[Option],
+        prefix: str,
+        program: str,
+        everyday: Sequence[str] = (),
+        accepts_vllm: bool = False,
+    ) -> None:
         self._everyday = everyday
+        self._accepts_vllm = accepts_vllm
         self._options = {option.name: option for option in options}
         self._prefix = prefix
         self._role = prefix.removeprefix(VARIABLE).strip("_").lower()
         self._program = program
 
-    def read(
-        self, argv: Sequence[str], environ: Mapping[str, str], description: str
-    ) -> tuple[dict[str, Value], dict[str, Mapping[str, object]]]:
-        """Return the checked values that were given, by name, and the sections of other roles.
-
-        Raises `ConfigurationError` or `OptionError`.
-        """
+    def read(self, argv: Sequence[str], environ: Mapping[str, str], description: str) -> _Read:
+        """Return the checked values of all sources. Raises `ConfigurationError` or `OptionError`."""
         line = CommandLine(
             list(self._options.values()),
             program=self._program,
@@ -161,23 +205,31 @@ class _Reader:
             prefix=self._prefix,
             version=VERSION,
             everyday=self._everyday,
+            accepts_vllm=self._accepts_vllm,
         )
         flags = line.parse(argv)
         variables = self._variables(environ)
-        path = flags.pop("config", None) or variables.pop("config", None)
-        in_file, sections = self._file(str(path)) if path else ({}, {})
+        path = flags.values.pop("config", None) or variables.pop("config", None)
+        in_file = self._file(str(path), line) if path else _InFile({}, {}, Given({}))
         given: dict[str, Value] = {}
         for name, option in self._options.items():
             # The first source that has the name wins. `where` names the source in an error.
             for source, where in (
-                (flags, name if option.is_positional else option.flag),
+                (flags.values, name if option.is_positional else option.flag),
                 (variables, self._prefix + name.upper()),
-                (in_file, f"{path}: {name}"),
+                (in_file.values | in_file.flags.values, f"{path}: {name}"),
             ):
                 if name in source:
                     given[name] = option.convert(source[name], where)
                     break
-        return given, sections
+        notes = [*flags.notes, *in_file.flags.notes]
+        # Last: a variable that was set for vLLM must not override what was written for Baton.
+        if self._accepts_vllm:
+            from_environment = from_vllm(environ, self._options, given)
+            for name, (variable, text) in from_environment.values.items():
+                given[name] = self._options[name].convert(text, variable)
+            notes += from_environment.notes
+        return _Read(given, in_file.sections, notes)
 
     def _variables(self, environ: Mapping[str, str]) -> dict[str, object]:
         """Return the values of this role's variables. An empty variable counts as not set.
@@ -202,8 +254,10 @@ class _Reader:
                 found[name] = value
         return found
 
-    def _file(self, path: str) -> tuple[dict[str, object], dict[str, Mapping[str, object]]]:
-        """Return this role's values in a YAML file, and the sections of other roles. Raises `ConfigurationError`."""
+    def _file(self, path: str, line: CommandLine) -> _InFile:
+        """Return the content of a YAML file. Raises `ConfigurationError`, or `OptionError` for a flag of vLLM that is
+        refused.
+        """
         try:
             with open(path, encoding="utf-8") as file:
                 content = yaml.safe_load(file)
@@ -223,12 +277,15 @@ class _Reader:
             else:
                 values[name] = value
         values |= sections.pop(self._role, {})
-        for name in values:
-            if name not in self._options:
+        others = [name for name in values if name not in self._options]
+        for name in others:
+            if not line.knows("--" + name.replace("_", "-").partition(".")[0]):
                 raise ConfigurationError(
                     f"{path}: unknown key {name}{self._or_help(nearest(name, list(self._options)))}"
                 )
-        return values, sections
+        # vLLM's files have the names of its flags as keys. Some of them are other names of an option here.
+        words = [word for name in others for word in flag_words(name, values.pop(name))]
+        return _InFile(values, sections, line.parse(words))
 
     def _or_help(self, hint: str) -> str:
         return hint or f" (known: see {self._program} --help)"

@@ -5,11 +5,12 @@ A command of a hundred options would otherwise print five screens, and the first
 
 import argparse
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 HELP_WIDTH = 110
 ALL = "all"
+VLLM = "vllm"
 MAX_SHORT_HELP = 16
 """A command with at most this many options shows all of them at once."""
 
@@ -42,6 +43,8 @@ class HelpPages:
     sources: str
     groups: Mapping[str, Sequence[argparse.Action]]
     everyday: Sequence[argparse.Action]
+    vllm: Callable[[], Sequence[tuple[str, str]]] | None = None
+    """Returns the flags of vLLM that Baton lacks, each with its effect here; None: there is not such a page."""
 
     def page(self, word: str) -> str:
         """Return the page for `--help=WORD`, and for `--help` if `word` is empty. Raises `NothingFoundError`."""
@@ -50,6 +53,8 @@ class HelpPages:
             return self._text([self.description, self.sources], self.groups)
         if not word:
             return self._text([self.description], {"everyday options": self.everyday}) + "\n" + self._advice()
+        if word == VLLM and self.vllm is not None:
+            return "".join(f"  {flag}\n{_indented(text)}\n" for flag, text in self.vllm())
         if found := self._found(word):
             return self._text([], found)
         raise NothingFoundError(
@@ -61,7 +66,7 @@ class HelpPages:
         counted = ", ".join(f"{title} ({len(_shown(actions))})" for title, actions in self.groups.items())
         more = (
             f"{self.program} --help=GROUP shows a group, --help=WORD all options whose name or text contains the word,"
-            f" --help={ALL} every option."
+            f" --help={ALL} every option" + (f", --help={VLLM} flags of vLLM." if self.vllm is not None else ".")
         )
         return "\n".join([_filled(f"groups of options: {counted}"), "", _filled(f"{more} {self.sources}"), ""])
 
@@ -96,6 +101,10 @@ def _shown(actions: Sequence[argparse.Action]) -> list[argparse.Action]:
 def _words(action: argparse.Action) -> str:
     """Return the text of an option in which `--help=WORD` searches."""
     return " ".join([*action.option_strings, action.dest, str(action.help)]).lower()
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
 
 
 def _filled(text: str) -> str:

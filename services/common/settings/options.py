@@ -2,8 +2,8 @@
 
 Supported types are `str`, `int`, `float`, `bool`, `Literal`, lists of these, `dict` (as JSON), and each of them
 `| None`. The `msgspec.Meta` of a field gives its description and bounds. Its `extra` may contain `group` (a heading of
---help, for this field and the next ones), `aliases` (more flags), `positional`, and `secret` (also set for names that
-end with `_key`). `refused` has values that an error should explain.
+--help, for this field and the next ones), `aliases` (more flags), `synonyms` (other names of choices), `positional`,
+and `secret` (also set for names that end with `_key`). `refused` has values that an error should explain.
 """
 
 import json
@@ -39,6 +39,8 @@ class Option:
     is_list: bool
     is_optional: bool
     choices: tuple[str, ...]
+    synonyms: Mapping[str, str]
+    """Choices by their other names, in lower case."""
     bounds: Mapping[str, float]
     """Limits by their names in `msgspec.Meta`: `ge`, `gt`, `le`, `lt`, `min_length`, `max_length`."""
     pattern: str | None
@@ -111,7 +113,11 @@ class Option:
     def _item(self, given: object) -> object:
         value = _CONVERTERS[self.kind](given)
         if self.choices and value not in self.choices:
-            raise ValueError
+            # Documents write the names of formats and data types in either case.
+            lower = str(value).lower()
+            value = self.synonyms.get(lower, lower)
+            if value not in self.choices:
+                raise ValueError
         # Bounds limit the length of a text and the value of a number. A bool is an int in Python, but has no bounds.
         size = len(value) if isinstance(value, str) else value
         if isinstance(size, int | float) and not isinstance(size, bool):
@@ -162,6 +168,7 @@ def _option(field: msgspec.structs.FieldInfo, hint: object, group: str) -> Optio
         is_list=is_list,
         is_optional=is_optional,
         choices=choices,
+        synonyms=extra.get("synonyms", {}),
         bounds={name: bound for meta in metas for name in names if (bound := getattr(meta, name)) is not None},
         pattern=next((meta.pattern for meta in metas if meta.pattern is not None), None),
         description=next((meta.description for meta in reversed(metas) if meta.description), ""),

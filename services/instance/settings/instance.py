@@ -14,7 +14,6 @@ from msgspec import Meta
 from baton_serve.contracts.device import REFUSED_LOAD_FORMATS, LoadFormat
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
-from baton_serve.model_source import allows_long_contexts
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.settings.configuration import stop
@@ -29,9 +28,43 @@ Quantization = Literal[
 ]  # fmt: skip
 Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
+DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+QUANTIZATIONS = {"marlin": "gptq", "gptq_marlin": "gptq", "awq_marlin": "awq", "fp4": "mxfp4"}
+"""Other names of data types and formats: vLLM's kernels for CUDA have names of their own."""
 
 
-class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
+class AdapterSettings(NetworkSettings, frozen=True, kw_only=True):
+    """Holds the settings of LoRA adapters."""
+
+    enable_lora: Annotated[
+        bool, Meta(description="serve LoRA adapters (PEFT format) in addition to the model", extra={"group": "lora"})
+    ] = False
+    lora_modules: Annotated[
+        list[str],
+        Meta(description="LoRA adapters to load at start, as NAME=FOLDER; requests select one by NAME, as their model"),
+    ] = []
+    max_loras: Annotated[
+        int,
+        Meta(
+            description="maximum number of different LoRA adapters among the sequences of one step; sequences"
+            " with other adapters wait. Raise it if requests use several adapters at the same time",
+            ge=1,
+        ),
+    ] = 1
+    max_lora_rank: Annotated[int, Meta(description="maximum rank of a LoRA adapter", ge=1)] = 16
+    max_cpu_loras: Annotated[
+        int | None,
+        Meta(
+            description="maximum number of LoRA adapters that are loaded at the same time; the least recently"
+            " used one makes room for another. Unlike in vLLM their weights are in device memory, so raise"
+            " it only if requests use more adapters (default: 16, or --max-loras or the number of"
+            " --lora-modules if that is greater)",
+            ge=1,
+        ),
+    ] = None
+
+
+class InstanceSettings(AdapterSettings, frozen=True, kw_only=True):
     """Holds all settings of one instance process. Each field is one flag: `max_model_len` is `--max-model-len`."""
 
     EVERYDAY: ClassVar = (
@@ -39,6 +72,7 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         "max_num_seqs", "gpu_memory_utilization", "kv_transport",
     )  # fmt: skip
     """The options that `--help` shows first."""
+    ACCEPTS_VLLM: ClassVar = True
 
     model: Annotated[
         str,
@@ -94,18 +128,26 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         Meta(description="task of the model, more specific than --runner; auto: detect it from the model folder"),
     ] = "auto"
     dtype: Annotated[
-        Dtype, Meta(description="data type of weights and activations; auto: the data type in config.json")
+        Dtype,
+        Meta(
+            description="data type of weights and activations; auto: the data type in config.json",
+            extra={"synonyms": DTYPES},
+        ),
     ] = "auto"
     quantization: Annotated[
         Quantization | None,
         Meta(
             description="quantize weights to this format while loading, or require that the checkpoint has it"
             " (default: keep the checkpoint's format)",
-            extra={"group": "quantization"},
+            extra={"group": "quantization", "aliases": ["-q"], "synonyms": QUANTIZATIONS},
         ),
     ] = None
     fp8_dtype: Annotated[
-        Fp8Dtype, Meta(description='8-bit float format that "fp8" stands for in --quantization and --kv-cache-dtype')
+        Fp8Dtype,
+        Meta(
+            description='8-bit float format that "fp8" stands for in --quantization and --kv-cache-dtype',
+            extra={"synonyms": {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}},
+        ),
     ] = "e4m3"
     quantization_group_size: Annotated[
         int,
@@ -130,32 +172,6 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
             extra={"group": "memory"},
         ),
     ] = "auto"
-    enable_lora: Annotated[
-        bool, Meta(description="serve LoRA adapters (PEFT format) in addition to the model", extra={"group": "lora"})
-    ] = False
-    lora_modules: Annotated[
-        list[str],
-        Meta(description="LoRA adapters to load at start, as NAME=FOLDER; requests select one by NAME, as their model"),
-    ] = []
-    max_loras: Annotated[
-        int,
-        Meta(
-            description="maximum number of different LoRA adapters among the sequences of one step; sequences"
-            " with other adapters wait. Raise it if requests use several adapters at the same time",
-            ge=1,
-        ),
-    ] = 1
-    max_lora_rank: Annotated[int, Meta(description="maximum rank of a LoRA adapter", ge=1)] = 16
-    max_cpu_loras: Annotated[
-        int | None,
-        Meta(
-            description="maximum number of LoRA adapters that are loaded at the same time; the least recently"
-            " used one makes room for another. Unlike in vLLM their weights are in device memory, so raise"
-            " it only if requests use more adapters (default: 16, or --max-loras or the number of"
-            " --lora-modules if that is greater)",
-            ge=1,
-        ),
-    ] = None
     max_model_len: Annotated[
         int | None,
         Meta(
@@ -169,6 +185,13 @@ class InstanceSettings(NetworkSettings, frozen=True, kw_only=True):
         Meta(
             description="accept a --max-model-len beyond the model's own limit, where answers may be wrong; also set"
             " by VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        ),
+    ] = False
+    disable_sliding_window: Annotated[
+        bool,
+        Meta(
+            description="limit prompt and answer together to the sliding window of the model, within which every layer"
+            " sees all tokens; without effect for a model without a window"
         ),
     ] = False
     max_num_seqs: Annotated[
@@ -305,8 +328,6 @@ def with_local_model(settings: InstanceSettings, environ: Mapping[str, str], rol
         path = local_model(settings.source(settings.model), environ)
     except ConfigurationError as exc:
         stop(f"baton {role}", str(exc))
-    if allows_long_contexts(environ):
-        settings = msgspec.structs.replace(settings, allow_long_max_model_len=True)
     if path == settings.model:
         return settings
     return msgspec.structs.replace(settings, model=path, served_model_name=model_names(settings))

@@ -75,7 +75,7 @@ class ReadinessLog:
         self._cluster = cluster
         self._url = url
         self._names = names
-        self._is_ready = False
+        self._is_ready = self._was_ready = False
         self._warning: str | None = None
 
     def start(self) -> None:
@@ -105,5 +105,9 @@ class ReadinessLog:
         self._is_ready = reason is None
         if reason is None:
             logger.info("ready: %s at %s/v1, page at %s/", self._names, self._url, self._url)
+            if not self._was_ready:
+                # The words of uvicorn, for which scripts for vLLM wait.
+                logger.info("Application startup complete.")
+            self._was_ready = True
         else:
             logger.warning("not ready any more: %s", reason)

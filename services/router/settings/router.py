@@ -164,6 +164,7 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
         "workers", "models",
     )  # fmt: skip
     """The options that `--help` shows first."""
+    ACCEPTS_VLLM: ClassVar = True
 
     model: Annotated[
         str,

@@ -105,7 +105,7 @@ def test_variables_carry_lists_booleans_and_nothing() -> None:
         pytest.param(["--disable_log_requests"], ["--disable-log-requests", "leave it out"], id="vLLM's flag"),
         pytest.param(["-pp=2"], ["-pp", "--tensor-parallel-size"], id="vLLM's short flag"),
         pytest.param(["--qwertz"], ["--qwertz", "--help"], id="unlike any flag"),
-        pytest.param(["--max-model"], ["--max-model", "--max-model-len"], id="no abbreviations"),
+        pytest.param(["--max"], ["--max", "--max-model-len", "--max-request-bytes"], id="ambiguous abbreviation"),
         pytest.param(["--port"], ["--port", "expected one argument"], id="value missing"),
         pytest.param(["--port", "70000"], ["--port", "'70000'", "an integer >= 0 and <= 65535"], id="out of range"),
         pytest.param(["--port", "80.5"], ["--port", "an integer"], id="wrong type"),

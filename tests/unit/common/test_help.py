@@ -140,3 +140,11 @@ def test_a_word_that_is_nowhere_is_an_error_that_names_the_groups(capsys: pytest
     assert stopped.value.code == 2 and printed.out == ""
     assert printed.err.startswith("baton decode: --help=xyzzy: no group") and "handoff, " in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_the_page_about_vllm_says_what_becomes_of_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    text = page(capsys, "serve", "--help=vllm")
+    assert re.search(r"--disable-log-requests\n      changes nothing: requests are logged only with", text)
+    assert re.search(r"--speculative-config\n      refused: speculative decoding", text)
+    assert re.search(r"--pipeline-parallel-size, -pp\n      accepted as 1, else refused: use --tensor", text)
+    assert "  --data-parallel-size, " not in text, "it is an option of baton serve"

@@ -114,6 +114,20 @@ def test_the_audit_log_leaves_out_the_same_paths(serve: Serve, tmp_path: Path) -
     serve(scenario)
 
 
+def test_a_start_lists_the_routes_in_the_words_of_vllm(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(router: Router) -> None:
+        create_app(router.service, api_keys=ApiKeys([]))
+        assert caplog.messages == []
+        create_app(router.service, api_keys=ApiKeys([]), logs_routes=True)
+        first, *routes = caplog.messages
+        assert first == "Available routes are:"
+        assert "Route: /v1/chat/completions, Methods: POST" in routes
+        assert "Route: /v1/models, Methods: GET" in routes and "Route: /health, Methods: GET" in routes
+
+    with caplog.at_level("INFO", logger="baton_serve.services.router.app"):
+        serve(scenario)
+
+
 @pytest.mark.parametrize("prefix", ["llm", "/a b", "/é", "//a"])
 def test_a_prefix_that_cannot_be_is_refused(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "m", "--root-path"]
