@@ -95,8 +95,8 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     response_store_bytes: Annotated[
         int,
         Meta(
-            description="largest size of the stored answers, with their conversations, in the memory of one process;"
-            " beyond it the oldest are dropped",
+            description="largest size of the stored answers, with their conversations, in Redis or in the memory of"
+            " one process; beyond it the oldest are dropped",
             ge=0,
         ),
     ] = 256 * 1024 * 1024

@@ -229,7 +229,7 @@ def test_routers_share_stored_answers_and_cancel_each_others_runs_by_redis(serve
     async def scenario(router: Router) -> None:
         client, caller = client_of(router), router.app.keys.caller(None)
         assert caller is not None
-        store = RedisResponseStore(server.url, 60.0)
+        store = RedisResponseStore(server.url, 60.0, 1 << 20)
         other = KeptResponses(store)
         try:
             whole = await client.responses.create(**ASK)
@@ -257,6 +257,36 @@ def test_routers_share_stored_answers_and_cancel_each_others_runs_by_redis(serve
 
     try:
         serve(scenario, registry=server.url)
+    finally:
+        server.kill()
+
+
+@pytest.mark.redis
+def test_redis_holds_the_newest_records_within_the_bound_of_all_routers(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def scenario() -> None:
+        one, two = (RedisResponseStore(server.url, ttl_s, 100) for ttl_s in (60.0, 60.0))
+        short = RedisResponseStore(server.url, 0.001, 1000)
+        try:
+            for name in "abc":
+                await one.put(name, b"x" * 40)
+            assert [await two.get(name) is not None for name in "abc"] == [False, True, True]
+            await two.put("c", b"x" * 60)
+            assert [len(await one.get(name) or b"") for name in "bc"] == [40, 60], "a new record replaces its old one"
+            assert await one.delete("c") and await one.get("c") is None
+            await two.put("d", b"x" * 101)
+            assert [await one.get(name) for name in "bd"] == [None, None]
+            await short.put("e", b"x")
+            while await short.get("e") is not None:  # noqa: ASYNC110 - its TTL is 1 ms
+                await asyncio.sleep(0.002)
+        finally:
+            for store in (one, two, short):
+                await store.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 10))
     finally:
         server.kill()
 

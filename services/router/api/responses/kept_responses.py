@@ -70,7 +70,7 @@ class KeptResponses:
             # Importing the Redis client takes 0.1 s. A router without Redis should not pay for it at its start.
             from baton_serve.services.router.api.responses.redis_store import RedisResponseStore
 
-            return KeptResponses(RedisResponseStore(settings.registry, ttl_s))
+            return KeptResponses(RedisResponseStore(settings.registry, ttl_s, settings.response_store_bytes))
         hint = "; the processes of --workers share responses only with Redis as the registry"
         return KeptResponses(
             MemoryResponseStore(ttl_s, settings.response_store_bytes), lost_hint=hint if settings.workers > 1 else ""

@@ -12,15 +12,52 @@ from baton_serve.services.router.protocol.errors import UnavailableError
 
 T = TypeVar("T")
 
+# A script, because the bound must hold for all routers together: without it, answers could fill the Redis on which the
+# registry depends. KEYS: the record, the records in the order of their ends, their sizes. ARGV: record, TTL in ms, most
+# bytes. The size of a deleted record counts until its TTL has passed.
+_PUT = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function drop(key)
+  redis.call('DEL', key)
+  redis.call('ZREM', KEYS[2], key)
+  local size = redis.call('HGET', KEYS[3], key)
+  if size then
+    redis.call('HINCRBY', KEYS[3], 'total', '-' .. size)
+    redis.call('HDEL', KEYS[3], key)
+  end
+end
+drop(KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('ZADD', KEYS[2], now + ARGV[2], KEYS[1])
+redis.call('HSET', KEYS[3], KEYS[1], #ARGV[1])
+redis.call('HINCRBY', KEYS[3], 'total', #ARGV[1])
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+redis.call('PEXPIRE', KEYS[3], ARGV[2])
+while true do
+  local oldest = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
+  local total = tonumber(redis.call('HGET', KEYS[3], 'total'))
+  if #oldest == 0 or (tonumber(oldest[2]) > now and total <= tonumber(ARGV[3])) then
+    return total
+  end
+  drop(oldest[1])
+end
+"""
+
 
 class RedisResponseStore:
     """A `ResponseStore` on Redis. The key `baton:response:<key>` holds a record, and `baton:response-run:<key>` the
     state of its run. Both have a TTL. Owns its own connection.
     """
 
-    def __init__(self, url: str, ttl_s: float) -> None:
-        """Create the store without connecting; the first command connects. `url` is that of `--registry`."""
+    def __init__(self, url: str, ttl_s: float, max_bytes: int) -> None:
+        """Create the store without connecting; the first command connects. `url` is that of `--registry`.
+
+        All routers together keep at most `max_bytes` of records; the oldest are dropped.
+        """
         self._redis = connect_redis(url)
+        self._max_bytes = max_bytes
+        self._put = self._redis.register_script(_PUT)
         self._ttl_ms = max(1, int(ttl_s * 1e3))
 
     async def get(self, key: str) -> bytes | None:
@@ -28,8 +65,9 @@ class RedisResponseStore:
         return cast(bytes | None, await _answered(self._redis.get(_record(key))))
 
     async def put(self, key: str, record: bytes) -> None:
-        """Keep a record until its TTL has passed."""
-        await _answered(self._redis.set(_record(key), record, px=self._ttl_ms))
+        """Keep a record until its TTL has passed; drop the oldest ones beyond the bound."""
+        keys = [_record(key), "baton:response-order", "baton:response-sizes"]
+        await _answered(self._put(keys=keys, args=[record, self._ttl_ms, self._max_bytes]))
 
     async def delete(self, key: str) -> bool:
         """Forget a record. Return whether there was one."""
