@@ -1,0 +1,51 @@
+"""Flags and variables of vLLM, each by itself: those that change nothing are accepted with a note, and so on."""
+
+import pytest
+
+from baton_serve.services.instance.settings import InstanceSettings
+from baton_serve.services.router.settings import RouterSettings
+from tests.unit.common.test_vllm_flags import instance, serve
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--guided-decoding-backend", "xgrammar"],
+        ["--max-parallel-loading-workers", "2"],
+        ["--uvicorn-log-level", "info"],
+        ["--tokenizer-mode", "slow"],
+        ["--quantization-param-path", "scales.json"],
+        ["--distributed-executor-backend", "mp"],
+        ["--lora-dtype", "auto"],
+        ["--fully-sharded-loras"],
+        ["--collect-detailed-traces", "all"],
+        ["--num-scheduler-steps", "8"],
+    ],
+)
+def test_a_flag_whose_effect_is_given_in_any_case_is_accepted_with_a_note(argv: list[str]) -> None:
+    found = serve("m", *argv)
+    assert found.others == {}
+    (note,) = found.notes
+    assert note.startswith(argv[0]) and "changes nothing" in note
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "option", "value"),
+    [
+        ("VLLM_CPU_OMP_THREADS_BIND", "0-3", "omp_threads_bind", "0-3"),
+        ("VLLM_XPU_FP8_DTYPE", "e5m2", "fp8_dtype", "e5m2"),
+        ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "90", "engine_step_timeout_s", 90.0),
+    ],
+)
+def test_a_variable_of_vllm_sets_the_option(variable: str, text: str, option: str, value: object) -> None:
+    assert getattr(instance("m", **{variable: text}).settings, option) == value
+    assert getattr(InstanceSettings(model="m"), option) != value
+
+
+def test_the_time_out_of_images_is_read_from_vllms_variable() -> None:
+    assert serve("m", VLLM_IMAGE_FETCH_TIMEOUT="7").others["image_fetch_timeout_s"] == 7.0
+    assert RouterSettings(model="m").image_fetch_timeout_s != 7.0
+
+
+def test_the_line_of_statistics_can_be_turned_off() -> None:
+    assert serve("m", "--disable-log-stats").others["disable_log_stats"] is True
