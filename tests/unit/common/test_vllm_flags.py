@@ -179,6 +179,24 @@ def test_memory_for_the_kv_cache_of_cpus_counts_on_cpus_alone() -> None:
     assert "kv_cache_memory_bytes" not in found.others and "--device cpu" in found.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "option", "value"),
+    [
+        ("VLLM_CPU_OMP_THREADS_BIND", "0-3", "omp_threads_bind", "0-3"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "all", "omp_threads_bind", "auto"),
+        ("VLLM_IMAGE_FETCH_TIMEOUT", "9", "image_fetch_timeout_s", 9.0),
+        ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "60", "engine_step_timeout_s", 60.0),
+        ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5", "keep_alive_timeout_s", 5.0),
+        ("VLLM_LOGGING_LEVEL", "DEBUG", "log_level", "debug"),
+        ("VLLM_XPU_FP8_DTYPE", "e5m2", "fp8_dtype", "e5m2"),
+    ],
+)
+def test_a_variable_of_vllm_sets_the_option_of_the_same_meaning(
+    variable: str, text: str, option: str, value: object
+) -> None:
+    assert serve(**{variable: text}).others == {option: value}
+
+
 def test_an_instance_takes_its_address_from_vllms_variables_and_not_from_those_of_kubernetes() -> None:
     found = instance("m", VLLM_HOST_IP="10.0.0.7", VLLM_INSTANCE_ID="d-0", VLLM_PORT="9000").settings
     assert (found.advertise_host, found.instance_id, found.rpc_port) == ("10.0.0.7", "d-0", 9000)
