@@ -1,4 +1,4 @@
-"""Flags and variables of vLLM, each by itself: those that change nothing are accepted with a note, and so on."""
+"""Single flags and variables of vLLM: what changes nothing is accepted with a note, and the rest sets options."""
 
 import pytest
 
