@@ -19,6 +19,7 @@ COMMANDS = {
     "unified": "run a worker that does both, without a handoff",
     "chat": "chat in the terminal, with a running server or with a model",
     "complete": "the same with completions of texts",
+    "run-batch": "answer the requests of a file (OpenAI's batch format)",
     "pull": "download a model from the Hugging Face hub",
     "unpack": "turn a single GGUF file into a model folder",
     "doctor": "check whether this machine can serve models, with remedies",
@@ -31,6 +32,7 @@ FUNCTIONS = {
     "complete": ("baton_serve.services.local.chat", "complete"),
     "drain": ("baton_serve.services.rotate.drain", "main"),
     "pull": ("baton_serve.services.local.pull", "main"),
+    "run-batch": ("baton_serve.services.local.run_batch", "main"),
     "unpack": ("baton_serve.services.local.unpack", "main"),
 }
 """Modules and functions of the subcommands that are not `main` in `services.COMMAND.main`."""

@@ -99,3 +99,32 @@ class ChatSettings(CompletionSettings, frozen=True, kw_only=True):
         str | None,
         Meta(description="text that the conversation begins with, in the role system", extra={"group": "requests"}),
     ] = None
+
+
+class RunBatchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The files and the server of `baton run-batch`. The names are those of `vllm run-batch`."""
+
+    model: Annotated[
+        str,
+        Meta(
+            description="start a cluster for this model, as baton serve does, and stop it at the end; options of"
+            " baton serve may follow after -- (default: use the running server at --url)",
+            extra={"group": "batch", "positional": True},
+        ),
+    ] = ""
+    input_file: Annotated[
+        str, Meta(description="JSONL file with the requests", min_length=1, extra={"aliases": ["-i"]})
+    ]
+    output_file: Annotated[
+        str,
+        Meta(
+            description="file that gets the answers, in the order in which they come",
+            min_length=1,
+            extra={"aliases": ["-o"]},
+        ),
+    ]
+    url: Annotated[str, Meta(description="URL of the running server")] = "http://127.0.0.1:8000"
+    api_key: Annotated[
+        str | None, Meta(description="API key of the server (default: VLLM_API_KEY, else OPENAI_API_KEY)")
+    ] = None
+    max_concurrency: Annotated[int, Meta(description="largest number of requests at once", ge=1, le=4096)] = 256
