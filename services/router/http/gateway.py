@@ -32,6 +32,7 @@ from baton_serve.services.router.protocol.asgi import (
     exchange_of,
     send_error,
 )
+from baton_serve.services.router.protocol.body_memory import BodyMemory, BodyReservation
 from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from baton_serve.services.router.protocol.errors import (
     ApiError,
@@ -127,6 +128,7 @@ class Gateway:
         self._open_paths = open_paths
         self.keys = keys
         self._limits = RequestLimits(service.settings.max_request_bytes, service.settings.slow_client_s)
+        self.bodies = BodyMemory(service.settings.max_body_memory_bytes)
         self._metrics = service.metrics
         self._clock = service.clock
         self.num_running = 0
@@ -160,12 +162,14 @@ class Gateway:
     async def _answer(
         self, scope: Scope, receive: Receive, response: "_Response", headers: Headers, path: str, arrived_at: float
     ) -> None:
+        body = BodyReservation(self.bodies)
         try:
             context = RequestContext(
                 request_id=response.request_id,
                 arrived_at=arrived_at,
                 explain=headers.get(b"x-baton-explain") in (b"1", b"true"),
                 limits=self._limits,
+                body=body,
                 trace_headers=_trace_headers(headers),
                 caller=self._caller(path, headers),
                 slo=_slo(headers),
@@ -194,6 +198,8 @@ class Gateway:
             # parts of a prompt: it goes to the log and not to the client.
             logger.exception("request failed with an internal error")
             await self._send_error(InternalError("an internal error occurred and was logged"), path, response)
+        finally:
+            body.release()
 
     def _caller(self, path: str, headers: Headers) -> Caller:
         """Return the owner of the request's API key, or an anonymous caller for a path that needs no key.

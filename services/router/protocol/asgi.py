@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
+from baton_serve.services.router.protocol.body_memory import BodyReservation
 from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from baton_serve.services.router.protocol.errors import (
     ApiError,
@@ -69,6 +70,9 @@ class RequestContext(msgspec.Struct, frozen=True):
     trace_headers: Mapping[str, str]
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
+    body: BodyReservation | None = None
+    """The memory of the request's body, which the gateway releases; None for a request of a batch, whose body was in
+    memory before."""
     exchange: Exchange | None = None
     """The request's connection, if the server is this repository's own; None on other ASGI servers."""
 
@@ -132,8 +136,9 @@ def check_media_type(scope: Scope) -> None:
 async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Read the whole body of a request with JSON. If the client disconnects, return the part that arrived.
 
-    Raises `MediaTypeError` if the Content-Type is not JSON, `RequestTooLargeError` if the body is longer than the limit
-    and `RequestTimeoutError` if it does not arrive in time.
+    Raises `MediaTypeError` if the Content-Type is not JSON, `RequestTooLargeError` if the body is longer than the
+    limit, `RateLimitError` if the bodies of other requests leave too little memory, and `RequestTimeoutError` if it
+    does not arrive in time.
     """
     check_media_type(scope)
     context = RequestContext.of(scope)
@@ -152,6 +157,8 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
         chunk = message.get("body", b"")
         size += len(chunk)
         if size <= limit:
+            if context.body is not None:
+                await context.body.grow(size)
             chunks.append(chunk)
         else:
             # Go on reading but keep nothing: a client that is still sending would not see an early error response.

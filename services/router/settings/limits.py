@@ -132,6 +132,15 @@ class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
     max_request_bytes: Annotated[
         int, Meta(description="largest size of a request body", ge=1, extra={"group": "http"})
     ] = 8 * 1024 * 1024
+    # At least one body of the largest size that makes sense. Short bodies are bounded by the number of connections.
+    max_body_memory_bytes: Annotated[
+        int,
+        Meta(
+            description="largest size of the bodies over 64 KiB together that one process holds for the requests that"
+            " it serves; further requests with such a body wait 2 s, then get status 429",
+            ge=1024 * 1024,
+        ),
+    ] = 512 * 1024 * 1024
     max_header_bytes: Annotated[
         int, Meta(description="largest size of a request's first line and headers", ge=1024)
     ] = 64 * 1024

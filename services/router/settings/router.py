@@ -142,6 +142,11 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         # The result is not stored. A malformed value must stop the process at its start, not fail the first request.
         images_per_prompt(self.limit_mm_per_prompt)
+        if self.max_request_bytes > self.max_body_memory_bytes:
+            raise ValueError(
+                f"--max-request-bytes {self.max_request_bytes} is more than --max-body-memory-bytes"
+                f" {self.max_body_memory_bytes}, so that the largest bodies could never be accepted: raise the latter"
+            )
 
     @property
     def image_limits(self) -> ImageLimits:
