@@ -121,6 +121,7 @@ class SampledGeneration:
         self.writers = writers
         self.num_choices = len(writers)
         self._token_queue = token_queue
+        token_queue.on_overflow = partial(self.cancel, "the client reads too slowly")
         self._n = len(writers) // len(lifecycles)
         self._metrics = metrics
         self._clock = clock

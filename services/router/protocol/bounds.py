@@ -84,6 +84,10 @@ MAX_LOGPROBS = 524_288
 """Logprobs of the prompts of one request in all its answers together, or of the tokens of an answer that is not
 streamed. Each takes 500 bytes until the answer is sent."""
 
+MAX_QUEUED_TOKENS = 131_072
+"""Generated tokens and logprobs of one API call that wait until its client reads. Each takes 130 bytes. A stream of 100
+tokens per second with 20 alternatives reaches this after a minute."""
+
 MAX_REPEATED_LOGPROBS = 65_536
 """Logprobs of an answer of the Responses API. The last events of a stream repeat all of them four times."""
 

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+from baton_serve.services.router.protocol.bounds import MAX_QUEUED_TOKENS
+from baton_serve.services.router.protocol.errors import ClientGoneError
 from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 TokenCallback = Callable[[int, TokenUpdate, float], bool]
@@ -11,6 +13,11 @@ TokenCallback = Callable[[int, TokenUpdate, float], bool]
 The arguments are the index of the choice, the tokens, and the moment of their arrival. It returns False if it cannot
 take these tokens; then they go into the queue.
 """
+
+
+_MIN_ITEMS = 32
+"""Number of updates that are queued whatever their size: one token may have as many logprobs as the vocabulary has
+tokens."""
 
 
 class QueuedTokens:
@@ -25,11 +32,17 @@ class QueuedTokens:
 
 
 class TokenQueue:
-    """Carries the tokens of all prompts of an API call to its task. Event loop only; one task may take at a time."""
+    """Carries the tokens of all prompts of an API call to its task. Event loop only; one task may take at a time.
 
-    __slots__ = ("_callback", "_error", "_items", "_waiter")
+    The task does not take tokens while its client does not read. Beyond `MAX_QUEUED_TOKENS` the call therefore fails.
+    """
+
+    __slots__ = ("_callback", "_error", "_items", "_num_queued", "_waiter", "on_overflow")
 
     def __init__(self) -> None:
+        self.on_overflow: Callable[[], None] | None = None
+        """Called once, in a later turn of the event loop, if more tokens were put than the queue may hold."""
+        self._num_queued = 0
         self._items: list[QueuedTokens] = []
         self._waiter: asyncio.Future[None] | None = None
         self._callback: TokenCallback | None = None
@@ -49,6 +62,14 @@ class TokenQueue:
             except Exception as exc:  # noqa: BLE001 - the caller has tokens of other requests to deliver
                 self.fail(exc)
                 return
+        if self._error is not None:
+            return  # `take` raises the error before these tokens would be returned
+        self._num_queued += size_of(tokens)
+        # A task that waits takes all of them in the next turn of the event loop, however many there are.
+        is_behind = self._waiter is None and len(self._items) >= _MIN_ITEMS
+        if is_behind and self._num_queued > MAX_QUEUED_TOKENS:
+            self._overflow()
+            return
         self._items.append(QueuedTokens(choice, tokens, at))
         if self._waiter is not None:
             self._wake()
@@ -73,9 +94,23 @@ class TokenQueue:
                 await self._waiter
             finally:
                 self._waiter = self._callback = None
-        items, self._items = self._items, []
+        items, self._items, self._num_queued = self._items, [], 0
         return items
+
+    def _overflow(self) -> None:
+        self.fail(ClientGoneError(f"the client is more than {MAX_QUEUED_TOKENS} tokens and logprobs behind its answer"))
+        if self.on_overflow is not None:
+            # Later, because `put` is called while the sender of these tokens is still at work on its request.
+            asyncio.get_running_loop().call_soon(self.on_overflow)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def size_of(tokens: TokenUpdate) -> int:
+    """Return the number of tokens and logprobs in an update."""
+    num_tokens = len(tokens.token_ids)
+    if tokens.logprobs is None:
+        return num_tokens
+    return num_tokens + sum([1 + len(step.top) for step in tokens.logprobs])

@@ -10,6 +10,8 @@ import pytest
 
 from baton_serve.contracts.messages import Tokens, Work
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
+from baton_serve.services.router.protocol.bounds import MAX_QUEUED_TOKENS
+from baton_serve.services.router.protocol.errors import ClientGoneError
 from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.text.logprobs import LogprobWriter
 from baton_serve.services.router.text.token_sequence import NewTokens, TokenUpdate
@@ -203,5 +205,74 @@ def test_an_immediate_failure_is_raised_in_the_consumer() -> None:
         token_queue.put(0, new(1), 0.0)
         with pytest.raises(ZeroDivisionError):
             await waiting
+
+    asyncio.run(scenario())
+
+
+class Deaf(RecordedConnection):
+    """Takes the first piece of a response and nothing more until `may_write` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = asyncio.Event()
+        self.is_broken_off = False
+        self.exchange = Exchange(self, is_http_10=False, is_head=False, keeps_alive=True)
+
+    def write(self, data: bytes) -> None:
+        super().write(data)
+        self.is_write_paused = not self.may_write.is_set()
+        self.exchange.on_write_paused(self.is_write_paused)
+
+    async def writable(self) -> None:
+        await self.may_write.wait()
+        self.is_write_paused = False
+
+    def break_off(self) -> None:
+        self.is_broken_off = True
+
+
+def test_a_client_that_does_not_read_ends_its_generation_when_too_much_waits_for_it(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        connection = Deaf()
+        exchange = connection.exchange
+        # 64 sequences with 21 logprobs for each token reach the bound long before their last tokens.
+        body = {"prompt": [5], "max_tokens": 240, "n": 64, "logprobs": 20, "stream": True, "ignore_eos": True}
+        exchange.on_body(json.dumps(body).encode())
+        exchange.on_received()
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
+        request = asyncio.create_task(exchange.run(router.app, {**scope, "extensions": {EXTENSION: exchange}}))
+        while not router.fakes["decode-0"].cancels():
+            await settle(1)
+        assert router.dispatcher.num_running == 0
+        connection.may_write.set()
+        await request
+        assert connection.is_broken_off, "the client must not take the answer for complete"
+
+    serve(test)
+
+
+def test_a_task_that_waits_may_get_any_number_of_tokens_at_once() -> None:
+    async def scenario() -> None:
+        token_queue = TokenQueue()
+        waiting = asyncio.create_task(token_queue.take())
+        await settle()
+        for _ in range(40):
+            token_queue.put(0, new(*range(MAX_QUEUED_TOKENS // 20)), 0.0)
+        assert len(await waiting) == 40
+
+    asyncio.run(scenario())
+
+
+def test_tokens_beyond_the_bound_of_the_queue_are_dropped_and_reported_once() -> None:
+    async def scenario() -> None:
+        token_queue, overflows = TokenQueue(), list[bool]()
+        token_queue.on_overflow = lambda: overflows.append(True)
+        for _ in range(1000):
+            token_queue.put(0, new(*range(MAX_QUEUED_TOKENS // 100)), 0.0)
+        await settle()
+        assert overflows == [True]
+        assert len(await token_queue.take()) == 100
+        with pytest.raises(ClientGoneError):
+            await token_queue.take()
 
     asyncio.run(scenario())
