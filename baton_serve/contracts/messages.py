@@ -200,7 +200,8 @@ ToInstance = (
 )
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+# Half a million of them may be decoded at once. They can be in no cycle, and the garbage collector would visit them all.
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The log-probability of a token, and its rank among all tokens (1 is the most likely)."""
 
     token_id: int
@@ -208,7 +209,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The logprob of the chosen token and of the alternatives at its position."""
 
     chosen: TokenLogprob
@@ -240,6 +241,14 @@ class Pooled(msgspec.Struct, frozen=True, tag="pooled", kw_only=True):
     data: bytes
 
 
+class EncodedLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The logprobs of all tokens of a prompt. `contracts.prompt_logprobs` encodes and decodes them."""
+
+    num_logprobs: int
+    pieces: list[bytes]
+    """Each is the MessagePack of a `list[TokenLogprobs | None]`; together they have one entry for each token."""
+
+
 class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=True):
     """How the time to the first token was spent, and the prompt logprobs. Sent once, before the first token."""
 
@@ -251,7 +260,7 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
     pulled_tokens: int = 0
     pulled_from: InstanceId | None = None
     pull_s: float = 0.0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: EncodedLogprobs | None = None
 
 
 class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=True):

@@ -12,6 +12,7 @@ import msgspec
 from baton_serve.contracts.events import Tier
 from baton_serve.contracts.identity import InstanceId, RequestId
 from baton_serve.contracts.messages import Answer, ErrorCode, PrefillReport, Tokens, Work
+from baton_serve.contracts.prompt_logprobs import encode_logprobs
 from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups, FirstTokenInfo, SequenceOutput
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.common.tracing import NO_SPAN, Span
@@ -205,7 +206,7 @@ def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport
         pulled_tokens=request.pulled.num_tokens if request.pulled is not None else 0,
         pulled_from=request.pulled.source if request.pulled is not None else None,
         pull_s=request.pulled.seconds if request.pulled is not None else 0.0,
-        prompt_logprobs=info.prompt_logprobs,
+        prompt_logprobs=None if info.prompt_logprobs is None else encode_logprobs(info.prompt_logprobs),
     )
 
 

@@ -194,7 +194,8 @@ async def _send_whole(generation: TextGeneration, form: AnswerFormat, send: Send
         check_num_logprobs(num_logprobs, remedy="stream it, or ask for fewer tokens or alternatives")
     baton = generation.explain() if explain else msgspec.UNSET
     text_deltas, usage = [choice.whole() for choice in accumulators], generation.usage()
-    num_prompt = sum([len(one.prompt_logprobs or ()) for one in generation.lifecycles]) * generation.num_choices
+    found = [one.prompt_logprobs for one in generation.lifecycles]
+    num_prompt = sum([one.num_logprobs for one in found if one is not None]) * generation.num_choices
     if num_logprobs + num_prompt <= _LOGPROBS_INLINE:
         await send_json(send, form.whole(text_deltas, usage, baton))
         return
@@ -279,10 +280,8 @@ class _DeltaEncoder:
         """Return the number of logprobs that `encode` would write for a delta."""
         if self._opened[choice] or not self._form.echoes_logprobs:
             return text_delta.num_logprobs
-        # The first token of a prompt has no logprobs.
-        steps = self._generation.lifecycle(choice).prompt_logprobs or ()
-        per_token = 1 + max((len(step.top) for step in steps[1:2] if step is not None), default=0)
-        return text_delta.num_logprobs + len(steps) * per_token
+        encoded = self._generation.lifecycle(choice).prompt_logprobs
+        return text_delta.num_logprobs + (0 if encoded is None else encoded.num_logprobs)
 
     def _opening(self, choice: int) -> bytes:
         self._opened[choice] = True

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from baton_serve.contracts.prompt_logprobs import decode_logprobs
 from baton_serve.services.router.api.answer import ResponseHeader, answer
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
 from baton_serve.services.router.api.generation import TextGeneration
@@ -148,14 +149,15 @@ class ChatFormat:
             for i, text_delta in enumerate(text_deltas)
         ]
         lifecycle = self._generation.lifecycles[0]
-        prompt_logprobs = lifecycle.prompt_logprobs
+        encoded = lifecycle.prompt_logprobs
+        prompt_logprobs = None if encoded is None else self._logprobs.prompt(decode_logprobs(encoded))
         return ChatAnswer(
             id=self._head.id,
             created=self._head.created,
             model=self._head.model,
             choices=choices,
             usage=usage,
-            prompt_logprobs=None if prompt_logprobs is None else self._logprobs.prompt(prompt_logprobs),
+            prompt_logprobs=prompt_logprobs,
             prompt_token_ids=lifecycle.request.token_ids if self.sends_tokens else msgspec.UNSET,
             baton=baton,
         )

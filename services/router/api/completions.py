@@ -6,6 +6,7 @@ from functools import partial
 import msgspec
 
 from baton_serve.contracts.messages import TokenLogprobs
+from baton_serve.contracts.prompt_logprobs import decode_logprobs
 from baton_serve.services.router.api.answer import ResponseHeader, answer
 from baton_serve.services.router.api.generation import TextGeneration, ended
 from baton_serve.services.router.api.model_service import ModelService
@@ -21,6 +22,7 @@ from baton_serve.services.router.protocol.openai_responses import (
     Usage,
 )
 from baton_serve.services.router.protocol.request_parsing import parsed
+from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.text.grammar import read_grammar_spec
 from baton_serve.services.router.text.logprobs import LogprobWriter
 from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
@@ -108,7 +110,7 @@ class CompletionFormat:
             return ()
         lifecycle = self._generation.lifecycle(choice)
         text = self._echo_of(choice)
-        logprobs = self._completion_logprobs(choice, lifecycle.request.token_ids, lifecycle.prompt_logprobs or [])
+        logprobs = self._completion_logprobs(choice, lifecycle.request.token_ids, self._decoded(lifecycle))
         return (
             CompletionChoice(
                 index=choice,
@@ -155,20 +157,21 @@ class CompletionFormat:
     def _choice(self, index: int, text_delta: TextDelta) -> CompletionChoice:
         lifecycle = self._generation.lifecycle(index)
         text, token_ids = text_delta.text, text_delta.token_ids
+        prompt_logprobs = self._decoded(lifecycle)
         logprobs: list[TokenLogprobs | None] = list(text_delta.logprobs or [])
         if self._is_echo_only:
             text, token_ids, logprobs = "", [], []
         if self._echoed is not None:
             text = self._echo_of(index) + text
             token_ids = lifecycle.request.token_ids + token_ids
-            logprobs = [*(lifecycle.prompt_logprobs or []), *logprobs]
+            logprobs = [*prompt_logprobs, *logprobs]
         return CompletionChoice(
             index=index,
             text=text,
             logprobs=self._completion_logprobs(index, token_ids, logprobs),
             finish_reason=text_delta.finish_reason,
             stop_reason=text_delta.stop_reason,
-            prompt_logprobs=self._prompt_logprobs(lifecycle.prompt_logprobs),
+            prompt_logprobs=self._prompt_logprobs(prompt_logprobs),
             prompt_token_ids=self._prompt_token_ids(index),
             token_ids=self._token_ids([] if self._is_echo_only else text_delta.token_ids),
         )
@@ -197,10 +200,15 @@ class CompletionFormat:
         self._offsets[choice] += sum(len(token) for token in formatted.tokens)
         return formatted
 
-    def _prompt_logprobs(self, logprobs: list[TokenLogprobs | None] | None) -> PromptLogprobs | None:
-        if not self._wants_prompt_logprobs or logprobs is None:
+    def _prompt_logprobs(self, logprobs: list[TokenLogprobs | None]) -> PromptLogprobs | None:
+        if not self._wants_prompt_logprobs or not logprobs:
             return None
         return self._logprobs.prompt(logprobs)
+
+    def _decoded(self, lifecycle: RequestLifecycle) -> list[TokenLogprobs | None]:
+        """Return the logprobs of a prompt, or an empty list if the request did not ask for them."""
+        encoded = lifecycle.prompt_logprobs
+        return [] if encoded is None else decode_logprobs(encoded)
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:

@@ -177,6 +177,8 @@ class SampledGeneration:
         self.cancel("the client disconnected")
 
     def cancel(self, reason: str) -> None:
+        # The queue must not refer to its owner for ever: such a cycle would be left to the garbage collector.
+        self._token_queue.on_overflow = None
         for lifecycle in self.lifecycles:
             lifecycle.cancel(reason)
 

@@ -18,11 +18,11 @@ from typing import NamedTuple, Protocol
 
 from baton_serve.contracts.messages import (
     Answer,
+    EncodedLogprobs,
     ErrorCode,
     Failed,
     HandoffReport,
     PrefillReport,
-    TokenLogprobs,
     Tokens,
 )
 from baton_serve.services.router.cluster.cluster import Cluster
@@ -94,7 +94,7 @@ class RequestLifecycle:
     ) -> None:
         self.request = request
         self.timeline = Timeline(arrived_at=timing.at, tokenize_s=timing.tokenize_s)
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.prompt_logprobs: EncodedLogprobs | None = None
         self.sequences = [TokenSequence(i) for i in range(request.num_sequences)]
         self.error: ApiError | None = None
         self.is_finished = False

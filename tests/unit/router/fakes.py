@@ -43,6 +43,7 @@ from baton_serve.contracts.messages import (
     Work,
 )
 from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.contracts.prompt_logprobs import encode_logprobs
 from baton_serve.contracts.wire import encode
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.placement.policy import Placement
@@ -321,7 +322,7 @@ def logprobs_of(token_id: int, wanted: int) -> TokenLogprobs:
 def prefill_report(work: Work) -> PrefillReport:
     prompt_logprobs = None
     if (wanted := work.sampling.prompt_logprobs) is not None:
-        prompt_logprobs = [None, *(logprobs_of(token, wanted) for token in work.token_ids[1:])]
+        prompt_logprobs = encode_logprobs([None, *(logprobs_of(token, wanted) for token in work.token_ids[1:])])
     return PrefillReport(
         request_id=work.request_id,
         queue_s=0.25,

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton_serve.contracts.messages import Tokens, Work
+from baton_serve.contracts.messages import EncodedLogprobs, TokenLogprobs, Tokens, Work
+from baton_serve.contracts.prompt_logprobs import decode_logprobs
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
+from baton_serve.services.router.api import chat, completions
 from baton_serve.services.router.protocol.bounds import MAX_QUEUED_TOKENS
 from baton_serve.services.router.protocol.errors import ClientGoneError
 from baton_serve.services.router.requests.token_queue import TokenQueue
@@ -103,6 +105,34 @@ def test_many_logprobs_of_a_stream_are_formatted_beside_the_event_loop(
         assert all(name.startswith("answers") for name in threads[60]), threads
         if not more.get("best_of"):
             assert threading.main_thread().name in threads[1], "single tokens need no thread"
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [97] * 60, "prompt_logprobs": 10}),
+        ("/v1/completions", {"prompt": [97] * 60, "echo": True, "logprobs": 10}),
+        ("/v1/completions", {"prompt": [97] * 60, "echo": True, "logprobs": 10, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 60}], "prompt_logprobs": 10}),
+    ],
+)
+def test_many_logprobs_of_a_prompt_are_decoded_beside_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    threads: set[str] = set()
+
+    def noted(encoded: EncodedLogprobs) -> list[TokenLogprobs | None]:
+        threads.add(threading.current_thread().name)
+        return decode_logprobs(encoded)
+
+    async def scenario(router: Router) -> None:
+        monkeypatch.setattr(completions, "decode_logprobs", noted)
+        monkeypatch.setattr(chat, "decode_logprobs", noted)
+        answer = await router.http.post(path, json={**body, "max_tokens": 2, "seed": 0})
+        assert answer.status_code == 200
+        assert threads and all(name.startswith("answers") for name in threads), threads
 
     serve(scenario)
 
