@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
 from baton_serve.services.common.errors import LocalError
 from baton_serve.services.common.lifecycle import EXIT_HOPELESS, RestartPolicy, cancel_all
 
@@ -36,6 +38,27 @@ class ProcessRun(Protocol):
 
     def signal(self, number: int) -> None:
         """Send a signal. Do nothing if the process has exited."""
+
+
+class WatchRules(msgspec.Struct, frozen=True):
+    """When a process counts as hung: after `max_missed` queries in a row without an answer."""
+
+    interval_s: float = 2.0
+    """Time in seconds between two queries."""
+    timeout_s: float = 5.0
+    """Longest time in seconds for an answer."""
+    max_missed: int = 3
+
+
+async def until_hung(is_hung: Callable[[float], Awaitable[bool]], rules: WatchRules) -> None:
+    """Query a process again and again, and return once it counts as hung.
+
+    `is_hung` makes one query with a time limit in seconds, and returns True if no answer came within it.
+    """
+    num_missed = 0
+    while num_missed < rules.max_missed:
+        await asyncio.sleep(rules.interval_s)
+        num_missed = num_missed + 1 if await is_hung(rules.timeout_s) else 0
 
 
 R = TypeVar("R", bound=ProcessRun)

@@ -6,14 +6,14 @@ It runs no model and no server itself. Whether the cluster is ready is read from
 import asyncio
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS, HANG_WINDOW_S, MAX_HANGS, HangPolicy
-from baton_serve.services.common.supervisor import ProcessSupervisor, end_reason
+from baton_serve.services.common.lifecycle import EXIT_HOPELESS, HANG_WINDOW_S, MAX_HANGS, HangPolicy, cancel_all
+from baton_serve.services.common.supervisor import ProcessSupervisor, WatchRules, end_reason, until_hung
 from baton_serve.services.local.child import Child, Console, without_program
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
@@ -49,6 +49,10 @@ class ClusterTimeouts:
     """Longest time until a restarted instance is ready."""
     drain_s: float = 30.0
     """Time that instances give running requests at the stop. The supervisor only shows it."""
+    # With --workers one process of the router may hang until its own supervisor restarts it, after three missed
+    # queries. More are needed here, so that this supervisor does not restart the whole router meanwhile.
+    router: WatchRules = field(default_factory=lambda: WatchRules(max_missed=6))
+    """When the router counts as hung: after about 40 s."""
 
 
 class ClusterSupervisor(ProcessSupervisor[Child]):
@@ -56,7 +60,8 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
     starts a process again when it has died. `processes` has the router first. With `forks`, instances are forked from
     its server. Until all processes have been ready once, a process that keeps failing ends the start with an error.
     After that every process that dies is restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A
-    restarted instance that is not ready within `timeouts.start_s` counts as hung, and is killed.
+    restarted instance that is not ready within `timeouts.start_s` counts as hung, and is killed. So is a router that
+    accepts connections and does not answer (`timeouts.router`).
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         self._hangs = HangPolicy()
         self._timeouts = timeouts or ClusterTimeouts()
         self._environ = environ
+        self._watching: asyncio.Task[None] | None = None
+        """Kills the last run of the router if it hangs."""
         self._has_served = False
         self._start_error: str | None = None
 
@@ -117,6 +124,7 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         if any(child.status is None for child in self.runs.values()):
             left = f"running streams have up to {self._timeouts.drain_s:g} s left (--drain-timeout-s)"
             self._report(f"stopping: {left}; press Ctrl-C again to stop at once")
+        await self._end_watch()  # a router that ends accepts no more connections
         # The router must outlive the draining instances for a moment: it passes the tokens of their requests on.
         await self._stop((self._instances, ROUTER_AFTER_S), ([ROUTER], STOP_DEADLINE_S))
 
@@ -130,10 +138,39 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
             # During the start `_given_up` returns this error, so that it is printed once.
             holds_error=not self._has_served,
         )
+        if name == ROUTER:
+            await self._end_watch()
+            self._watching = asyncio.create_task(self._kill_if_hung(child), name="watch of the router")
         # `wait_ready` limits the first start, and the router prints no line when it is ready.
         if self._has_served and name != ROUTER:
             asyncio.get_running_loop().call_later(self._timeouts.start_s, self._check_ready, child)
         return child
+
+    async def _end_watch(self) -> None:
+        if self._watching is not None:
+            await cancel_all([self._watching])
+
+    async def _kill_if_hung(self, router: Child) -> None:
+        rules = self._timeouts.router
+        await until_hung(self._is_router_hung, rules)
+        self._report(
+            f"the router has not answered {rules.max_missed} queries within {rules.timeout_s:g} s each, so it is "
+            "killed: it was stopped, or its event loop is blocked"
+        )
+        router.signal(signal.SIGKILL)
+
+    async def _is_router_hung(self, timeout_s: float) -> bool:
+        """Return whether the router accepts a connection but does not answer in time."""
+        import httpx
+
+        try:
+            async with asyncio.timeout(timeout_s), httpx.AsyncClient(verify=False, timeout=timeout_s) as client:
+                await client.get(f"{self._url}/ping")
+        except (TimeoutError, httpx.TimeoutException):
+            return True
+        except httpx.TransportError:  # it starts, ends or refuses a connection
+            return False
+        return False
 
     def _check_ready(self, child: Child) -> None:
         """Kill a restarted instance that is still not ready: a card that hung may also hang while a model is loaded."""

@@ -61,7 +61,7 @@ def wait() -> NoReturn:
 
 
 def serve(port: int, count: int) -> None:
-    body = json.dumps({"instances": [{"instance": str(number)} for number in range(count)]}).encode()
+    body = json.dumps({"pools": {"prefill": count}}).encode()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

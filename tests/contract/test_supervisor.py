@@ -16,6 +16,7 @@ import pytest
 from baton_serve.bench.ports import free_port
 from baton_serve.services.common.errors import ConfigurationError, LocalError
 from baton_serve.services.common.lifecycle import EXIT_HUNG, MAX_FAILED_STARTS
+from baton_serve.services.common.supervisor import WatchRules
 from baton_serve.services.local import supervisor as supervisor_module
 from baton_serve.services.local.child import Console
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
@@ -25,6 +26,7 @@ from baton_serve.services.local.supervisor import ClusterSupervisor, ClusterTime
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PUPPET = "tests.contract.puppet"
+ROUTER_RULES = WatchRules(interval_s=0.05, timeout_s=1.0, max_missed=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +67,7 @@ class Stage:
             environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
             module=PUPPET,
             forks=ForkLauncher(PUPPET, ProgramLauncher(PUPPET), preload=self.preload) if self.preload else None,
-            timeouts=ClusterTimeouts(start_s=start_timeout_s),
+            timeouts=ClusterTimeouts(start_s=start_timeout_s, router=ROUTER_RULES),
         )
 
     def pid(self, name: str) -> int:
@@ -123,6 +125,22 @@ def test_a_killed_instance_is_reported_and_started_again() -> None:
 
     output = run(lambda: Stage(["ready"]), body)
     assert "serve     | prefill-0 has died (SIGKILL) and is restarted in 0.5 s\n" in output
+
+
+def test_a_stopped_router_is_killed_and_started_again_and_a_serving_one_is_left_alone() -> None:
+    async def body(stage: Stage) -> None:
+        await stage.supervisor.wait_ready(20)
+        before = stage.pid("router")
+        # Ten times the interval and more than the three queries that a hung router may miss.
+        await asyncio.sleep(0.5)
+        assert stage.pid("router") == before and stage.supervisor.runs["router"].status is None
+        os.kill(before, signal.SIGSTOP)
+        await stage.until(lambda: stage.pid("router") != before)
+        await stage.supervisor.wait_ready(20)
+
+    output = run(lambda: Stage(["ready"]), body)
+    assert "the router has not answered 3 queries within 1 s each, so it is killed" in output
+    assert "router has died (SIGKILL) and is restarted" in output
 
 
 def test_a_process_that_cannot_start_ends_it_at_once_with_its_reason() -> None:

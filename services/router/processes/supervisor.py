@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+from functools import partial
 from math import ceil
 
 import msgspec
@@ -20,7 +21,7 @@ from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp
 from baton_serve.services.common.lifecycle import Lifecycle, cancel_all
-from baton_serve.services.common.supervisor import ProcessSupervisor
+from baton_serve.services.common.supervisor import ProcessSupervisor, WatchRules, until_hung
 from baton_serve.services.router.processes.registry_relay import RegistryRelay
 from baton_serve.services.router.processes.sibling_rpc import RouterProcess, is_hung
 from baton_serve.services.router.settings import RouterSettings
@@ -101,16 +102,6 @@ async def _start_relay(
     return relay
 
 
-class WatchRules(msgspec.Struct, frozen=True):
-    """When a router process counts as hung: after `max_missed` queries in a row without an answer."""
-
-    interval_s: float = 2.0
-    """Time in seconds between two queries."""
-    timeout_s: float = 5.0
-    """Longest time in seconds for an answer."""
-    max_missed: int = 3
-
-
 class _RouterRun:
     """One run of a router process. It is ready once it has printed `READY`, and is killed if it hangs after that."""
 
@@ -135,10 +126,8 @@ class _RouterRun:
 
     async def _kill_if_hung(self) -> None:
         # The kernel goes on giving a stopped or blocked process its share of new connections, until it is killed.
-        rules, num_missed = self._rules, 0
-        while num_missed < rules.max_missed:
-            await asyncio.sleep(rules.interval_s)
-            num_missed = num_missed + 1 if await is_hung(self._socket, rules.timeout_s) else 0
+        rules = self._rules
+        await until_hung(partial(is_hung, self._socket), rules)
         logger.error(
             "%s has not answered %d queries of its supervisor within %g s each, so it is killed: it was stopped, or "
             "its event loop is blocked",
