@@ -200,7 +200,7 @@ ToInstance = (
 )
 
 
-# Half a million of them may be decoded at once. They can be in no cycle, and the garbage collector would visit them all.
+# Half a million of them may be decoded at once. They can be in no cycle, so the garbage collector need not visit them.
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The log-probability of a token, and its rank among all tokens (1 is the most likely)."""
 

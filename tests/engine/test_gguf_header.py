@@ -83,3 +83,23 @@ def test_other_files_are_named_as_what_they_are(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(GgufFormatError, match=cause):
             read_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "sizes", "cause"),
+    [
+        (2**32 - 1, (), "4294967295 dimensions"),
+        (5, (1, 1, 1, 1, 1), "5 dimensions"),
+        (2, (0, 2**63), "cannot have"),
+        (3, (32, 0, 2**63), "cannot have"),
+        (2, (2**63, 2**63), "not complete"),
+    ],
+)
+def test_a_tensor_of_impossible_dimensions_is_refused_before_they_are_read(
+    dimensions: int, sizes: tuple[int, ...], cause: str, tmp_path: Path
+) -> None:
+    entry = struct.pack(f"<Q1sI{len(sizes)}QIQ", 1, b"t", dimensions, *sizes, 0, 0)
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + entry + bytes(4096))
+    with pytest.raises(GgufFormatError, match=cause):
+        read_gguf(file)

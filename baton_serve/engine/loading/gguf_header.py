@@ -22,6 +22,8 @@ DEFAULT_ALIGNMENT = 32
 """Tensors begin at multiples of this number of bytes, unless the file states another one."""
 MAX_DEPTH = 8
 """Largest depth of nested arrays, far above that of real files."""
+MAX_DIMENSIONS = 4
+"""Largest number of dimensions of a tensor, as in ggml."""
 STRING, ARRAY = 8, 9
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 """Formats of `struct` of the types of metadata."""
@@ -193,8 +195,12 @@ class _Place:
 
 def _tensor_place(cursor: _Cursor) -> _Place:
     """Read the entry of a tensor. The file has the dimension of the inputs first."""
-    name = cursor.string()
-    shape = tuple(int(cursor.number("Q")) for _ in range(int(cursor.number("I"))))
+    name, num_dimensions = cursor.string(), int(cursor.number("I"))
+    if num_dimensions > MAX_DIMENSIONS:
+        raise GgufFormatError(
+            f"tensor {name[:80]} has {num_dimensions} dimensions, the limit is {MAX_DIMENSIONS}: download it again"
+        )
+    shape = tuple(int(cursor.number("Q")) for _ in range(num_dimensions))
     return _Place(name, shape[::-1], int(cursor.number("I")), int(cursor.number("Q")))
 
 
@@ -203,7 +209,8 @@ def _tensor(whole: NDArray[np.uint8], start: int, place: _Place) -> GgufTensor:
     if place.kind not in TYPES:
         raise GgufFormatError(f"tensor {place.name} has type {place.kind}, which is not supported")
     kind, block, block_bytes = TYPES[place.kind]
-    if not place.shape or place.shape[-1] % block:
+    # An empty dimension would allow any size of the others, and no tensor of a model is empty.
+    if not place.shape or place.shape[-1] % block or not all(place.shape):
         raise GgufFormatError(f"tensor {place.name} has shape {list(place.shape)}, which {kind} cannot have")
     row_bytes = place.shape[-1] // block * block_bytes
     begin, size = start + place.offset, math.prod(place.shape[:-1]) * row_bytes

@@ -32,7 +32,7 @@ from baton_serve.services.router.protocol.asgi import (
     exchange_of,
     send_error,
 )
-from baton_serve.services.router.protocol.body_memory import BodyMemory, BodyReservation
+from baton_serve.services.router.protocol.byte_budget import BODY_WAIT_S, BodyReservation, ByteBudget
 from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from baton_serve.services.router.protocol.errors import (
     ApiError,
@@ -128,7 +128,7 @@ class Gateway:
         self._open_paths = open_paths
         self.keys = keys
         self._limits = RequestLimits(service.settings.max_request_bytes, service.settings.slow_client_s)
-        self.bodies = BodyMemory(service.settings.max_body_memory_bytes)
+        self.bodies = ByteBudget(service.settings.max_body_memory_bytes, wait_s=BODY_WAIT_S)
         self._metrics = service.metrics
         self._clock = service.clock
         self.num_running = 0

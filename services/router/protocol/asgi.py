@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
-from baton_serve.services.router.protocol.body_memory import BodyReservation
+from baton_serve.services.router.protocol.byte_budget import BodyReservation
 from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from baton_serve.services.router.protocol.errors import (
     ApiError,

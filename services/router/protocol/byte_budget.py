@@ -1,7 +1,9 @@
-"""A bound on the memory that the requests of one process use together for one purpose, such as images."""
+"""A bound on the memory that the requests of one process use together for one purpose, such as images or bodies."""
 
 import asyncio
 from collections import deque
+
+from baton_serve.services.router.protocol.errors import RateLimitError
 
 
 class ByteBudget:
@@ -69,3 +71,47 @@ class ByteBudget:
             if not granted.cancelled():
                 self._free -= num_bytes
                 granted.set_result(None)
+
+
+UNCOUNTED_BYTES = 64 * 1024
+"""Size up to which a body is not counted, so that short requests are served while long ones use all the memory. The
+number of connections bounds the memory of these bodies."""
+BODY_WAIT_S = 2.0
+"""Longest time in seconds that a request waits for memory for its body."""
+
+
+class BodyReservation:
+    """The memory of one request's body, out of that of all bodies (`--max-body-memory-bytes`).
+
+    The gateway owns it and calls `release` when the request has been answered: the parsed request keeps the strings of
+    its body until then.
+    """
+
+    __slots__ = ("_budget", "_num_reserved")
+
+    def __init__(self, budget: ByteBudget) -> None:
+        """Create a reservation without bytes."""
+        self._budget = budget
+        self._num_reserved = 0
+
+    async def grow(self, num_bytes: int) -> None:
+        """Reserve memory for a body of which `num_bytes` have arrived. Raises `RateLimitError` if too little is free.
+
+        Only bytes that have arrived are reserved: a client could announce a length and then send nothing. Requests may
+        therefore wait for one another, but only for a short time.
+        """
+        if num_bytes <= UNCOUNTED_BYTES or num_bytes <= self._num_reserved:
+            return
+        missing = num_bytes - self._num_reserved
+        if not await self._budget.acquire(missing):
+            raise RateLimitError(
+                "the server has no memory for more long requests (--max-body-memory-bytes): try again later",
+                retry_after_s=1.0,
+            )
+        self._num_reserved += missing
+
+    def release(self) -> None:
+        """Return all reserved bytes."""
+        num_bytes, self._num_reserved = self._num_reserved, 0
+        if num_bytes:
+            self._budget.release(num_bytes)

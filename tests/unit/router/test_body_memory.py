@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_serve.services.router.protocol.body_memory import UNCOUNTED_BYTES, BodyMemory, BodyReservation
+from baton_serve.services.router.protocol.byte_budget import UNCOUNTED_BYTES, BodyReservation, ByteBudget
 from baton_serve.services.router.protocol.errors import RateLimitError
 from baton_serve.services.router.settings import RouterSettings
 from tests.unit.router.conftest import Router, Serve, settle
@@ -16,9 +16,9 @@ LONG = {"prompt": [5, 6, 7], "seed": 0, "max_tokens": 4, "user": "u", "metadata"
 SHORT = {"prompt": [5, 6, 7], "seed": 0, "max_tokens": 4}
 
 
-def small_memory(router: Router) -> BodyMemory:
+def small_memory(router: Router) -> ByteBudget:
     """Give the router memory for one long body but not for two."""
-    router.app.bodies = BodyMemory(300 * KIB, wait_s=0.01)
+    router.app.bodies = ByteBudget(300 * KIB, wait_s=0.01)
     return router.app.bodies
 
 
@@ -34,7 +34,7 @@ def test_a_long_body_is_counted_until_its_answer_has_ended_and_short_ones_are_st
         router.fakes["decode-0"].hold = 0
         first = asyncio.create_task(router.http.post("/v1/completions", json=LONG))
         await placed(router, 1)
-        assert memory.budget.num_free < 100 * KIB
+        assert memory.num_free < 100 * KIB
 
         refused = await router.http.post("/v1/completions", json=LONG)
         assert refused.status_code == 429
@@ -45,7 +45,7 @@ def test_a_long_body_is_counted_until_its_answer_has_ended_and_short_ones_are_st
         await placed(router, 2)
         router.fakes["decode-0"].resume()
         assert (await first).status_code == (await short).status_code == 200
-        assert memory.budget.num_free == 300 * KIB
+        assert memory.num_free == 300 * KIB
         assert (await router.http.post("/v1/completions", json=LONG)).status_code == 200
 
     serve(test)
@@ -70,11 +70,11 @@ def test_every_end_of_a_request_returns_the_memory_of_its_body(
     serve: Serve, path: str, body: dict[str, Any], status: int
 ) -> None:
     async def test(router: Router) -> None:
-        router.app.bodies = BodyMemory(300 * KIB if status != 413 else 1 << 30, wait_s=0.01)
-        total = router.app.bodies.budget.num_free
+        router.app.bodies = ByteBudget(300 * KIB if status != 413 else 1 << 30, wait_s=0.01)
+        total = router.app.bodies.num_free
         answer = await router.http.post(path, json=body)
         assert answer.status_code == status, answer.text
-        assert router.app.bodies.budget.num_free == total
+        assert router.app.bodies.num_free == total
 
     serve(test)
 
@@ -92,20 +92,20 @@ def test_a_client_that_leaves_within_its_body_returns_its_memory(serve: Serve, e
         headers = {"content-type": "application/json"}
         request = asyncio.create_task(router.http.post("/v1/completions", content=pieces(), headers=headers))
         await settle()
-        assert memory.budget.num_free == 100 * KIB
+        assert memory.num_free == 100 * KIB
         if ends == "is cancelled":
             request.cancel()
         else:
             may_end.set()  # the body ends within a text
         await asyncio.wait([request])
-        assert memory.budget.num_free == 300 * KIB
+        assert memory.num_free == 300 * KIB
 
     serve(test)
 
 
 def test_a_body_waits_for_the_end_of_another_one() -> None:
     async def test() -> None:
-        memory = BodyMemory(300 * KIB, wait_s=60.0)
+        memory = ByteBudget(300 * KIB, wait_s=60.0)
         first, second = BodyReservation(memory), BodyReservation(memory)
         await first.grow(200 * KIB)
         waiting = asyncio.create_task(second.grow(250 * KIB))
@@ -113,27 +113,27 @@ def test_a_body_waits_for_the_end_of_another_one() -> None:
         assert not waiting.done()
         first.release()
         await waiting
-        assert memory.budget.num_free == 50 * KIB
+        assert memory.num_free == 50 * KIB
         second.release()
         second.release()
-        assert memory.budget.num_free == 300 * KIB
+        assert memory.num_free == 300 * KIB
 
     asyncio.run(test())
 
 
 def test_a_body_that_grows_too_long_keeps_what_it_has_until_its_release() -> None:
     async def test() -> None:
-        memory = BodyMemory(300 * KIB, wait_s=0.01)
+        memory = ByteBudget(300 * KIB, wait_s=0.01)
         body = BodyReservation(memory)
         await body.grow(UNCOUNTED_BYTES)
-        assert memory.budget.num_free == 300 * KIB
+        assert memory.num_free == 300 * KIB
         await body.grow(100 * KIB)
         await body.grow(90 * KIB)
-        assert memory.budget.num_free == 200 * KIB
+        assert memory.num_free == 200 * KIB
         with pytest.raises(RateLimitError):
             await body.grow(301 * KIB)
         body.release()
-        assert memory.budget.num_free == 300 * KIB
+        assert memory.num_free == 300 * KIB
 
     asyncio.run(test())
 
