@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from baton_serve.services.common.version import VERSION
 
 if TYPE_CHECKING:
+    from baton_serve.engine.model.registry import ModelRegistry
     from baton_serve.engine.offline.async_engine import AsyncLLMEngine
     from baton_serve.engine.offline.engine_args import EngineArgs
     from baton_serve.engine.offline.llm import LLM
@@ -21,18 +22,19 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _MODULES = {
-    "LLM": "llm",
-    "AsyncLLMEngine": "async_engine",
-    "BeamSearchParams": "params",
-    "EngineArgs": "engine_args",
-    "LLMEngine": "llm_engine",
-    "LoRARequest": "lora",
-    "PoolingParams": "params",
-    "SamplingParams": "params",
-    "GuidedDecodingParams": "structured",
-    "StructuredOutputsParams": "structured",
+    "LLM": "offline.llm",
+    "AsyncLLMEngine": "offline.async_engine",
+    "BeamSearchParams": "offline.params",
+    "EngineArgs": "offline.engine_args",
+    "LLMEngine": "offline.llm_engine",
+    "LoRARequest": "offline.lora",
+    "PoolingParams": "offline.params",
+    "SamplingParams": "offline.params",
+    "GuidedDecodingParams": "offline.structured",
+    "StructuredOutputsParams": "offline.structured",
+    "ModelRegistry": "model.registry",
 }
-"""The module of `baton_serve.engine.offline` that defines each name."""
+"""The module of `baton_serve.engine` that defines each name."""
 
 __all__ = [
     "LLM",
@@ -42,6 +44,7 @@ __all__ = [
     "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
+    "ModelRegistry",
     "PoolingParams",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -53,7 +56,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"baton_serve.engine.offline.{_MODULES[name]}"), name)
+    return getattr(import_module(f"baton_serve.engine.{_MODULES[name]}"), name)
 
 
 # Names that have not been loaded yet should also appear in completion and in `help`.

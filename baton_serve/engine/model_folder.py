@@ -52,6 +52,16 @@ _WANTED = {
     "sharded_state": "model-rank-N-part-M.safetensors",
 }
 """Names of files by load format, for errors."""
+_SUCCESSORS = {
+    "chatglm": "GLM-4-9B-chat in transformers' format (glm-4-9b-chat-hf)",
+    "exaone": "EXAONE 4",
+    "internlm": "InternLM 3",
+    "internlm2": "InternLM 3",
+    "minicpm": "MiniCPM3-4B",
+    "phi3small": "Phi 4 mini",
+    "qwen": "Qwen 1.5 or newer",
+}
+"""Newer models that are served, by the types of models that bring code of their own."""
 _LARGEST_SIZE = 2**31 - 1
 """Sizes are stored as int32 in kernels' arguments."""
 
@@ -147,6 +157,8 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
         return
     name = (stated.get("architectures") or [model_type])[0]
     reason = f"{name}: transformers {transformers.__version__} has no model of type {model_type!r}"
+    if model_type in _SUCCESSORS and "auto_map" in stated:
+        reason += f"; use {_SUCCESSORS[model_type]} instead"
     if "auto_map" in stated:
         raise UnsupportedModelError(
             f"{reason}; {folder} contains Python code for it, which runs only with --trust-remote-code, and works"

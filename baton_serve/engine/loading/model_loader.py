@@ -32,6 +32,7 @@ from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
 from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.online import QuantizationPlan
+from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.vision.decoder import decoder_config, reads_images
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
@@ -55,6 +56,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a decoder, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder, gguf = model_folder(config.model), gguf_file(config)
+    ModelRegistry.make_known(folder)
     hf_config = decoder_config(read_config(folder, config))
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
