@@ -53,6 +53,7 @@ EQUIVALENTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": ("engine_step_timeout_s", _as_it_is),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ("keep_alive_timeout_s", _as_it_is),
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ("allow_runtime_lora_updating", _switch),
+    "VLLM_LORA_RESOLVER_CACHE_DIR": ("lora_resolver_folder", _as_it_is),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": ("allow_long_max_model_len", _switch),
     "VLLM_XPU_FP8_DTYPE": ("fp8_dtype", _as_it_is),
 }

@@ -12,6 +12,7 @@ import msgspec
 from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.generation_starter import GenerationStarter
 from baton_serve.services.router.api.model_view import ModelView
+from baton_serve.services.router.cluster.adapter_folder import AdapterFolder
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.readiness import count_pools
 from baton_serve.services.router.protocol.asgi import RequestContext, while_connected
@@ -82,6 +83,8 @@ class ModelService:
         self._max_early = settings.max_concurrent_requests
         self._limits_version = -1
         self._known_limits: ModelLimits | None = None
+        self.adapter_folder: AdapterFolder | None = None
+        """Loads adapters at the first request for them; only the default model's service has it."""
         self.siblings: list[ModelService] = [self]
         """The services of all models of this router, this one included."""
 
@@ -125,7 +128,13 @@ class ModelService:
                 )
             finally:
                 self._num_early -= 1
+        if self.adapter_folder is not None and requested is not None and not self._is_served(requested):
+            await self.adapter_folder.resolve(requested)
         return self.of(requested)
+
+    def _is_served(self, name: str) -> bool:
+        """Return whether a model or adapter of the router has this name."""
+        return any(name in sibling.view.names() or name in sibling.view.adapters() for sibling in self.siblings)
 
     def _has_instances(self, requested: str | None) -> bool:
         """Return whether an instance of the requested model is known.

@@ -5,10 +5,12 @@ Both are refused unless the router runs with `--allow-runtime-lora-updating`.
 
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.adapter_changes import AdapterRollout
+from baton_serve.services.router.cluster.adapter_folder import AdapterFolder, FoundAdapter
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.protocol.asgi import Asgi, Receive, RequestContext, Scope, Send, read_body
 from baton_serve.services.router.protocol.errors import BadRequestError, NotFoundError, UnavailableError
@@ -30,6 +32,16 @@ def adapter_endpoints(service: ModelService) -> tuple[Asgi, Asgi]:
     `service` is that of the default model; a request may name another one.
     """
     rollout = AdapterRollout(service.cluster)
+
+    async def load_found(found: FoundAdapter) -> None:
+        # With several models only the adapter's config names the one it belongs to.
+        fitting = [sibling for sibling in service.siblings if found.base in sibling.view.names()]
+        target = service if len(service.siblings) == 1 else next(iter(fitting), None)
+        if target is not None:
+            await rollout.load(_workers(target), found.name, found.path)
+
+    if (folder := service.settings.lora_resolver_folder) is not None:
+        service.adapter_folder = AdapterFolder(Path(folder), load_found)
 
     async def load(target: ModelService, request: LoadAdapterRequest) -> str:
         name = request.lora_name

@@ -81,6 +81,13 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
             " call; for development"
         ),
     ] = False
+    lora_resolver_folder: Annotated[
+        str | None,
+        Meta(
+            description="folder of LoRA adapters; a request for an unknown model loads the adapter of that name."
+            " Router and instances must see the folder under this path"
+        ),
+    ] = None
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="serve the tokenizer's configuration at GET /tokenizer_info")
     ] = False

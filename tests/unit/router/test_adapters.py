@@ -1,6 +1,7 @@
 """Adapters: names of their own, blocks of their own, and instances that have them."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 
@@ -190,3 +191,50 @@ def test_an_instance_that_is_lost_while_an_adapter_is_loaded_is_not_waited_for(s
         assert (await router.complete(model="poet", prompt=PROMPT, max_tokens=3))["model"] == "poet"
 
     serve(test, decode=2, allow_runtime_lora_updating=True)
+
+
+def put_adapter(folder: Path, name: str) -> str:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "adapter_config.json").write_text('{"r": 2}')
+    return str(folder / name)
+
+
+def test_an_unknown_model_is_looked_up_in_the_folder_of_adapters_and_loaded_once(serve: Serve, tmp_path: Path) -> None:
+    path = put_adapter(tmp_path / "adapters", "poet")
+
+    async def test(router: Router) -> None:
+        asked = [router.complete(model="poet", prompt=PROMPT, max_tokens=3) for _ in range(4)]
+        assert [answer["model"] for answer in await asyncio.gather(*asked)] == ["poet"] * 4
+        assert changes(router, "prefill-0") == changes(router, "decode-0") == ["LoadAdapter poet"]
+        assert router.fakes["decode-0"].record.adapters[0].path == path
+
+    serve(test, lora_resolver_folder=str(tmp_path / "adapters"))
+
+
+def test_no_name_of_a_model_leaves_the_folder_of_adapters(serve: Serve, tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    put_adapter(folder, "inner/nested")
+    outside = put_adapter(tmp_path, "outside")
+
+    async def test(router: Router) -> None:
+        for name in ("../outside", outside, "..", ".", "inner/nested", "inner", "a\0b", "nobody"):
+            answer = await router.http.post("/v1/completions", json={"model": name, "prompt": PROMPT})
+            assert answer.status_code in (400, 404), (name, answer.text)
+        assert changes(router, "prefill-0") == []
+
+    serve(test, lora_resolver_folder=str(folder))
+
+
+def test_an_adapter_of_the_folder_that_instances_refuse_is_not_loaded_for_every_request(
+    serve: Serve, tmp_path: Path
+) -> None:
+    path = put_adapter(tmp_path, "huge")
+
+    async def test(router: Router) -> None:
+        router.fakes["decode-0"].no_adapters = {path}
+        for _ in range(3):
+            answer = await router.http.post("/v1/completions", json={"model": "huge", "prompt": PROMPT})
+            assert (answer.status_code, "a rank too high" in answer.text) == (400, True)
+        assert changes(router, "prefill-0") == ["LoadAdapter huge", "UnloadAdapter huge"]
+
+    serve(test, lora_resolver_folder=str(tmp_path))

@@ -1,0 +1,92 @@
+"""Finds LoRA adapters by name in a folder, for requests that name a model which no instance has yet."""
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_serve.services.router.protocol.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Names that are looked up: one part of a path, and never `..`, so that a request cannot leave the folder."""
+_MAX_CONFIG_BYTES = 1 << 20
+RETRY_AFTER_S = 30.0
+"""Seconds for which a refused adapter is not loaded again; every request for it gets the same error."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAdapter:
+    """An adapter in the folder. `base` is the model that it was trained for, as its config names it."""
+
+    name: str
+    path: str
+    base: str | None
+
+
+class AdapterFolder:
+    """Loads adapters at the first request for them. Each name is loaded once at a time. Event loop only.
+
+    `load` loads an adapter on all instances and raises `ApiError` if that fails. The instances limit the number of
+    adapters (`--max-cpu-loras`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        load: Callable[[FoundAdapter], Awaitable[None]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder.absolute()
+        self._load = load
+        self._clock = clock
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, tuple[float, ApiError]] = {}
+
+    async def resolve(self, name: str) -> None:
+        """Load the adapter of this name if the folder has it. Raises `ApiError` if an instance refuses it."""
+        if _NAME.fullmatch(name) is None:
+            return
+        # No await lies between this look-up and the new entry, so that a name is never loaded twice at a time.
+        if (task := self._loading.get(name)) is None:
+            task = asyncio.get_running_loop().create_task(self._find_and_load(name), name="adapter of the folder")
+            self._loading[name] = task
+        # A client that disconnects must not cancel the load for the others.
+        await asyncio.shield(task)
+
+    async def _find_and_load(self, name: str) -> None:
+        """Load the adapter of this name if the folder has it, and remember a refusal. Raises `ApiError`."""
+        try:
+            if (found := await asyncio.to_thread(self._find, name)) is None:
+                return
+            self._refused = {key: one for key, one in self._refused.items() if one[0] > self._clock()}
+            if name in self._refused:
+                raise self._refused[name][1].with_traceback(None)
+            await self._load(found)
+        except ApiError as exc:
+            logger.warning("cannot load LoRA adapter %s from %s: %s", name, self._folder, exc)
+            # Errors of the server pass: the next request may find instances that answer.
+            if exc.status < 500:
+                self._refused.setdefault(name, (self._clock() + RETRY_AFTER_S, exc))
+            raise
+        finally:
+            del self._loading[name]
+
+    def _find(self, name: str) -> FoundAdapter | None:
+        """Return the adapter of this name, or None if the folder has none that PEFT could have written."""
+        path = self._folder / name
+        config = path / "adapter_config.json"
+        try:
+            if not config.is_file() or config.stat().st_size > _MAX_CONFIG_BYTES:
+                return None
+            read = json.loads(config.read_text())
+        except (OSError, ValueError):
+            return None
+        base = read.get("base_model_name_or_path") if isinstance(read, dict) else None
+        return FoundAdapter(name, str(path), base if isinstance(base, str) else None)
