@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from baton_serve.bench.router.http_load import HttpError, LoadConnection, post
-from baton_serve.bench.serving.serve import RequestOutcome
+from baton_serve.bench.serving.load_client import RequestOutcome
 from baton_serve.bench.serving.workload import BenchRequest
 
 START_DELAY_S = 3.0

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 import httpx
 
 from baton_serve.bench.report import Row, show
+from baton_serve.bench.serving.load_client import BenchTarget, RequestOutcome, drive
 from baton_serve.bench.serving.peers import Server, running
-from baton_serve.bench.serving.serve import RequestOutcome, drive
 from baton_serve.bench.serving.workload import random_requests
 from baton_serve.child_command import module_command
 
@@ -81,7 +81,7 @@ def _send(url: str, options: argparse.Namespace) -> list[RequestOutcome]:
     requests = random_requests(
         count=count, input_tokens=options.input_len, output_tokens=16, rate_per_s=float("inf"), range_ratio=0.0, seed=3
     )
-    load = argparse.Namespace(max_concurrency=1, base_url=url, model=None, api_key=None, ignore_eos=True, explain=True)
+    load = BenchTarget(url, max_concurrency=1, headers={"x-baton-explain": "1"})
     outcomes, _ = asyncio.run(drive(requests, load))
     return outcomes[WARM_UP:]
 

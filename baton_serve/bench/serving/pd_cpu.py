@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import httpx
 
 from baton_serve.bench.report import Row, show
+from baton_serve.bench.serving.load_client import BenchTarget, drive, percentile
 from baton_serve.bench.serving.peers import FIRST_TOKEN, LAST_TOKEN, START_S, Server, running
-from baton_serve.bench.serving.serve import drive, percentile
 from baton_serve.bench.serving.workload import BenchRequest
 from baton_serve.child_command import module_command
 
@@ -65,9 +65,7 @@ def measure(setup: CpuSetup, options: argparse.Namespace, *, seed: int) -> Value
         return [BenchRequest(at_s=0.0, prompt=prompt, max_tokens=options.output) for prompt in prompts]
 
     with running(Server(setup.name, [*serve, *setup.flags, *options.baton_args])) as url:
-        sending = argparse.Namespace(
-            base_url=url, model=None, api_key=None, ignore_eos=True, max_concurrency=options.concurrency
-        )
+        sending = BenchTarget(url, max_concurrency=options.concurrency)
         wait_for_instances(url, 2 if setup.is_apart else 1)
         asyncio.run(drive(requests(WARM_UP), sending))
         outcomes, seconds = asyncio.run(drive(requests(options.requests), sending))

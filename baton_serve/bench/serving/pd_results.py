@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from baton_serve.bench.serving.serve import RequestOutcome, percentile
+from baton_serve.bench.serving.load_client import RequestOutcome, percentile
 
 APART, UNIFIED = "1P1D", "2 unified"
 OBJECTIVES_MS = (6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200)

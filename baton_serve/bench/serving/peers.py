@@ -29,7 +29,7 @@ from typing import IO
 import httpx
 
 from baton_serve.bench.report import Row, show
-from baton_serve.bench.serving.serve import RequestOutcome, drive
+from baton_serve.bench.serving.load_client import BenchTarget, RequestOutcome, drive
 from baton_serve.bench.serving.workload import BenchRequest
 from baton_serve.child_command import module_command
 
@@ -153,18 +153,16 @@ class LoadGenerator:
 
     def __init__(self, url: str, model: str | None) -> None:
         self._random = random.Random(0)
-        self._options = argparse.Namespace(
-            base_url=url, model=model, api_key=None, ignore_eos=True, max_concurrency=None
-        )
+        self._target = BenchTarget(url, model)
 
     def send(self, count: int, prompt_tokens: int, max_tokens: int) -> tuple[list[RequestOutcome], float]:
         """Send `count` requests at once; return their outcomes and the seconds until the last one ended. Raises
         `SystemExit` if one fails."""
         prompts = ([self._random.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(prompt_tokens)] for _ in range(count))
         requests = [BenchRequest(at_s=0.0, prompt=prompt, max_tokens=max_tokens) for prompt in prompts]
-        outcomes, seconds = asyncio.run(drive(requests, self._options))
+        outcomes, seconds = asyncio.run(drive(requests, self._target))
         if failed := [o.error for o in outcomes if o.error]:
-            raise SystemExit(f"baton-bench peers: {self._options.base_url} answered {failed[0]}")
+            raise SystemExit(f"baton-bench peers: {self._target.base_url} answered {failed[0]}")
         return outcomes, seconds
 
 

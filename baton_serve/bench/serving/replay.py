@@ -16,7 +16,9 @@ from collections.abc import Sequence
 import httpx
 
 from baton_serve.bench.report import Row, show
-from baton_serve.bench.serving.serve import RequestOutcome, drive, summarise
+from baton_serve.bench.serving.load_client import BenchTarget, RequestOutcome, drive
+from baton_serve.bench.serving.serve_report import measure
+from baton_serve.bench.serving.serve_report import rows as served_rows
 from baton_serve.bench.serving.traces import Trace, TraceError
 from baton_serve.bench.serving.workload import trace_requests
 from baton_serve.bench.simulation import options as shared
@@ -99,11 +101,18 @@ def _simulated(options: argparse.Namespace, trace: Trace) -> list[Row]:
 
 
 def _served(options: argparse.Namespace, trace: Trace) -> list[Row]:
-    options.model, options.ignore_eos = options.served_model_name, not options.no_ignore_eos
+    target = BenchTarget(
+        options.base_url,
+        options.served_model_name,
+        headers={"authorization": f"Bearer {options.api_key}"} if options.api_key else {},
+        ignore_eos=not options.no_ignore_eos,
+        max_concurrency=options.max_concurrency,
+    )
     requests = trace_requests(trace, seed=options.seed, token_ids=options.token_ids)
     before = _counters(options.base_url)
-    outcomes, duration_s = asyncio.run(drive(requests, options))
-    report = [Row("replay", row.case, row.value, row.unit) for row in summarise(outcomes, duration_s, options)]
+    outcomes, duration_s = asyncio.run(drive(requests, target))
+    objectives = {"ttft": options.goodput_ttft_ms, "tpot": options.goodput_tpot_ms}
+    report = served_rows(measure(outcomes, duration_s, objectives=objectives), "replay")
     hit_rate = hit_rate_of(outcomes, before, _counters(options.base_url))
     return report if hit_rate is None else [*report, Row("replay", "Prefix token hit rate", hit_rate * 100, "%")]
 

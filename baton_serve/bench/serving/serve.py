@@ -1,228 +1,214 @@
-"""Send load to any OpenAI-compatible completions endpoint and print the report of `vllm bench serve`.
+"""Send load to an OpenAI-compatible server and print the report of `vllm bench serve`, whose flags it takes.
 
-Token counts come from the server's usage. As in vLLM's benchmark, the arrival of a chunk counts as the arrival of one
-token.
+`baton-bench serve --backend openai-chat --host 127.0.0.1 --port 8000 --dataset-name random --random-input-len 1024
+--random-output-len 512 --num-prompts 10 --request-rate inf --goodput ttft:500 tpot:50 --save-result`
 """
 
 import argparse
 import asyncio
 import json
-import statistics
+import math
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from baton_serve.bench.report import Row, show
+from baton_serve.bench.report import show
+from baton_serve.bench.serving import serve_options
+from baton_serve.bench.serving.datasets import (
+    Arrivals,
+    DatasetError,
+    RandomLengths,
+    TextMeasure,
+    custom_dataset,
+    random_dataset,
+    read_tokenizer,
+    sharegpt_dataset,
+)
+from baton_serve.bench.serving.load_client import BenchTarget, connect, drive, first_model, wait_until_ready
+from baton_serve.bench.serving.serve_report import ServeMeasures, measure, result_fields, rows, text
 from baton_serve.bench.serving.traces import TraceError, load_trace
-from baton_serve.bench.serving.workload import BenchRequest, random_requests, trace_requests
+from baton_serve.bench.serving.workload import BenchRequest, trace_requests
 
-
-@dataclass(slots=True)
-class RequestOutcome:
-    """Times of one request in seconds; `itls_s` are the gaps between chunks. `error` is None if it succeeded."""
-
-    ttft_s: float = 0.0
-    latency_s: float = 0.0
-    itls_s: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache; None if the server does not report them."""
-    to_step_s: float | None = None
-    """Seconds from prefill's end to decode's first step; only with the header x-baton-explain."""
-    held_s: float = 0.0
-    """Part of TTFT for which the router held back the first token; only with x-baton-explain."""
-    decision: str = ""
-    """Placement decision, such as `disaggregated`; only with x-baton-explain."""
-    error: str | None = None
-
-    @property
-    def tpot_s(self) -> float:
-        return (self.latency_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
-
-
-async def send(client: httpx.AsyncClient, request: BenchRequest, options: argparse.Namespace) -> RequestOutcome:
-    """Stream one request and return its outcome. HTTP errors go to `error`; they are not raised."""
-    outcome = RequestOutcome()
-    body = {
-        "model": options.model,
-        "prompt": request.prompt,
-        "max_tokens": request.max_tokens,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    } | ({"ignore_eos": True} if options.ignore_eos else {})
-    # `last` is the arrival of the last token, so that the usage chunk at the end does not count as latency.
-    started = last = time.perf_counter()
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                outcome.error = f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
-                return outcome
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                now = time.perf_counter()
-                chunk = json.loads(line[6:])
-                if usage := chunk.get("usage"):
-                    outcome.prompt_tokens = usage["prompt_tokens"]
-                    outcome.output_tokens = usage["completion_tokens"]
-                    outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                if isinstance(baton := chunk.get("baton"), dict):
-                    outcome.to_step_s = baton.get("handoff_to_step_s")
-                if not chunk.get("choices"):
-                    continue
-                if outcome.ttft_s == 0.0:
-                    outcome.ttft_s = now - started
-                else:
-                    outcome.itls_s.append(now - last)
-                last = now
-    except httpx.HTTPError as exc:
-        outcome.error = repr(exc)
-    outcome.latency_s = last - started
-    return outcome
-
-
-async def drive(requests: list[BenchRequest], options: argparse.Namespace) -> tuple[list[RequestOutcome], float]:
-    """Send each request at its time, at most `max_concurrency` at once. Return outcomes in order, and the seconds
-    until the last one ended."""
-    gate = asyncio.Semaphore(options.max_concurrency or len(requests))
-    # httpx allows 100 connections by default, which would limit the concurrency unnoticed.
-    limits = httpx.Limits(max_connections=None)
-    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    if getattr(options, "explain", False):
-        headers["x-baton-explain"] = "1"
-    async with httpx.AsyncClient(
-        base_url=options.base_url, timeout=getattr(options, "timeout_s", 600), limits=limits, headers=headers
-    ) as client:
-        if options.model is None:
-            options.model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-        started = time.perf_counter()
-
-        async def one(request: BenchRequest) -> RequestOutcome:
-            await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - started)))
-            async with gate:
-                return await send(client, request, options)
-
-        outcomes = await asyncio.gather(*(one(request) for request in requests))
-        return outcomes, time.perf_counter() - started
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """Return a percentile with linear interpolation, to a tenth of a percent."""
-    return (
-        statistics.quantiles(values, n=1000, method="inclusive")[round(percent * 10) - 1]
-        if len(values) > 1
-        else values[0]
-    )
-
-
-def summarise(outcomes: list[RequestOutcome], duration_s: float, options: argparse.Namespace) -> list[Row]:
-    """Return the rows of `vllm bench serve`'s report. Raises `SystemExit` if no request succeeded."""
-    good = [o for o in outcomes if o.error is None]
-    if not good:
-        raise SystemExit(f"baton-bench serve: no request succeeded; the first error was {outcomes[0].error}")
-    tokens_in, tokens_out = sum(o.prompt_tokens for o in good), sum(o.output_tokens for o in good)
-    within = [
-        o for o in good if o.ttft_s * 1e3 <= options.goodput_ttft_ms and o.tpot_s * 1e3 <= options.goodput_tpot_ms
-    ]
-    rows = [
-        ("Successful requests", len(good), ""),
-        ("Failed requests", len(outcomes) - len(good), ""),
-        ("Benchmark duration", duration_s, "s"),
-        ("Total input tokens", tokens_in, ""),
-        ("Total generated tokens", tokens_out, ""),
-        ("Request throughput", len(good) / duration_s, "req/s"),
-        ("Request goodput", len(within) / duration_s, "req/s"),
-        ("Output token throughput", tokens_out / duration_s, "tok/s"),
-        ("Total token throughput", (tokens_in + tokens_out) / duration_s, "tok/s"),
-    ]
-    for name, values in (
-        ("TTFT", [o.ttft_s for o in good]),
-        ("TPOT", [o.tpot_s for o in good if o.output_tokens > 1]),
-        ("ITL", [itl for o in good for itl in o.itls_s]),
-        ("E2EL", [o.latency_s for o in good]),
-    ):
-        if values:
-            rows += [
-                (f"Mean {name}", statistics.fmean(values) * 1e3, "ms"),
-                (f"Median {name}", statistics.median(values) * 1e3, "ms"),
-                (f"P99 {name}", percentile(values, 99) * 1e3, "ms"),
-            ]
-    return [Row(bench="serve", case=case, value=float(value), unit=unit) for case, value, unit in rows]
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="baton-bench serve", description=__doc__)
-    made.add_argument("--base-url", default="http://127.0.0.1:8000", help="URL of the server")
-    made.add_argument("--model", help="model name in requests (default: the first one of /v1/models)")
-    made.add_argument("--api-key", help="API key for the server")
-    made.add_argument(
-        "--dataset-name", choices=("random", "trace"), default="random", help="random prompts, or a trace file"
-    )
-    made.add_argument(
-        "--dataset-path", type=Path, help="trace file for --dataset-name trace: Azure's .csv or Mooncake's .jsonl"
-    )
-    made.add_argument("--length-scale", type=float, default=1.0, help="factor for the lengths of a trace")
-    made.add_argument("--time-scale", type=float, default=1.0, help="factor for the times of a trace")
-    made.add_argument("--num-prompts", type=int, default=100, help="number of requests")
-    made.add_argument(
-        "--random-input-len", type=int, default=1024, help="prompt tokens of random requests, approximately"
-    )
-    made.add_argument("--random-output-len", type=int, default=128, help="output tokens of random requests")
-    made.add_argument(
-        "--random-range-ratio", type=float, default=0.0, help="relative variation of the lengths: 0.1 means ±10 %%"
-    )
-    made.add_argument(
-        "--request-rate",
-        type=float,
-        default=float("inf"),
-        help="requests per second with Poisson arrivals (default: all at once)",
-    )
-    made.add_argument("--max-concurrency", type=int, help="most concurrent requests (default: no limit)")
-    made.add_argument("--ignore-eos", action="store_true", help="generate all output tokens, even after the end token")
-    made.add_argument("--goodput-ttft-ms", type=float, default=float("inf"), help="TTFT target of a good request in ms")
-    made.add_argument("--goodput-tpot-ms", type=float, default=float("inf"), help="TPOT target of a good request in ms")
-    made.add_argument("--num-warmups", type=int, default=1, help="requests that are sent first and not counted")
-    made.add_argument("--seed", type=int, default=0, help="seed of prompts and arrival times")
-    made.add_argument("--json", action="store_true", help="print one JSON object per row")
-    return made
+PROFILE_TIMEOUT_S = 120.0
+"""Longest time in which the server starts a profile, or writes it."""
 
 
 def run(arguments: list[str]) -> None:
-    options = parser().parse_args(arguments)
-    if options.dataset_name == "trace":
-        if options.dataset_path is None:
-            raise SystemExit("baton-bench serve: --dataset-name trace needs --dataset-path")
-        try:
-            trace = load_trace(
-                options.dataset_path,
-                count=options.num_prompts,
-                length_scale=options.length_scale,
-                time_scale=options.time_scale,
-            )
-        except TraceError as exc:
-            raise SystemExit(f"baton-bench serve: {exc}") from exc
-        requests = trace_requests(trace, seed=options.seed)
+    options = serve_options.parse(arguments)
+    try:
+        requests = make_requests(options)
+    except (DatasetError, TraceError) as exc:
+        raise SystemExit(f"baton-bench serve: {exc}") from exc
+    target = make_target(options)
+    if options.ready_check_timeout_sec > 0:
+        asyncio.run(wait_until_ready(_warmups(1)[0], target, timeout_s=options.ready_check_timeout_sec))
+    try:
+        if target.model is None:
+            target = replace(target, model=asyncio.run(_first_model(target)))
+        measures = _measure(requests, target, options)
+    except httpx.HTTPError as exc:
+        raise SystemExit(
+            f"baton-bench serve: {options.base_url} does not answer ({exc!r}); start the server, or give --base-url, "
+            "or --ready-check-timeout-sec to wait for it"
+        ) from exc
+    if options.json:
+        show(rows(measures, "serve"), as_json=True)
     else:
-        requests = random_requests(
-            count=options.num_prompts,
+        print(text(measures, max_concurrency=options.max_concurrency, request_rate=options.request_rate))
+    if options.save_result or options.append_result:
+        _save(options, measures, target)
+
+
+def make_requests(options: argparse.Namespace) -> list[BenchRequest]:
+    """Return the requests of the data set with their times. Raises `DatasetError` or `TraceError`."""
+    count, seed, path = options.num_prompts, options.seed, options.dataset_path
+    if options.dataset_name == "trace":
+        scales = {"length_scale": options.length_scale, "time_scale": options.time_scale}
+        return trace_requests(load_trace(path, count=count, **scales), seed=seed)
+    if options.dataset_name == "custom":
+        tokens, shuffle = options.custom_output_len, not options.disable_shuffle
+        found = custom_dataset(path, count, output_tokens=tokens, seed=seed, shuffle=shuffle)
+    elif options.dataset_name == "sharegpt":
+        found = sharegpt_dataset(
+            path, count, _text_measure(options), output_tokens=options.sharegpt_output_len, seed=seed
+        )
+    else:
+        lengths = RandomLengths(
             input_tokens=options.random_input_len,
             output_tokens=options.random_output_len,
-            rate_per_s=options.request_rate,
+            prefix_tokens=options.random_prefix_len,
             range_ratio=options.random_range_ratio,
-            seed=options.seed,
         )
-    for warmup in random_requests(
-        count=options.num_warmups,
-        input_tokens=64,
-        output_tokens=4,
-        rate_per_s=float("inf"),
-        range_ratio=0,
-        seed=-1,
-    ):
-        asyncio.run(drive([warmup], options))
-    outcomes, duration_s = asyncio.run(drive(requests, options))
-    show(summarise(outcomes, duration_s, options), as_json=options.json)
+        found = random_dataset(count, lengths, _text_measure(options), seed)
+    arrivals = Arrivals(
+        options.request_rate,
+        options.burstiness,
+        options.ramp_up_strategy,
+        options.ramp_up_start_rps or 0.0,
+        options.ramp_up_end_rps or 0.0,
+    )
+    return [replace(request, at_s=at) for request, at in zip(found, arrivals.times(count, seed), strict=True)]
+
+
+def _text_measure(options: argparse.Namespace) -> TextMeasure:
+    """Return what counts tokens. Raises `DatasetError` if the tokenizer that is named does not exist."""
+    name = options.tokenizer or options.model
+    if name is None or options.skip_tokenizer_init:
+        return TextMeasure(None)
+    tokenizer = read_tokenizer(name)
+    if tokenizer is None and options.tokenizer is not None:
+        raise DatasetError(f"--tokenizer {name} is neither a folder nor a cached model with tokenizer.json")
+    if tokenizer is None:
+        sys.stderr.write(f"{name} has no tokenizer here, so lengths are estimated; give --tokenizer FOLDER\n")
+    return TextMeasure(tokenizer)
+
+
+def make_target(options: argparse.Namespace) -> BenchTarget:
+    """Return the server, and what each request contains."""
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    sampling = {name: getattr(options, name) for name in serve_options.SAMPLING if name != "temperature"}
+    logprobs: dict[str, Any] = {"logprobs": options.logprobs}
+    if options.logprobs is not None and options.backend == "openai-chat":
+        logprobs = {"logprobs": True, "top_logprobs": options.logprobs}
+    given = {name: value for name, value in (sampling | logprobs).items() if value is not None}
+    return BenchTarget(
+        base_url=options.base_url,
+        model=options.served_model_name or options.model,
+        backend=options.backend,
+        endpoint=options.endpoint,
+        headers=headers | dict(options.header),
+        request_id_prefix=options.request_id_prefix,
+        extra=(given if options.backend != "openai-embeddings" else {}) | options.extra_body,
+        adapters=tuple(options.lora_modules),
+        ignore_eos=options.ignore_eos,
+        temperature=options.temperature,
+        max_concurrency=options.max_concurrency,
+        verify_tls=not options.insecure,
+    )
+
+
+def _measure(requests: Sequence[BenchRequest], target: BenchTarget, options: argparse.Namespace) -> ServeMeasures:
+    """Warm up, send all requests and return what was measured. Raises `SystemExit` if no request succeeded."""
+    if options.num_warmups:
+        asyncio.run(drive(_warmups(options.num_warmups), target))
+    progress = _progress(len(requests)) if sys.stderr.isatty() and not options.disable_tqdm else lambda: None
+    if options.profile:
+        _profile(target, "/start_profile")
+    try:
+        outcomes, duration_s = asyncio.run(drive(requests, target, on_end=progress))
+    finally:
+        if options.profile:
+            _profile(target, "/stop_profile")
+    return measure(
+        outcomes,
+        duration_s,
+        metrics=options.percentile_metrics,
+        percentiles=options.metric_percentiles,
+        objectives=dict(options.goodput),
+    )
+
+
+def _warmups(count: int) -> list[BenchRequest]:
+    """Return short requests that share no prefix with a measured prompt."""
+    return random_dataset(count, RandomLengths(64, 4), TextMeasure(None), seed=-1)
+
+
+async def _first_model(target: BenchTarget) -> str:
+    async with connect(target) as client:
+        return await first_model(client)
+
+
+def _profile(target: BenchTarget, path: str) -> None:
+    """Start or stop the server's profiler. Raises `SystemExit` if it has none."""
+    answer = httpx.post(
+        f"{target.base_url}{path}", headers=target.headers, timeout=PROFILE_TIMEOUT_S, verify=target.verify_tls
+    )
+    if answer.status_code != 200:
+        raise SystemExit(f"baton-bench serve: --profile: the server answered {answer.status_code} to {path}")
+
+
+def _progress(count: int) -> Callable[[], None]:
+    """Return a function that counts one more request on the terminal, at most every 0.1 seconds."""
+    done, shown_s = 0, 0.0
+
+    def count_one() -> None:
+        nonlocal done, shown_s
+        done += 1
+        if done == count or time.monotonic() - shown_s >= 0.1:
+            shown_s = time.monotonic()
+            sys.stderr.write(f"\r{done}/{count} requests" + ("\n" if done == count else ""))
+            sys.stderr.flush()
+
+    return count_one
+
+
+def _save(options: argparse.Namespace, measures: ServeMeasures, target: BenchTarget) -> None:
+    """Write the result with the names of vLLM's file, and print its path."""
+    now, model = time.strftime("%Y%m%d-%H%M%S"), options.model or target.model
+    rate: float | str = "inf" if math.isinf(options.request_rate) else options.request_rate
+    result = {
+        "date": now,
+        "endpoint_type": options.backend,
+        "backend": options.backend,
+        "label": options.label,
+        "model_id": model,
+        "tokenizer_id": options.tokenizer or model,
+        "num_prompts": options.num_prompts,
+        **dict(options.metadata),
+        "request_rate": rate,
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+        **result_fields(measures, detailed=options.save_detailed),
+    }
+    concurrency = f"-concurrency{options.max_concurrency}" if options.max_concurrency is not None else ""
+    name = f"{options.label or options.backend}-{rate}qps{concurrency}-{Path(model or 'model').name}-{now}.json"
+    path = Path(options.result_dir) / (options.result_filename or name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if options.append_result else "w") as file:
+        file.write(json.dumps(result) + "\n")
+    print(f"result: {path}")

@@ -3,7 +3,7 @@
 import pytest
 
 from baton_serve.bench.serving.handoff import added_s, exposed_s
-from baton_serve.bench.serving.serve import RequestOutcome
+from baton_serve.bench.serving.load_client import RequestOutcome
 
 
 def test_the_second_token_is_compared_with_those_after_it() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from baton_serve.bench.serving.load_client import RequestOutcome
 from baton_serve.bench.serving.pd import parser, rows_of, run, setups
 from baton_serve.bench.serving.pd_results import (
     APART,
@@ -17,7 +18,6 @@ from baton_serve.bench.serving.pd_results import (
     losses,
     read_runs,
 )
-from baton_serve.bench.serving.serve import RequestOutcome
 
 
 def outcome(ttft_s: float, gaps_ms: list[float], error: str | None = None) -> RequestOutcome:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from baton_serve.bench.serving.load_client import RequestOutcome
 from baton_serve.bench.serving.replay import hit_rate_of, parse_counters, run
-from baton_serve.bench.serving.serve import RequestOutcome
 from baton_serve.bench.serving.traces import Trace, TraceRequest
 from baton_serve.bench.serving.workload import trace_requests
 from tests.unit.bench.tiny_trace import conversations, write_conversations
