@@ -4,10 +4,12 @@ This module is above all layers: it passes the options of the router and of inst
 `services.local` must not import them.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from baton_serve.child_command import module_command
 from baton_serve.services.common.settings.configuration import nearest
 from baton_serve.services.common.version import VERSION
 
@@ -20,6 +22,7 @@ COMMANDS = {
     "chat": "chat in the terminal, with a running server or with a model",
     "complete": "the same with completions of texts",
     "run-batch": "answer the requests of a file (OpenAI's batch format)",
+    "bench": "run a benchmark: serve, latency, throughput (as `vllm bench`), and those of `baton-bench`",
     "pull": "download a model from the Hugging Face hub",
     "unpack": "turn a single GGUF file into a model folder",
     "doctor": "check whether this machine can serve models, with remedies",
@@ -72,6 +75,10 @@ def _run(command: str, argv: list[str]) -> int | None:
         from baton_serve.services.router.settings import RouterSettings
 
         return serve(argv, router=options_of(RouterSettings), instance=options_of(InstanceSettings))
+    if command == "bench":
+        # The benchmarks are no part of the product, so they replace this process and are not imported into it.
+        program = module_command("baton_serve.bench.cli", *argv)
+        os.execv(program[0], program)
     module, function = FUNCTIONS.get(command, (f"baton_serve.services.{command}.main", "main"))
     run: Callable[[list[str]], int | None] = getattr(import_module(module), function)
     return run(argv)

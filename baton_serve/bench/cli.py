@@ -9,6 +9,9 @@ BENCHES = {
         "serving.serve",
         "send load to any OpenAI-compatible server: TTFT, TPOT, ITL, goodput (as `vllm bench serve`)",
     ),
+    "latency": ("offline.latency", "measure the latency of one batch through `LLM` (as `vllm bench latency`)"),
+    "throughput": ("offline.throughput", "measure many prompts at once through `LLM` (as `vllm bench throughput`)"),
+    "accuracy": ("offline.accuracy", "check the answers to generated tasks: each format of weights and KV cache"),
     "replay": ("serving.replay", "replay a public trace, scaled, against a server or simulated instances"),
     "plan": (
         "simulation.plan",
@@ -72,3 +75,7 @@ def main() -> None:
         if errors is None or not isinstance(exc, errors.EngineError):
             raise
         sys.exit(f"baton-bench {name}: {exc}")
+
+
+if __name__ == "__main__":  # as `baton bench` starts it
+    main()

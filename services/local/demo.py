@@ -77,10 +77,10 @@ class DemoPrompt:
         return self.facts[3], self.facts[-9]
 
 
-def make_demo_prompt(random: Random) -> DemoPrompt:
-    """Return a prompt with `NUM_FACTS` facts, their order, words and codes drawn from `random`."""
-    things = random.sample([f"{kind} {thing}" for kind in _KINDS for thing in _THINGS], NUM_FACTS)
-    codes = random.sample(range(1000, 10_000), NUM_FACTS)
+def make_demo_prompt(random: Random, *, num_facts: int = NUM_FACTS) -> DemoPrompt:
+    """Return a prompt with `num_facts` facts, their order, words and codes drawn from `random`."""
+    things = random.sample([f"{kind} {thing}" for kind in _KINDS for thing in _THINGS], num_facts)
+    codes = random.sample(range(1000, 10_000), num_facts)
     facts = [Fact(thing, str(code)) for thing, code in zip(things, codes, strict=True)]
     sentences: list[str] = []
     for number, fact in enumerate(facts):

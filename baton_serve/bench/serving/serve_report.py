@@ -1,4 +1,4 @@
-"""The measures of a run of `baton-bench serve`: as text and as JSON with the names of `vllm bench serve`, and as rows."""
+"""The measures of a run of `baton-bench serve`: as text and JSON with the names of `vllm bench serve`, and as rows."""
 
 import math
 import statistics

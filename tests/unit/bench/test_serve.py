@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton_serve.bench.offline import accuracy
 from baton_serve.bench.serving import serve_options
 from baton_serve.bench.serving.load_client import percentile
 from baton_serve.bench.serving.serve import run
@@ -158,3 +159,16 @@ def test_percentiles_are_those_of_numpy() -> None:
     values = [4.0, 1.0, 3.0, 2.0]
     assert [percentile(values, percent) for percent in (0, 50, 99, 100)] == [1.0, 2.5, pytest.approx(3.97), 4.0]
     assert percentile([5.0], 99) == 5.0
+
+
+def test_accuracy_asks_a_server_for_greedy_chats(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tasks", "4", "--json"]
+    with serving() as server:
+        accuracy.run(["--base-url", server.url, "--reference", "0", *flags])
+        with pytest.raises(SystemExit, match=r"has 0\.000, the reference is 0\.900"):
+            accuracy.run(["--base-url", server.url, "--reference", "0.9", "--tasks", "20"])
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["value"] == 0.0
+    assert set(server.paths) == {"/v1/chat/completions"}
+    assert all(body["temperature"] == 0.0 and "ignore_eos" not in body for body in server.bodies)
+    with serving(refuse=500) as server, pytest.raises(SystemExit, match="4 requests failed; the first error was 500"):
+        accuracy.run(["--base-url", server.url, "--reference", "0", *flags])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from baton_serve.child_command import module_command
 from baton_serve.services import cli
 from baton_serve.services.common.settings.options import Option, options_of
 from baton_serve.services.instance.settings import InstanceSettings
@@ -148,3 +149,16 @@ def test_the_page_about_vllm_says_what_becomes_of_its_flags(capsys: pytest.Captu
     assert re.search(r"--speculative-config\n      refused: speculative decoding", text)
     assert re.search(r"--pipeline-parallel-size, -pp\n      accepted as 1, else refused: use --tensor", text)
     assert "  --data-parallel-size, " not in text, "it is an option of baton serve"
+
+
+def test_bench_replaces_the_process_by_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def replace(program: str, words: list[str]) -> None:
+        started.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("os.execv", replace)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "serve", "--port", "8005"])
+    assert started == [module_command("baton_serve.bench.cli", "serve", "--port", "8005")]
