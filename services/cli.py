@@ -76,7 +76,7 @@ def _run(command: str, argv: list[str]) -> int | None:
 
         return serve(argv, router=options_of(RouterSettings), instance=options_of(InstanceSettings))
     if command == "bench":
-        # The benchmarks are no part of the product, so they replace this process and are not imported into it.
+        # The product does not import the benchmarks, so they replace this process.
         program = module_command("baton_serve.bench.cli", *argv)
         os.execv(program[0], program)
     module, function = FUNCTIONS.get(command, (f"baton_serve.services.{command}.main", "main"))

@@ -30,8 +30,9 @@ FORMATS: dict[str, dict[str, str]] = {
     **{f"kv {name}": {"kv_cache_dtype": name} for name in ("fp8_e4m3", "fp8_e5m2", "int8")},
 }
 """Arguments of `LLM` for each format."""
-REFERENCES: dict[str, float] = {}
-"""Exact match of the bundled model on 400 tasks with seed 0, on a CPU."""
+REFERENCES = dict.fromkeys(FORMATS, 1.0) | {"float32": 0.99}
+"""Exact match of the bundled model on a CPU: of 400 tasks in float32 (four look-ups were wrong), of 100 in each other
+format, with the seed 0."""
 
 
 def parser() -> argparse.ArgumentParser:

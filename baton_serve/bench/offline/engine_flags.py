@@ -17,7 +17,7 @@ SHORT = {
     "data_parallel_size": "-dp",
     "quantization": "-q",
 }
-"""vLLM's short flags."""
+"""Short flags of vLLM's commands, by argument."""
 
 
 def add_engine_flags(made: argparse.ArgumentParser) -> None:
