@@ -268,11 +268,14 @@ def test_an_adapter_of_another_model_or_of_none_is_refused(model: Path, tmp_path
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (tmp_path / "rankless").mkdir()
+    (tmp_path / "rankless" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8}))
     with lora_engine(model) as engine:
         for folder, message in (
             (adapter, "other sizes than this"),
             ("empty", "adapter_config"),
             ("broken", "safetensors"),
+            ("rankless", "no integer field 'r'"),
         ):
             with pytest.raises(AdapterError, match=message):
                 engine.adapters.load("adapter", str(tmp_path / folder))

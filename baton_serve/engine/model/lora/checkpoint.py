@@ -111,7 +111,7 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         raise AdapterError(f"adapter {name}: {path} cannot be read: {exc}") from exc
     if not isinstance(config, dict) or not isinstance(config.get("r"), int):
         raise AdapterError(
-            f"adapter {name}: {path} has no integer field " r" (the LoRA rank); save the adapter with PEFT"
+            f"adapter {name}: {path} has no integer field 'r' (the LoRA rank); save the adapter with PEFT"
         )
     for key, neutral in _NEUTRAL.items():
         if config.get(key) not in neutral:
