@@ -71,7 +71,10 @@ def serving(*, refuse: int | None = None) -> Iterator[Received]:
         def log_message(self, format: str, *args: object) -> None:
             """Write no log: the tests read what is printed."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 64
+
+    server = Server(("127.0.0.1", 0), Handler)
     received = Received(f"http://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
