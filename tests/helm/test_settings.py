@@ -47,11 +47,16 @@ ROUTER_DECIDED = set(
 )
 # Settings that have no place in Kubernetes: the pod sees its own cards alone; keys belong into a file from a Secret;
 # which cores a pod has, and who gives way on them, is the kubelet's affair; a Unix socket does not leave its pod; the
-# model is always a path, because another container downloads it.
-INSTANCE_UNUSED = {
-    "device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share", "rpc_socket", "offline",
+# model is always a path, because another container downloads it; and changes of its config belong into its config.json,
+# because they would need a folder that can be written.
+MODEL_SOURCE_UNUSED = {
+    "offline", "revision", "code_revision", "tokenizer_revision", "download_dir", "hf_token",
+    "hf_overrides", "rope_scaling", "rope_theta",
 }  # fmt: skip
-ROUTER_UNUSED = {"api_key", "offline"}
+INSTANCE_UNUSED = MODEL_SOURCE_UNUSED | {
+    "device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share", "rpc_socket",
+}  # fmt: skip
+ROUTER_UNUSED = MODEL_SOURCE_UNUSED | {"api_key"}
 
 COLLECTOR = "http://collector.observability:4318/v1/traces"
 
@@ -98,13 +103,13 @@ def everything_set() -> list[Manifest]:
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "allowedHosts": "*", "middleware": "a.B"}
     router |= {"limitMmPerPrompt": "image=2", "allowedMediaDomains": "*", "allowedLocalMediaPath": "/pictures"}
     router |= {"models": {"small": {"model": "/s"}}, "jointPrefillMinTokens": 4096}
-    router |= {"defaultTtftMs": 2000, "defaultItlMs": 50}
+    router |= {"defaultTtftMs": 2000, "defaultItlMs": 50, "loraResolverFolder": "/adapters"}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}
     tls = {"secretName": "tls"}
     return objects(
         {
             "engine": engine,
-            "router": {"settings": router, "tls": tls},
+            "router": {"settings": router, "tls": tls, "batches": {"claimName": "batches"}},
             "kvTransfer": {"usm": {"enabled": True}, "tailParts": 4},
             "auth": {"encryptPods": True},
             "unified": {"replicas": 1},
