@@ -9,7 +9,7 @@ import zmq
 
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.kvtransfer.consumer.ladders import Ladders
+from baton_serve.kvtransfer.consumer.ladder_table import LadderTable
 from baton_serve.kvtransfer.consumer.pages import Pages
 from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.frames import Host
@@ -88,7 +88,7 @@ class NodeContext:
     clock: Callable[[], float]
     observer: TransferObserver
     transports: dict[str, Transport]
-    ladders: Ladders
+    ladders: LadderTable
     zmq: "zmq.Context[zmq.Socket[bytes]]"
     loop: asyncio.AbstractEventLoop
     workers: Workers

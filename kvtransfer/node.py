@@ -18,7 +18,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.consumer.consumer import ConsumerSide
 from baton_serve.kvtransfer.consumer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd
-from baton_serve.kvtransfer.consumer.ladders import Ladders
+from baton_serve.kvtransfer.consumer.ladder_table import LadderTable
 from baton_serve.kvtransfer.consumer.pages import Pages
 from baton_serve.kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
 from baton_serve.kvtransfer.conversion.plan import Translation
@@ -114,7 +114,7 @@ class TransferNode:
             clock=self._clock,
             observer=self._ports.observer,
             transports=self._transports,
-            ladders=Ladders(settings, self._transports),
+            ladders=LadderTable(settings, self._transports),
             # Each connection of a peer can use an I/O thread of its own; one thread moves only a part of a fast link.
             zmq=zmq.Context(max(settings.io_threads, settings.zeromq_connections)),
             loop=loop,

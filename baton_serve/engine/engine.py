@@ -41,7 +41,7 @@ from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.lora.loaded import LoadedAdapters
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels, check_images, give_images
 from baton_serve.engine.parallel.ranks import OnLost, Ranks
-from baton_serve.engine.parallel.tp_leader import make_block_copier, make_executor
+from baton_serve.engine.parallel.tp_executor import make_block_copier, make_executor
 from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
 from baton_serve.engine.sample.token_masks import TokenMasker

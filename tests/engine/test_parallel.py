@@ -14,7 +14,7 @@ from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.collectives.backends import TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
-from baton_serve.engine.parallel.tp_leader import TPExecutor
+from baton_serve.engine.parallel.tp_executor import TPExecutor
 from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run

@@ -14,7 +14,7 @@ from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.parallel.commands import MeasureMemory
 from baton_serve.engine.parallel.ranks import Ranks
-from baton_serve.engine.parallel.tp_leader import make_executor
+from baton_serve.engine.parallel.tp_executor import make_executor
 from baton_serve.engine.sample.token_masks import TokenMasker
 from baton_serve.engine.step.warm_up import run_warm_up_batch
 

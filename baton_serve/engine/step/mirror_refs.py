@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine.core.outputs import CompletedBlocks
-from baton_serve.engine.parallel.tp_leader import BlockCopier
+from baton_serve.engine.parallel.tp_executor import BlockCopier
 
 
 class MirrorRefs:

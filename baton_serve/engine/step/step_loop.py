@@ -17,7 +17,7 @@ from baton_serve.engine.execution.executor import AfterLayer
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache
-from baton_serve.engine.parallel.tp_leader import BlockCopier
+from baton_serve.engine.parallel.tp_executor import BlockCopier
 from baton_serve.engine.step.engine_stats import StepMeter
 from baton_serve.engine.step.in_flight import (
     InFlightStep,

@@ -16,7 +16,7 @@ often.
 """
 
 
-class Ladders:
+class LadderTable:
     """Keeps one `Ladder`, the order in which transports are tried, for each producing process. Event loop only."""
 
     def __init__(self, settings: TransferSettings, transports: dict[str, Transport]) -> None:
