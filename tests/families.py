@@ -73,6 +73,15 @@ _FALCON: dict[str, Any] = {
     "initializer_range": 0.15,
     **_IDS,
 }
+
+
+def _stretched(theta: float, factor: float, **more: float) -> dict[str, Any]:
+    """YaRN from a short context to `MAX_POSITIONS`; the default of these families is made for their real length."""
+    native = int(MAX_POSITIONS / factor)
+    rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": native}
+    return {"rope_parameters": {**rope, "beta_fast": 32.0, "beta_slow": 1.0, **more}}
+
+
 _UNTIED = {"tie_word_embeddings": False}  # tied ones repeat their last token for ever
 _MIXED = {
     "sliding_window": SLIDING_WINDOW,
@@ -98,7 +107,9 @@ FAMILIES: dict[str, Family] = {
         {**_COMMON, "model_type": "mistral", "sliding_window": SLIDING_WINDOW},
     ),
     "ministral": Family("Ministral 8B", {**_COMMON, "model_type": "ministral", "head_dim": 16, **_MIXED}),
-    "ministral3": Family("Ministral 3", {**_COMMON, "model_type": "ministral3"}),
+    "ministral3": Family(
+        "Ministral 3", {**_COMMON, "model_type": "ministral3", **_stretched(1000000.0, 16.0, llama_4_scaling_beta=0.1)}
+    ),
     "mixtral": Family("Mixtral 8x7B", {**_MOE, "model_type": "mixtral", "num_local_experts": 4}),
     "qwen2": Family(
         "Qwen 1.5, 2, 2.5; QwQ; DeepSeek-R1-Distill-Qwen; Qwen2.5-Coder", {**_COMMON, "model_type": "qwen2"}
@@ -168,7 +179,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt-oss-20b, gpt-oss-120b",
-        {**_MOE, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, **_MIXED},
+        {
+            **_MOE,
+            "model_type": "gpt_oss",
+            "head_dim": 32,
+            "num_local_experts": 4,
+            **_MIXED,
+            **_stretched(150000.0, 32.0),
+        },
     ),
     "seed_oss": Family("Seed-OSS-36B", {**_COMMON, "model_type": "seed_oss", "head_dim": 32}),
     "hunyuan_v1_dense": Family(

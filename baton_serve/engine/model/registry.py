@@ -47,7 +47,7 @@ class ModelRegistry:
         load_plugins()
         try:
             architecture = str(json.loads((folder / "config.json").read_text())["architectures"][0])
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
+        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
             return  # reading the config reports what is wrong
         if (given := cls._classes.get(architecture)) is None:
             return
