@@ -157,7 +157,7 @@ def test_prefill_without_a_ticket_ends_with_the_first_token(shared: Shared, alon
 def test_what_cannot_be_served_is_refused_and_leaves_nothing(shared: Shared) -> None:
     async def test(driver: Driver) -> None:
         wrong = driver.work(prompt(10))
-        driver.send(driver.prefill, Generate(wrong))
+        driver.send(driver.decode, Prefill(wrong))
         await driver.until(lambda: bool(driver.answers[wrong.request_id].failed), "a refusal")
         assert driver.answers[wrong.request_id].failed[0].code == "invalid"
         refused = driver.start(driver.work(prompt(5000)))

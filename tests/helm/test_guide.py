@@ -32,7 +32,7 @@ def test_every_metric_that_is_named_is_used_by_a_dashboard_or_rule() -> None:
 
 
 def test_every_command_is_one() -> None:
-    assert {words for words in re.findall(r"\bbaton (\w+)", " ".join(CODE) + "baton doctor")} <= set(COMMANDS)
+    assert {words for words in re.findall(r"\bbaton (\w[\w-]*)", " ".join(CODE) + "baton doctor")} <= set(COMMANDS)
 
 
 def test_the_example_for_two_arc_nodes_renders_prefill_and_decode_on_different_nodes() -> None:

@@ -47,9 +47,9 @@ VERDICT, CONVERTED, ENDED = b"v", b"t", b"e"
 MAX_VERDICT_CHARS = 2_000
 """Longest error message, in characters."""
 
-MAX_MASK_CPU_S = 0.8
+MAX_MASK_CPU_S = 0.5
 """Longest processor time of the mask of the first token. Grammars within the bounds need up to 0.3 s. The library's own
-limit (`initial_lexer_fuel`) allows more than a second; those of later masks are lower."""
+limit (`initial_lexer_fuel`) allows 0.6 s to more than a second; those of later masks are lower."""
 
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2) that sends a signal to this process when its parent ends."""
