@@ -103,7 +103,8 @@ def test_many_logprobs_of_a_stream_are_formatted_beside_the_event_loop(
         by_the_task, at_once = await both(router, "/v1/completions", body)
         assert at_once == by_the_task
         assert all(name.startswith("answers") for name in threads[60]), threads
-        if not more.get("best_of"):
+        # With several sequences a delta may wait behind another one's and is formatted with it in the thread.
+        if not more:
             assert threading.main_thread().name in threads[1], "single tokens need no thread"
 
     serve(scenario)
