@@ -47,10 +47,6 @@ VERDICT, CONVERTED, ENDED = b"v", b"t", b"e"
 MAX_VERDICT_CHARS = 2_000
 """Longest error message, in characters."""
 
-MAX_MASK_CPU_S = 0.5
-"""Longest processor time of the mask of the first token. Grammars within the bounds need up to 0.3 s. The library's own
-limit (`initial_lexer_fuel`) allows 0.6 s to more than a second; those of later masks are lower."""
-
 _PR_SET_PDEATHSIG = 1
 """Option of prctl(2) that sends a signal to this process when its parent ends."""
 
@@ -62,10 +58,13 @@ class CompileLimits:
     """Limits for the compilation of one grammar, and the tokenizer's end-of-sequence token `eos`.
 
     `cpu_s` bounds processor time, and `wall_s` bounds elapsed time, for a compiler that waits and does not compute.
-    `memory_bytes` bounds the address space in addition to that of the process with the tokenizer.
+    `mask_cpu_s` bounds processor time for the mask of the first token: grammars within the bounds need up to 0.5 s, and
+    the library's own limit (`initial_lexer_fuel`) allows more than a second on slower machines. `memory_bytes` bounds
+    the address space in addition to that of the process with the tokenizer.
     """
 
     cpu_s: float = 2.0
+    mask_cpu_s: float = 0.8
     wall_s: float = 10.0
     memory_bytes: int = 256 * 1024 * 1024
     stack_bytes: int = STACK_BYTES
@@ -176,7 +175,7 @@ def _compile(answers: socket.socket, tokens: LLTokenizer, limits: CompileLimits)
         _prepare(limits)
         message = _read_all(answers)
         _end_with(answers)
-        answer = _answer(message[:1].encode(), message[1:], tokens)
+        answer = _answer(message[:1].encode(), message[1:], tokens, limits)
         # From now on the router's reading of the answer also raises SIGIO, which must not end this process.
         signal.signal(signal.SIGIO, signal.SIG_IGN)
         answers.sendall(answer)
@@ -189,9 +188,9 @@ def _compile(answers: socket.socket, tokens: LLTokenizer, limits: CompileLimits)
         os._exit(status)
 
 
-def _answer(kind: bytes, text: str, tokens: LLTokenizer) -> bytes:
+def _answer(kind: bytes, text: str, tokens: LLTokenizer, limits: CompileLimits) -> bytes:
     if kind == COMPILE:
-        verdict = error_of(text, tokens)
+        verdict = error_of(text, tokens, limits.mask_cpu_s)
     else:
         try:
             return CONVERTED + lark_of_gbnf(text).encode()
@@ -206,7 +205,7 @@ def lark_of_gbnf(text: str) -> str:
     return str(grammar_from("gbnf", text))
 
 
-def error_of(grammar: str, tokens: LLTokenizer) -> str:
+def error_of(grammar: str, tokens: LLTokenizer, mask_cpu_s: float) -> str:
     """Return the error message for a grammar, which is empty if the grammar is valid."""
     try:
         check_grammar(grammar)
@@ -219,8 +218,8 @@ def error_of(grammar: str, tokens: LLTokenizer) -> str:
         # A grammar so ambiguous that the first token mask exceeds the parser's limits compiles, but would fail in every
         # instance.
         matcher.compute_bitmask()
-        if time.process_time() - started_at > MAX_MASK_CPU_S:
-            return f"the grammar or schema takes more than {MAX_MASK_CPU_S:g} s for its first token"
+        if time.process_time() - started_at > mask_cpu_s:
+            return f"the grammar or schema takes more than {mask_cpu_s:g} s for its first token"
     return matcher.get_error() or "the grammar cannot be compiled" if matcher.is_error() else ""
 
 
