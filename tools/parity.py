@@ -130,7 +130,7 @@ def build(groups: list[Group]) -> str:
     """Return the page: totals, counts by group, and a table of rows for each group."""
     everything = [row for group in groups for row in group.rows]
     outside = outside_models_and_hardware(groups)
-    lines = [HEAD, "| | Rows | Y | P | n | x | Y of those that apply |", "|---|---|---|---|---|---|---|"]
+    lines = [HEAD, "| | Rows | Y | P | n | x | Y of applicable rows |", "|---|---|---|---|---|---|---|"]
     lines.append(_count_line("**All**", everything))
     lines.append(_count_line("**Outside models and hardware**", outside))
     lines += [_count_line(f"{group.id} {group.title}", group.rows) for group in groups]

@@ -209,8 +209,12 @@ def test_a_sleeping_engine_answers_again_after_it_woke_up(folder: Path) -> None:
         engine.abort_request("running")
         llm.sleep()
         assert engine.is_sleeping()
-        with pytest.raises(ConfigError, match="call wake_up first"):
-            llm.generate("x", greedy, use_tqdm=False)
+        llm.sleep()  # a second call changes nothing
+        assert not engine.has_unfinished_requests()
+        engine.abort_request("running")
+        for use in (lambda: llm.generate("x", greedy, use_tqdm=False), llm.reset_prefix_cache, engine.get_model_config):
+            with pytest.raises(ConfigError, match="call wake_up first"):
+                use()
         llm.wake_up()
         assert llm.generate("x", greedy, use_tqdm=False)[0].outputs == expected
         llm.sleep(level=2)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +30,15 @@ from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRun
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A loaded model, with what depends on its engine. `LLMEngine.sleep` drops all of it together."""
+
+    engine: Engine
+    runner: RequestRunner
+    adapters: RequestedAdapters
+
+
 class LLMEngine:
     """vLLM's engine interface: `engine = LLMEngine.from_engine_args(EngineArgs("/models/llama"))`.
 
@@ -47,17 +56,26 @@ class LLMEngine:
         self._profile = profile_of(model_folder(config.model))
         self._outputs: list[RequestOutput] = []
         self._failures: list[EngineError] = []
-        self._is_asleep = False
-        self._load()
+        self._loaded: _Loaded | None = self._load()
 
-    def _load(self) -> None:
+    def _load(self) -> "_Loaded":
         """Load the model, and build what depends on its engine."""
         config = self._config
-        self._engine = Engine(config)
-        self._runner = RequestRunner(self._engine, self.tokenizer, seed=config.seed)
+        engine = Engine(config)
         # Adapters of `lora_modules` stay loaded, so they take slots that requests cannot use.
         most = config.max_adapters - len(config.lora_modules)
-        self._adapters = RequestedAdapters(self._engine.adapters, most=most)
+        return _Loaded(
+            engine,
+            RequestRunner(engine, self.tokenizer, seed=config.seed),
+            RequestedAdapters(engine.adapters, most=most),
+        )
+
+    @property
+    def _awake(self) -> "_Loaded":
+        """The loaded model. Raises `ConfigError` after `sleep`."""
+        if self._loaded is None:
+            raise ConfigError("the engine sleeps: call wake_up first")
+        return self._loaded
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
@@ -110,20 +128,18 @@ class LLMEngine:
         if prompt.images:
             from baton_serve.engine.offline.images import add_images  # loads Pillow
 
-            found = add_images(kept, prompt.images, self._profile, self._engine.image_reader)
+            found = add_images(kept, prompt.images, self._profile, self._awake.engine.image_reader)
             prepared = replace(prepared, token_ids=found.token_ids, media=found.media, pixels=found.pixels)
-        self._runner.add(RequestId(request_id), prepared)
+        self._awake.runner.add(RequestId(request_id), prepared)
 
     def load_adapters(self, asked: Sequence[LoRARequest | None]) -> list[str]:
         """Load the adapters of a call together, and return their fingerprints ("" for None).
 
         Loading one after another could evict one that the same call needs. Raises `ConfigError` or `AdapterError`.
         """
-        if self._is_asleep:
-            raise ConfigError("the engine sleeps: call wake_up first")
         if any(asked) and not self._config.enable_lora:
             raise ConfigError("lora_request needs enable_lora=True")
-        return self._adapters.fingerprints(asked)
+        return self._awake.adapters.fingerprints(asked)
 
     def step(self) -> list[RequestOutput]:
         """Run one step, and return the requests with new tokens, each with its whole answer so far.
@@ -144,11 +160,12 @@ class LLMEngine:
 
     def advance(self) -> StepChanges:
         """Run one step without building outputs, for callers that use `look` and `take`."""
-        return self._runner.step() if self._runner.has_requests else StepChanges()
+        runner = self._awake.runner
+        return runner.step() if runner.has_requests else StepChanges()
 
     def look(self, request_id: str) -> RequestOutput:
         """Return a request's output so far, and keep the request. The request must be known."""
-        return self._runner.output(RequestId(request_id))
+        return self._awake.runner.output(RequestId(request_id))
 
     def take(self, request_id: str) -> RequestOutput:
         """Return a request's output so far, and forget the request."""
@@ -159,52 +176,51 @@ class LLMEngine:
     def abort_request(self, request_id: str | Sequence[str]) -> None:
         """End requests in any state. Ids that are unknown or have ended are ignored."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
-            self._runner.forget(RequestId(one))
+            # A sleeping engine has no requests.
+            if self._loaded is not None:
+                self._loaded.runner.forget(RequestId(one))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has something to do or to report."""
-        return self._runner.has_requests or bool(self._outputs or self._failures)
+        return self.get_num_unfinished_requests() > 0 or bool(self._outputs or self._failures)
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that have not ended."""
-        return self._runner.num_requests
+        return 0 if self._loaded is None else self._loaded.runner.num_requests
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV blocks that no request uses. Return whether none is left."""
-        return self._engine.reset_prefix_cache()
+        return self._awake.engine.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the memory of the weights and the KV cache until `wake_up`. Raises `UsageError` if a request runs."""
         if self.has_unfinished_requests():
             raise UsageError("sleep: requests are running; finish or abort them first")
-        if not self._is_asleep:
-            # Set first: if `close` fails, the engine must not be used any more.
-            self._is_asleep = True
-            self._engine.close()
-            # The engine holds the tensors, so their memory is free only without it.
-            del self._engine, self._runner, self._adapters
+        # Forgotten first: the engine holds the tensors, and must not be used any more even if `close` fails.
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.engine.close()
 
     def wake_up(self) -> None:
         """Load the model again after `sleep`. Do nothing if it is loaded."""
-        if self._is_asleep:
-            self._load()
-            self._is_asleep = False
+        if self._loaded is None:
+            self._loaded = self._load()
 
     def is_sleeping(self) -> bool:
         """Return whether `sleep` was called and `wake_up` was not."""
-        return self._is_asleep
+        return self._loaded is None
 
     def start_profile(self) -> None:
         """Start to record a trace of torch's profiler in the folder VLLM_TORCH_PROFILER_DIR. Raises `ConfigError`."""
-        self._engine.start_profile(profiler_folder())
+        self._awake.engine.start_profile(profiler_folder())
 
     def stop_profile(self) -> None:
         """Stop to record, and write the trace. Raises `UsageError` if nothing is recorded."""
-        logger.info("wrote the trace %s", self._engine.stop_profile())
+        logger.info("wrote the trace %s", self._awake.engine.stop_profile())
 
     def do_log_stats(self) -> None:
         """Log the number of requests, the use of the KV cache and the prefix cache, in one line."""
-        stats = self._engine.stats()
+        stats = self._awake.engine.stats()
         logger.info(
             "running %d sequences, waiting %d, KV blocks free %d of %d",
             stats.running,
@@ -220,9 +236,9 @@ class LLMEngine:
             model=config.model,
             tokenizer=str(getattr(self.tokenizer, "name_or_path", config.model)),
             trust_remote_code=config.trust_remote_code,
-            dtype=self._engine.layout.dtype if config.dtype == "auto" else config.dtype,
+            dtype=self._awake.engine.layout.dtype if config.dtype == "auto" else config.dtype,
             seed=config.seed,
-            max_model_len=self._engine.max_model_len,
+            max_model_len=self._awake.engine.max_model_len,
             quantization=config.quantization,
             enforce_eager=config.enforce_eager,
             max_logprobs=config.max_logprobs,
@@ -234,7 +250,7 @@ class LLMEngine:
 
     def get_scheduler_config(self) -> OfflineSchedulerConfig:
         """Return the limits of a step."""
-        limits = self._engine.limits
+        limits = self._awake.engine.limits
         return OfflineSchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -256,8 +272,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free the model and its memory."""
-        if not self._is_asleep:
-            self._engine.close()
+        if self._loaded is not None:
+            self._loaded.engine.close()
 
     def __enter__(self) -> "LLMEngine":
         return self

@@ -66,7 +66,7 @@ _REASONS = {
     "VLLM_LOGGING_CONFIG_PATH": "see --log-level and --log-format",
     "VLLM_CPU_KVCACHE_SPACE": "it counts with --device cpu alone; see --kv-cache-memory-bytes",
     "VLLM_AUDIO_FETCH_TIMEOUT": "no model with audio is served",
-    "VLLM_PLUGINS": "no plug-ins are loaded",
+    "VLLM_PLUGINS": "all installed plug-ins (baton.general_plugins) are loaded",
     "VLLM_PP_LAYER_PARTITION": "--tensor-parallel-size is the only way to split a model",
     "VLLM_HOST_IP": "baton serve connects its processes by itself",
     "VLLM_PORT": "baton serve connects its processes by itself; --port is that of the API",
