@@ -35,7 +35,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokenizer: str | None = None
     served_model_name: list[str] = []
     max_model_len: int | None = None
-    generation_config: Literal["auto", "vllm"] = "auto"
+    generation_config: str = "auto"
+    override_generation_config: dict[str, object] = {}
     chat_template: str | None = None
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     response_role: str = "assistant"

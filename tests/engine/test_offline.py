@@ -1,5 +1,6 @@
 """The offline API equals transformers, and the engine asked any other way."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -184,6 +185,26 @@ def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
     with LLM(str(folder), device="cpu", dtype="float32", kv_cache_memory_bytes=8 << 20) as llm:
         params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 16)
+
+
+def test_the_operators_sampling_replaces_the_models(tmp_path: Path) -> None:
+    folder, own = write_tiny_model(tmp_path / "m"), tmp_path / "own"
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "eos_token_id": 256}')
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+    overrides = {"temperature": 0.0, "max_new_tokens": 5}
+    with LLM(str(folder), generation_config="vllm", override_generation_config=overrides, **options) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.0, -1, 5)
+        token_ids = llm.generate(PROMPTS[0], use_tqdm=False)[0].outputs[0].token_ids
+    assert len(token_ids) == 5
+    own.mkdir()
+    (own / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": token_ids[2]}))
+    with LLM(str(folder), generation_config=str(own), **options) as llm:
+        ended = llm.generate(PROMPTS[0], use_tqdm=False)[0].outputs[0]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", token_ids[2])
+    assert ended.token_ids == token_ids[: token_ids.index(token_ids[2]) + 1]
+    with pytest.raises(ConfigError, match="it must be auto, vllm, or a folder"):
+        LLM(str(folder), generation_config="elsewhere", **options)
 
 
 def test_embed_and_encode_and_score_are_those_of_sentence_transformers() -> None:

@@ -3,7 +3,6 @@
 The classes `…Config` at the end are the settings as vLLM's `LLMEngine.get_…_config` returns them.
 """
 
-import json
 import logging
 import os
 from dataclasses import dataclass, fields, replace
@@ -15,8 +14,8 @@ from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.engine.config import EngineConfig, KvCacheDtype, Quantization
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache
-from baton_serve.engine.offline.params import GENERATION_CONFIG, Defaults
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.generation_config import GenerationDefaults, generation_config
 from baton_serve.model_hub import HubError
 from baton_serve.model_source import ModelSource, allows_long_contexts, changed_model, find_source
 
@@ -74,6 +73,8 @@ class EngineArgs:
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
         self.tokenizer = tokenizer
         self.options = options
+        self.generation_config: str = options.pop("generation_config", None) or "auto"
+        self.override_generation_config: dict[str, Any] = options.pop("override_generation_config", None) or {}
         stated = {name: options.pop(name) for name in SOURCE if name in options}
         if callable(stated.get("hf_overrides")):
             raise ConfigError("LLM: hf_overrides is a function; give the fields of config.json to change as a dict")
@@ -89,12 +90,12 @@ class EngineArgs:
 class OpenedModel:
     """The result of opening a model's folder; no weight is loaded yet.
 
-    `tokenizer` is of transformers, and `defaults` come from the model's generation_config.json.
+    `tokenizer` is of transformers, and `generation` has the default sampling parameters.
     """
 
     config: EngineConfig
     tokenizer: Any
-    defaults: Defaults
+    generation: GenerationDefaults
     kind: ModelKind
 
 
@@ -113,7 +114,7 @@ def open_model(args: EngineArgs) -> OpenedModel:
     return OpenedModel(
         config=config,
         tokenizer=_tokenizer(str(tokenizer or folder), config),
-        defaults=_defaults(folder),
+        generation=_generation(folder, args),
         kind=detect_model_kind(folder, runner=config.runner, task=config.task),
     )
 
@@ -191,13 +192,12 @@ def _tokenizer(folder: str, config: EngineConfig) -> Any:
         raise ConfigError(f"cannot load a tokenizer from {folder}: {exc}") from exc
 
 
-def _defaults(folder: Path) -> Defaults:
-    """Read the sampling defaults of a model; empty if its folder states none."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return Defaults()
-    stated = json.loads(path.read_text())
-    return Defaults({name: stated[name] for name in GENERATION_CONFIG if isinstance(stated.get(name), (int, float))})
+def _generation(folder: Path, args: EngineArgs) -> GenerationDefaults:
+    """Return the sampling defaults of a model. Raises `ConfigError` if their file cannot be used."""
+    try:
+        return generation_config(folder, args.generation_config, args.override_generation_config)
+    except ValueError as exc:
+        raise ConfigError(f"LLM: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

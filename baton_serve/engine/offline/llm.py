@@ -26,7 +26,7 @@ from baton_serve.engine.offline.outputs import (
     ScoringRequestOutput,
     VectorRequestOutput,
 )
-from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams, default_params
 from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.progress import PromptProgressBar
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, parse_prompts
@@ -49,7 +49,7 @@ class LLM:
         """
         found = open_model(EngineArgs(model, tokenizer=tokenizer, **options))
         self._tokenizer = found.tokenizer
-        self._defaults = found.defaults
+        self._generation = found.generation
         self._num_requests = 0
         self._pooler: OfflinePooler | None = None
         if found.kind == "generate":
@@ -215,7 +215,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""
-        return self._defaults.params()
+        return default_params(self._generation.defaults)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV blocks. Return whether none is left."""

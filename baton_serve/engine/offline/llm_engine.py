@@ -23,7 +23,7 @@ from baton_serve.engine.offline.engine_args import (
 )
 from baton_serve.engine.offline.lora import LoRARequest, RequestedAdapters
 from baton_serve.engine.offline.outputs import RequestOutput
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.params import SamplingParams, default_params
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, parse_prompts
 from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
 
@@ -51,7 +51,7 @@ class LLMEngine:
         if model.kind != "generate":
             raise ConfigError("this is a pooling model: use LLM and its embed, classify, score or encode")
         self.tokenizer = model.tokenizer
-        self._defaults = model.defaults
+        self._generation = model.generation
         self._config = config
         self._profile = profile_of(model_folder(config.model))
         self._outputs: list[RequestOutput] = []
@@ -124,6 +124,9 @@ class LLMEngine:
             raise ConfigError("truncate_prompt_tokens could cut an image: leave it out for prompts with images")
         # vLLM keeps the end of a long prompt, which has the question.
         kept = ids if keep is None else ids[-keep:]
+        if self._generation.end_token_ids:
+            params = params.clone()
+            params.update_from_generation_config({"eos_token_id": sorted(self._generation.end_token_ids)})
         prepared = PreparedPrompt(prompt.text, kept, params, priority, lora_request, fingerprint)
         if prompt.images:
             from baton_serve.engine.offline.images import add_images  # loads Pillow
@@ -268,7 +271,7 @@ class LLMEngine:
 
     def default_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""
-        return self._defaults.params()
+        return default_params(self._generation.defaults)
 
     def close(self) -> None:
         """Free the model and its memory."""

@@ -3,14 +3,17 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from baton_serve.contracts import sampling
 from baton_serve.contracts.beam_search import EarlyStopping
 from baton_serve.engine.core.sequence import LogitsProcessor
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.offline.structured import StructuredOutputsParams
+from baton_serve.generation_config import SamplingDefaults
 
 BEAM_SEARCH_ONLY = {"length_penalty": (1.0, 1), "early_stopping": (False,)}
 """Parameters that only beam search uses, with the values that leave them unused."""
@@ -242,22 +245,9 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
 
 
-GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields of a model's generation_config.json that change the default `SamplingParams`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """The default sampling parameters in the model's generation_config.json."""
-
-    values: dict[str, float] = field(default_factory=dict)
-
-    def params(self) -> SamplingParams:
-        """Return `SamplingParams` with vLLM's defaults, replaced by the model's own values where it states them."""
-        known = {entry.name: entry.type for entry in fields(SamplingParams)}
-        params = SamplingParams()
-        for name, value in self.values.items():
-            if name in known:
-                # JSON files may state top_k as 50.0. Fields that vLLM does not know are ignored.
-                setattr(params, name, int(value) if name == "top_k" else float(value))
-        return params
+def default_params(defaults: SamplingDefaults) -> SamplingParams:
+    """Return `SamplingParams` with vLLM's defaults, replaced by the model's own values where it states them."""
+    stated = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
+    if "max_new_tokens" in stated:
+        stated["max_tokens"] = stated.pop("max_new_tokens")
+    return SamplingParams(**stated)

@@ -137,7 +137,6 @@ _REFUSED = (
         "--ssl-ca-certs --enable-ssl-refresh",
     ),
     ("scrape vllm:num_requests_running and vllm:num_requests_waiting at /metrics", "--enable-server-load-tracking"),
-    ("change generation_config.json in the model's folder", "--override-generation-config"),
     ("hide /docs and /openapi.json at the proxy before the router", "--disable-fastapi-docs"),
     ("use --log-level and --log-format json", "--log-config-file"),
     ("start the processes by themselves: baton router, baton prefill, baton decode", "--headless --data-parallel-rank"),

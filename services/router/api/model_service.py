@@ -179,7 +179,7 @@ class ModelService:
             max_logprobs=self.settings.max_logprobs,
             max_sequences=self.settings.max_sequences,
             beam_search_max_tokens=self.settings.beam_search_max_tokens,
-            defaults=self.model.sampling_defaults,
+            generation=self.model.generation,
         )
 
     def timing(self, context: RequestContext, *, tokenizing_at: float) -> RequestTiming:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from baton_serve.generation_config import checked_overrides
 from baton_serve.services.common.settings.process import Host, Port
 from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
 from baton_serve.services.router.quota.api_keys import CacheSharing
@@ -30,12 +31,21 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
         int, Meta(description="largest number of logprobs per token that requests may ask for", ge=0)
     ] = 20
     generation_config: Annotated[
-        Literal["auto", "vllm"],
+        str,
         Meta(
             description="default sampling parameters: auto takes those of the model's generation_config.json, vllm "
-            "takes neutral ones"
+            "takes neutral ones, and a folder has a generation_config.json to use instead, whose max_new_tokens is"
+            " also the limit of max_tokens",
+            min_length=1,
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, object],
+        Meta(
+            description="default sampling parameters that replace those of --generation-config:"
+            ' {"temperature": 0.5, "max_new_tokens": 512}, of which max_new_tokens also limits max_tokens'
+        ),
+    ] = {}
     chat_template: Annotated[
         str | None,
         Meta(
@@ -149,6 +159,7 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         # The result is not stored. A malformed value must stop the process at its start, not fail the first request.
         images_per_prompt(self.limit_mm_per_prompt)
+        checked_overrides(self.override_generation_config)
         if self.max_request_bytes > self.max_body_memory_bytes:
             raise ValueError(
                 f"--max-request-bytes {self.max_request_bytes} is more than --max-body-memory-bytes"

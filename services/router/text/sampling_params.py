@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from baton_serve.contracts.sampling import SamplingSpec
+from baton_serve.generation_config import GenerationDefaults
 from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS, MAX_TOKEN_RULES
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
@@ -47,17 +48,6 @@ COMPLETION_TOKENS = 16
 """Default of `max_tokens` of a completion, as in OpenAI's API and vLLM. With null, as many as fit are generated."""
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Values for parameters that a request leaves out, from generation_config.json; the names are those of the file."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-
-
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits that the model, its instances and the router's settings set for requests.
 
@@ -69,7 +59,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     max_sequences: int
     beam_search_max_tokens: int
-    defaults: SamplingDefaults
+    generation: GenerationDefaults
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +171,8 @@ def sampling_params(
             f"min_tokens is {min_tokens}, but at most {max_tokens} tokens are generated (max_tokens)",
             param="min_tokens",
         )
-    defaults = limits.defaults
+    defaults = limits.generation.defaults
+    ends = sorted(limits.generation.end_token_ids - set(tokens.stop_token_ids))
     prompt_logprobs = _prompt_logprobs(request, logprobs, limits)
     is_chat = isinstance(request, ChatCompletionRequest)
     _check_logprobs(logprobs, "top_logprobs" if is_chat else "logprobs", limits)
@@ -202,7 +193,7 @@ def sampling_params(
         allowed_token_ids=tokens.allowed_token_ids,
         bad_words=tokens.bad_words,
         grammar=rules.grammar,
-        stop_token_ids=tokens.stop_token_ids,
+        stop_token_ids=tokens.stop_token_ids if request.ignore_eos else [*tokens.stop_token_ids, *ends],
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         logprob_token_ids=tokens.logprob_token_ids,
@@ -296,12 +287,14 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, limits: Mode
             and name not in request.model_fields_set
         ):
             max_generated = min(max_generated, COMPLETION_TOKENS)
-        return min(max_generated, limits.defaults.max_new_tokens or default)
+        return min(max_generated, limits.generation.defaults.max_new_tokens or default)
     if wanted == 0:
         # An engine always generates a token. With `echo`, clients send 0 to score a prompt, and the token is not shown.
         if isinstance(request, CompletionRequest) and request.echo:
             return 1
         raise BadRequestError(f"{name}: must be at least 1", param=name)
+    # A limit of the operator shortens answers without an error, as in vLLM.
+    wanted = min(wanted, limits.generation.max_tokens_limit or wanted)
     if wanted > max_generated:
         raise BadRequestError(
             f"this model's context is {limits.max_model_len} tokens, but the prompt has {num_prompt_tokens} tokens and "

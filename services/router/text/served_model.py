@@ -12,6 +12,7 @@ import msgspec
 from baton_serve.contracts.lark import UnconvertedGbnfError
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import VisionProfile, vision_profile
+from baton_serve.generation_config import GENERATION_CONFIG_FILE, GenerationDefaults, generation_config
 from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
 from baton_serve.services.router.protocol.openai_requests import (
@@ -34,7 +35,6 @@ from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE
 from baton_serve.services.router.text.prompt_length import Truncation
-from baton_serve.services.router.text.sampling_params import SamplingDefaults
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
 
@@ -98,7 +98,8 @@ class ServedModel:
         self.lowercase = False
         """True if texts for embeddings are converted to lower case."""
         self.eos_token_ids: frozenset[int] = frozenset()
-        self.sampling_defaults = SamplingDefaults()
+        self.generation = GenerationDefaults()
+        """The default sampling parameters of requests."""
         self.vision: VisionProfile | None = None
         """Sizes and tokens of images; None if the model does not accept images."""
         self._templates = templates
@@ -122,11 +123,10 @@ class ServedModel:
         if config is None:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
-        generation = read_json(model_folder(settings.model) / "generation_config.json", _EosConfig)
-        model.eos_token_ids = model.vocabulary.ends = _eos_token_ids(config, config.text_config, generation)
-        if settings.generation_config == "auto":
-            defaults = read_json(model_folder(settings.model) / "generation_config.json", SamplingDefaults)
-            model.sampling_defaults = defaults or SamplingDefaults()
+        generation = read_json(model_folder(settings.model) / GENERATION_CONFIG_FILE, _EosConfig)
+        model.generation = _generation(settings)
+        ends = _eos_token_ids(config, config.text_config, generation) | model.generation.end_token_ids
+        model.eos_token_ids = model.vocabulary.ends = ends
         # The embedding matrix may have more rows than the tokenizer has tokens, or fewer. Only ids below its number of
         # rows may reach an engine.
         model.vocab_size = stated or tokenizer.vocab_size
@@ -361,6 +361,15 @@ def _too_long(max_tokens: int, num_chars: int) -> BadRequestError:
         f"{max_tokens} tokens: shorten it",
         code="context_length_exceeded",
     )
+
+
+def _generation(settings: RouterSettings) -> GenerationDefaults:
+    """Return the sampling defaults of `--model`. Raises `ModelFolderError` if their file cannot be used."""
+    try:
+        folder = model_folder(settings.model)
+        return generation_config(folder, settings.generation_config, settings.override_generation_config)
+    except ValueError as exc:
+        raise ModelFolderError(str(exc)) from exc
 
 
 def _eos_token_ids(*configs: _EosConfig | None) -> frozenset[int]:

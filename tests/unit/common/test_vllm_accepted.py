@@ -49,3 +49,9 @@ def test_the_time_out_of_images_is_read_from_vllms_variable() -> None:
 
 def test_the_line_of_statistics_can_be_turned_off() -> None:
     assert serve("m", "--disable-log-stats").others["disable_log_stats"] is True
+
+
+def test_keys_of_the_default_sampling_parameters_may_be_flags_of_their_own() -> None:
+    given = ["--override-generation-config.temperature", "0.5", "--override-generation-config.top_k=7"]
+    assert serve("m", *given).others["override_generation_config"] == {"temperature": 0.5, "top_k": 7}
+    assert serve("m", "--generation-config", "/sampling").others["generation_config"] == "/sampling"

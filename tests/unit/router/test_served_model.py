@@ -18,7 +18,7 @@ from tests.unit.router.tokenizers_for_tests import word_piece, write_folder
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 30}
 
 
-def sampled(folder: Path, request: CompletionRequest, **settings: str) -> SamplingSpec:
+def sampled(folder: Path, request: CompletionRequest, **settings: object) -> SamplingSpec:
     model = ServedModel.from_settings(RouterSettings(model=str(folder), **settings))  # type: ignore[arg-type]
     limits = ModelLimits(
         vocab_size=model.vocab_size,
@@ -26,7 +26,7 @@ def sampled(folder: Path, request: CompletionRequest, **settings: str) -> Sampli
         max_logprobs=5,
         max_sequences=8,
         beam_search_max_tokens=6,
-        defaults=model.sampling_defaults,
+        generation=model.generation,
     )
     tokens = token_rules(request, TextRules(), limits, num_prompts=1)
     return sampling_params(request, 10, TextRules(), tokens, limits)
@@ -46,6 +46,48 @@ def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
     asked = sampled(folder, outspoken)
     assert (asked.temperature, asked.top_k, asked.max_tokens, asked.top_p) == (0.0, -1, 50, 0.9)
     assert sampled(folder, silent, generation_config="vllm").temperature == 1.0
+
+
+def test_a_folder_of_the_operator_replaces_the_models_own_sampling(tmp_path: Path) -> None:
+    folder, own = write_folder(tmp_path), tmp_path / "own"
+    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS))
+    own.mkdir()
+    (own / "generation_config.json").write_text('{"temperature": 0.3, "max_new_tokens": 20, "eos_token_id": [3, 4]}')
+    silent, long = CompletionRequest(prompt="a", max_tokens=None), CompletionRequest(prompt="a", max_tokens=95)
+    found = sampled(folder, silent, generation_config=str(own))
+    assert (found.temperature, found.top_k, found.max_tokens, found.stop_token_ids) == (0.3, -1, 20, [3, 4])
+    assert sampled(folder, long, generation_config=str(own)).max_tokens == 20
+    through = CompletionRequest(prompt="a", ignore_eos=True, stop_token_ids=[5])
+    assert sampled(folder, through, generation_config=str(own)).stop_token_ids == [5]
+    model = ServedModel.from_settings(RouterSettings(model=str(folder), generation_config=str(own)))
+    assert model.eos_token_ids >= {3, 4}
+    with pytest.raises(ModelFolderError, match=r"elsewhere: it must be auto, vllm, or a folder with"):
+        sampled(folder, silent, generation_config=str(tmp_path / "elsewhere"))
+    (own / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ModelFolderError, match=r"temperature"):
+        sampled(folder, silent, generation_config=str(own))
+
+
+def test_overrides_win_over_the_file_and_requests_over_both(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(DEFAULTS))
+    silent = CompletionRequest(prompt="a", max_tokens=None)
+    overrides = {"temperature": 0.0, "top_k": None, "max_new_tokens": 12}
+    found = sampled(folder, silent, override_generation_config=overrides)
+    assert (found.temperature, found.top_k, found.top_p, found.max_tokens) == (0.0, -1, 0.9, 12)
+    alone = sampled(folder, silent, generation_config="vllm", override_generation_config=overrides)
+    assert (alone.temperature, alone.top_p, alone.repetition_penalty) == (0.0, 1.0, 1.0)
+    asked = CompletionRequest(prompt="a", temperature=0.7, max_tokens=40)
+    bounded = sampled(folder, asked, override_generation_config=overrides)
+    assert (bounded.temperature, bounded.max_tokens) == (0.7, 12)
+    # The max_new_tokens of the model's own file is a default only.
+    assert sampled(folder, asked, override_generation_config={"temperature": 0.0}).max_tokens == 40
+
+
+@pytest.mark.parametrize("overrides", [{"temprature": 0.5}, {"top_p": 1.5}, {"top_k": "many"}, {"eos_token_id": 3}])
+def test_an_override_that_is_no_sampling_parameter_stops_the_start(overrides: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=rf"override-generation-config.*{next(iter(overrides))}.*known: temperature"):
+        RouterSettings(model="/m", override_generation_config=overrides)
 
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path: Path) -> None:
