@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from baton_serve.engine.offline.engine_args import EngineArgs
     from baton_serve.engine.offline.llm import LLM
     from baton_serve.engine.offline.llm_engine import LLMEngine
-    from baton_serve.engine.offline.lora import LoRARequest
     from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+    from baton_serve.engine.offline.requested_adapters import LoRARequest
     from baton_serve.engine.offline.structured import GuidedDecodingParams, StructuredOutputsParams
 
 __version__ = VERSION
@@ -27,7 +27,7 @@ _MODULES = {
     "BeamSearchParams": "offline.params",
     "EngineArgs": "offline.engine_args",
     "LLMEngine": "offline.llm_engine",
-    "LoRARequest": "offline.lora",
+    "LoRARequest": "offline.requested_adapters",
     "PoolingParams": "offline.params",
     "SamplingParams": "offline.params",
     "GuidedDecodingParams": "offline.structured",

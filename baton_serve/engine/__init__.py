@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from baton_serve.engine.offline.engine_args import EngineArgs
     from baton_serve.engine.offline.llm import LLM
     from baton_serve.engine.offline.llm_engine import LLMEngine
-    from baton_serve.engine.offline.lora import LoRARequest
     from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+    from baton_serve.engine.offline.requested_adapters import LoRARequest
     from baton_serve.engine.offline.structured import GuidedDecodingParams, StructuredOutputsParams
 
 _LATE = {
@@ -52,7 +52,7 @@ _LATE = {
     "EngineArgs": "baton_serve.engine.offline.engine_args",
     "LLM": "baton_serve.engine.offline.llm",
     "LLMEngine": "baton_serve.engine.offline.llm_engine",
-    "LoRARequest": "baton_serve.engine.offline.lora",
+    "LoRARequest": "baton_serve.engine.offline.requested_adapters",
     "PoolingParams": "baton_serve.engine.offline.params",
     "SamplingParams": "baton_serve.engine.offline.params",
     "GuidedDecodingParams": "baton_serve.engine.offline.structured",

@@ -15,10 +15,10 @@ from typing import Any
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.offline.engine_args import EngineArgs
 from baton_serve.engine.offline.llm_engine import LLMEngine
-from baton_serve.engine.offline.lora import LoRARequest
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
 from baton_serve.engine.offline.prompts import Prompt
+from baton_serve.engine.offline.requested_adapters import LoRARequest
 
 logger = logging.getLogger(__name__)
 

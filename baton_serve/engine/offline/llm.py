@@ -11,7 +11,6 @@ from baton_serve.contracts import pooling
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.offline.engine_args import EngineArgs, open_model
 from baton_serve.engine.offline.llm_engine import LLMEngine
-from baton_serve.engine.offline.lora import LoRARequest, LoRARequests
 from baton_serve.engine.offline.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -30,6 +29,7 @@ from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, S
 from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.progress import PromptProgressBar
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, parse_prompts
+from baton_serve.engine.offline.requested_adapters import LoRARequest, LoRARequests
 from baton_serve.engine.pooling.engine import PoolingEngine
 
 Messages = list[dict[str, Any]]

@@ -21,11 +21,11 @@ from baton_serve.engine.offline.engine_args import (
     open_model,
     profiler_folder,
 )
-from baton_serve.engine.offline.lora import LoRARequest, RequestedAdapters
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams, default_params
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, parse_prompts
 from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
+from baton_serve.engine.offline.requested_adapters import LoRARequest, RequestedAdapters
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from baton_serve.engine.offline.lora import LoRARequest
+from baton_serve.engine.offline.requested_adapters import LoRARequest
 
 D = TypeVar("D")
 

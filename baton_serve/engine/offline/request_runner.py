@@ -18,10 +18,10 @@ from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import EngineError, RequestError
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.engine.offline.beams import RequestBeams
-from baton_serve.engine.offline.lora import LoRARequest
 from baton_serve.engine.offline.output_builder import GeneratedSequence, OutputBuilder
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.requested_adapters import LoRARequest
 from baton_serve.engine.offline.structured import GrammarWriter
 
 
