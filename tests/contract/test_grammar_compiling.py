@@ -23,7 +23,7 @@ from baton_serve.services.router.protocol.errors import ClientGoneError, RateLim
 from baton_serve.services.router.text.grammar import Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from baton_serve.services.router.text.grammar.compiling.fair_slots import QueueLimits
-from baton_serve.services.router.text.grammar.compiling.process import CompileLimits
+from baton_serve.services.router.text.grammar.compiling.limited_compiler import CompileLimits
 from tests import grammar_bombs as bombs
 from tests.recorded_connection import RecordedConnection
 from tests.unit.router.test_structured import TOKENIZER

@@ -8,7 +8,7 @@ import pytest
 from baton_serve.services.router.text.grammar import Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from baton_serve.services.router.text.grammar.compiling.fair_slots import QueueLimits
-from baton_serve.services.router.text.grammar.compiling.process import CompileLimits
+from baton_serve.services.router.text.grammar.compiling.limited_compiler import CompileLimits
 from baton_serve.services.router.text.served_model import ServedModel
 from tests import grammar_bombs as bombs
 from tests.unit.router.conftest import Router, Serve

@@ -12,7 +12,7 @@ from baton_serve.contracts.lark import Lark, UnconvertedGbnfError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest, CompletionRequest
 from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from baton_serve.services.router.text.grammar import Rule, Vocabulary, read_grammar_spec
-from baton_serve.services.router.text.grammar.compiling.process import lark_of_gbnf
+from baton_serve.services.router.text.grammar.compiling.limited_compiler import lark_of_gbnf
 from baton_serve.services.router.text.grammar.structural_tags import structural_tag
 from baton_serve.services.router.text.message_reader import MessageFormat
 from baton_serve.services.router.text.tokenization import TextTokenizer

@@ -21,7 +21,7 @@ from baton_serve.child_command import module_command
 from baton_serve.services.common.lifecycle import RestartPolicy
 from baton_serve.services.router.protocol.errors import UnavailableError
 from baton_serve.services.router.text.grammar.compiling.fair_slots import FairSlots, QueueLimits
-from baton_serve.services.router.text.grammar.compiling.process import (
+from baton_serve.services.router.text.grammar.compiling.limited_compiler import (
     COMPILE,
     CONVERT,
     CONVERTED,
@@ -33,7 +33,7 @@ from baton_serve.services.router.text.grammar.compiling.process import (
 MAX_CACHED_VERDICTS = 4_096
 """Number of grammars whose verdicts are cached."""
 
-_MODULE = "baton_serve.services.router.text.grammar.compiling.process"
+_MODULE = "baton_serve.services.router.text.grammar.compiling.limited_compiler"
 _ATTEMPTS = 3
 """How often a grammar is sent to the compiling process if that process is lost meanwhile."""
 

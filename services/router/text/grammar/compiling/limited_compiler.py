@@ -1,6 +1,6 @@
 """The compiling process: forks one compiler for each grammar. The router's `GrammarChecker` starts it.
 
-    python -m baton_serve.services.router.text.grammar.compiling.process CONTROL TOKENIZER LIMITS
+    python -m baton_serve.services.router.text.grammar.compiling.limited_compiler CONTROL TOKENIZER LIMITS
 
 CONTROL is the descriptor of a socket over which the router sends one socket for each grammar. TOKENIZER is the
 descriptor of a file with the text of a tokenizer.json. LIMITS are `CompileLimits` in JSON. This process loads the
