@@ -40,7 +40,7 @@ from baton_serve.services.common.rpc.links import InstanceServer, RouterId
 from baton_serve.services.common.settings.configuration import environment, log_notes, stop
 from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.common.zmq.block_events import EventPublisher
-from baton_serve.services.instance.adapter_changes import AdapterLoader
+from baton_serve.services.instance.adapter_loader import AdapterLoader
 from baton_serve.services.instance.addresses import (
     advertised,
     advertised_http,

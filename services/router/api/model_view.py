@@ -2,8 +2,8 @@
 
 from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.pooling import PoolingProfile
-from baton_serve.services.router.cluster.adapters import most_common_adapters
 from baton_serve.services.router.cluster.cluster import Cluster
+from baton_serve.services.router.cluster.offered_adapters import most_common_adapters
 from baton_serve.services.router.cluster.routable import serves_model
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelNotFoundError, UnavailableError

@@ -34,9 +34,9 @@ from baton_serve.contracts.messages import (
     ToRouter,
 )
 from baton_serve.services.common.lifecycle import call_each
-from baton_serve.services.router.cluster.adapters import load_missing_adapters
 from baton_serve.services.router.cluster.drain_migration import migrate
 from baton_serve.services.router.cluster.index_sync import BlockIndexSync, Subscriber
+from baton_serve.services.router.cluster.offered_adapters import load_missing_adapters
 from baton_serve.services.router.cluster.prefill_fallback import PrefillFallback
 from baton_serve.services.router.cluster.routable import RoutableWorkers, serves_model
 from baton_serve.services.router.cluster.worker_state import WorkerLink, WorkerState

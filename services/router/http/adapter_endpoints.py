@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.cluster.adapter_changes import AdapterRollout
 from baton_serve.services.router.cluster.adapter_folder import AdapterFolder, FoundAdapter
+from baton_serve.services.router.cluster.adapter_rollout import AdapterRollout
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.protocol.asgi import Asgi, Receive, RequestContext, Scope, Send, read_body
 from baton_serve.services.router.protocol.errors import BadRequestError, NotFoundError, UnavailableError

@@ -7,7 +7,7 @@ import msgspec
 
 from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.messages import Decode, LoadAdapter, Prefill, UnloadAdapter
-from baton_serve.services.router.cluster.adapters import most_common_adapters
+from baton_serve.services.router.cluster.offered_adapters import most_common_adapters
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.fakes import record
 
