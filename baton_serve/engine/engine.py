@@ -36,7 +36,7 @@ from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
-from baton_serve.engine.loading.choice import load
+from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.lora.loaded import LoadedAdapters
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels, check_images, give_images

@@ -29,7 +29,7 @@ from baton_serve.bench.micro.engine_shapes import SHAPES, write_shape
 from baton_serve.bench.report import Row, show
 from baton_serve.engine import EngineConfig, device
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard
-from baton_serve.engine.loading.choice import load as load_model
+from baton_serve.engine.loading.loader_choice import load as load_model
 from baton_serve.engine.loading.weight_files import INDEX, MAX_THREADS, PIECE_BYTES
 
 FILE_BYTES = 4 << 30
