@@ -138,7 +138,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """
 
 
-class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
+class MigrateIn(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
     """Drain migration: fetch the most used blocks of `ticket.source`, an instance that is draining. `names` are the
     hashes of these blocks. The receiver fetches the blocks that it does not have. It sends the `Fetch` even if it has
     all of them, because the source waits for it.
@@ -176,7 +176,7 @@ class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command", kw_only=T
     action: EngineAction
 
 
-class Heirs(msgspec.Struct, frozen=True, tag="heirs"):
+class MigrationTickets(msgspec.Struct, frozen=True, tag="heirs"):
     """The router's answer to `HotBlocks`: the tickets by which other instances will fetch the blocks; empty if there is
     no such instance.
     """
@@ -192,8 +192,8 @@ ToInstance = (
     | Cancel
     | SnapshotRequest
     | Heartbeat
-    | Adopt
-    | Heirs
+    | MigrateIn
+    | MigrationTickets
     | LoadAdapter
     | UnloadAdapter
     | EngineCommand

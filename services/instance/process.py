@@ -19,10 +19,10 @@ from baton_serve.contracts.identity import new_generation
 from baton_serve.contracts.instance import InstanceRecord, LinkStatus, Role
 from baton_serve.contracts.messages import (
     AdapterChanged,
-    Adopt,
     EngineCommand,
-    Heirs,
     LoadAdapter,
+    MigrateIn,
+    MigrationTickets,
     ToInstance,
     UnloadAdapter,
 )
@@ -117,7 +117,7 @@ class InstanceProcess:
         self._engine_thread = engine_thread(settings, role, self._watchdog)
         self._transfer: TransferNode | None = None
         self._drain_migration: DrainMigration | None = None
-        self._adapter_changes: AdapterLoader | None = None
+        self._adapter_loader: AdapterLoader | None = None
         self._renew_record: Callable[[], Awaitable[None]] = _do_nothing
         self._started_at = time.monotonic()
 
@@ -224,10 +224,10 @@ class InstanceProcess:
             links=transfer,
         )
         serving.adapters = engine.adapters.records
-        self._adapter_changes = AdapterLoader(
+        self._adapter_loader = AdapterLoader(
             engine.adapters, engine=thread, router=self._rpc, announce=self._adapters_changed
         )
-        lifecycle.on_stop("adapters", self._adapter_changes.close)
+        lifecycle.on_stop("adapters", self._adapter_loader.close)
         # The engine calls this from another thread: `deliver` passes it on to the event loop.
         engine.on_layer_groups(lambda tail: thread.deliver(serving.on_layer_groups, tail))
         return serving
@@ -275,21 +275,21 @@ class InstanceProcess:
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
         """Pass a router's message to the part of the process that handles it."""
         match message:
-            case Adopt() if self._drain_migration is not None:
+            case MigrateIn() if self._drain_migration is not None:
                 self._drain_migration.on_migrate_in(message, is_draining=self._serving.is_draining)
-            case Heirs() if self._drain_migration is not None:
+            case MigrationTickets() if self._drain_migration is not None:
                 self._drain_migration.on_migration_tickets(message)
             case EngineCommand():
                 self._engine_commands.on_message(router, message)
-            case LoadAdapter() | UnloadAdapter() if self._adapter_changes is not None:
-                self._adapter_changes.on_message(router, message)
+            case LoadAdapter() | UnloadAdapter() if self._adapter_loader is not None:
+                self._adapter_loader.on_message(router, message)
             case LoadAdapter() | UnloadAdapter():
                 refused = "this model computes vectors; LoRA adapters are only supported for models that generate text"
                 self._rpc.send(
                     router, AdapterChanged(request_id=message.request_id, refusal="invalid", message=refused)
                 )
             # Pooling engines have no KV blocks to fetch or to hand to others.
-            case Adopt() | Heirs():
+            case MigrateIn() | MigrationTickets():
                 return
             case _:
                 self._serving.on_message(router, message)

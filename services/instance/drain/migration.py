@@ -10,7 +10,7 @@ import logging
 import msgspec
 
 from baton_serve.contracts.identity import TicketId
-from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks
+from baton_serve.contracts.messages import HotBlocks, MigrateIn, MigrationTickets
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import InstanceError
 from baton_serve.services.instance.kv_sharing.pulling import Puller
@@ -82,13 +82,13 @@ class DrainMigration:
         except InstanceError as exc:
             logger.warning("cannot hand the most used KV blocks to another instance: %s", exc)
 
-    def on_migration_tickets(self, message: Heirs) -> None:
+    def on_migration_tickets(self, message: MigrationTickets) -> None:
         """Receive the tickets with which other instances will fetch; empty if the router found no instance."""
         # A late or repeated answer of a router finds no open question.
         if self._migration_tickets is not None and not self._migration_tickets.done():
             self._migration_tickets.set_result(list(message.tickets))
 
-    def on_migrate_in(self, message: Adopt, *, is_draining: bool = False) -> None:
+    def on_migrate_in(self, message: MigrateIn, *, is_draining: bool = False) -> None:
         """Start to fetch the most used blocks of another instance, which is draining and has named them in `message`.
         If `is_draining`, this instance drains too, and fetches nothing.
         """
@@ -107,7 +107,7 @@ class DrainMigration:
         if self._migrations_in:
             await asyncio.wait(self._migrations_in)
 
-    async def _migrate_in(self, message: Adopt) -> int:
+    async def _migrate_in(self, message: MigrateIn) -> int:
         num_blocks = await self._puller.fetch_blocks(message.ticket, message.names, is_awaited=True)
         logger.info(
             "fetched KV blocks of a draining instance", extra={"source": message.ticket.source, "blocks": num_blocks}

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 
 from baton_serve.contracts.identity import TicketId, new_ticket_id
-from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks, Ticket
+from baton_serve.contracts.messages import HotBlocks, MigrateIn, MigrationTickets, Ticket
 from baton_serve.services.router.cluster.worker_state import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -30,16 +30,16 @@ def migrate(leaving: WorkerState, hot: HotBlocks, workers: Iterable[WorkerState]
         )
         target.send(adopt)
     # An answer without tickets lets the draining instance stop immediately instead of waiting for a fetch.
-    leaving.send(Heirs([found[1].ticket.ticket] if found is not None else []))
+    leaving.send(MigrationTickets([found[1].ticket.ticket] if found is not None else []))
 
 
 def pick_target(
     leaving: WorkerState, hot: HotBlocks, workers: Iterable[WorkerState]
-) -> tuple[WorkerState, Adopt] | None:
+) -> tuple[WorkerState, MigrateIn] | None:
     """Choose the instance that takes over the blocks `hot` of `leaving`.
 
-    It has the same role and KV layout and the most free blocks. Return it with the `Adopt` message for it, or None if
-    no instance qualifies.
+    It has the same role and KV layout and the most free blocks. Return it with its `MigrateIn` message, or None if no
+    instance qualifies.
     """
     record = leaving.record
     qualified = [
@@ -63,4 +63,4 @@ def pick_target(
         sink_generation=target.record.generation,
         timeout_s=hot.timeout_s,
     )
-    return target, Adopt(ticket=ticket, names=names)
+    return target, MigrateIn(ticket=ticket, names=names)

@@ -1,7 +1,7 @@
 import asyncio
 
 from baton_serve.contracts.identity import TicketId
-from baton_serve.contracts.messages import Adopt, Heirs, HotBlocks
+from baton_serve.contracts.messages import HotBlocks, MigrateIn, MigrationTickets
 from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
@@ -31,7 +31,7 @@ def test_hot_blocks_are_offered_and_waited_for_until_they_were_read() -> None:
         (hot,) = b.router.answers()
         assert isinstance(hot, HotBlocks)
         assert hot.names == [name(1), name(2)]
-        handover.on_migration_tickets(Heirs([TicketId("t")]))
+        handover.on_migration_tickets(MigrationTickets([TicketId("t")]))
         b.transfer.ask(ticket(), hot.names)
         await settle()
         assert not leaving.done()
@@ -46,7 +46,7 @@ def test_nobody_to_inherit_or_no_answer_delays_nothing_for_long() -> None:
         _, handover = handover_of()
         leaving = asyncio.create_task(handover.migrate_out())
         await settle()
-        handover.on_migration_tickets(Heirs([]))
+        handover.on_migration_tickets(MigrationTickets([]))
         await leaving
         _, late = handover_of(timeout_s=0.01)
         await late.migrate_out()
@@ -58,7 +58,7 @@ def test_an_heir_asks_even_if_it_lacks_nothing() -> None:
     async def test() -> None:
         b, handover = handover_of()
         b.engine.num_imported = 0
-        handover.on_migrate_in(Adopt(ticket=ticket(), names=[name(1)]))
+        handover.on_migrate_in(MigrateIn(ticket=ticket(), names=[name(1)]))
         await settle()
         assert b.transfer.asked == [("fetch", [])]
         b.transfer.fetched.set_result(Fetched(b""))
@@ -70,7 +70,7 @@ def test_an_heir_asks_even_if_it_lacks_nothing() -> None:
 def test_a_draining_instance_takes_no_blocks_and_does_not_let_the_source_wait() -> None:
     async def test() -> None:
         b, handover = handover_of()
-        handover.on_migrate_in(Adopt(ticket=ticket(), names=[name(1)]), is_draining=True)
+        handover.on_migrate_in(MigrateIn(ticket=ticket(), names=[name(1)]), is_draining=True)
         await settle()
         assert b.transfer.asked == [("fetch", [])]
         b.transfer.fetched.set_result(Fetched(b""))
