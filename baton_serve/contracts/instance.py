@@ -52,6 +52,10 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Results of all transports that were tried, the best transport first."""
 
 
+MAX_ADAPTERS = 256
+"""Largest number of LoRA adapters of one instance. Each load report to the routers lists all of them."""
+
+
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter that an instance has loaded. Clients request it as model `name`; adapters with equal fingerprints
     compute equal KV."""

@@ -195,10 +195,10 @@ class EngineConfig:
 
     def _check_adapters(self) -> None:
         """Check the settings of LoRA adapters. Raises `ConfigError`."""
-        if self.max_adapters < max(self.max_loras, len(self.lora_modules)):
+        # The adapters of one step must all be on the device.
+        if self.max_adapters < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras is {self.max_cpu_loras}; it must be at least max_loras ({self.max_loras}) and the"
-                f" number of lora_modules ({len(self.lora_modules)})"
+                f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras ({self.max_loras}): raise it"
             )
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules needs enable_lora")

@@ -138,8 +138,8 @@ class Engine:
         self._meter = StepMeter(measured.step_time_model)
         self._pool = BlockPool(num_blocks, caching=self._caching, host=self._host.tier, versions=self.kv.versions)
         self._table = RequestTable(self._pool, self.limits, self.eos_token_ids)
-        self._scheduler = Scheduler(self._table, self._meter.step_time_model)
         self.adapters = LoadedAdapters(self._store, self._table.requests)
+        self._scheduler = Scheduler(self._table, self._meter.step_time_model, self.adapters)
         self._reservations = Reservations(self._table)
         self._imports = KVImports(self._table)
         self._pins: dict[RequestId, list[BlockHash]] = {}
@@ -347,6 +347,7 @@ class Engine:
         """End threads and other ranks, and free the memory."""
         self._steps.close()
         self._masking.close()
+        self.adapters.close()
         self._executor.close()
         self._ranks.close()
         self._host.close()

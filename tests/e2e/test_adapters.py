@@ -110,3 +110,21 @@ def test_an_adapter_comes_and_goes_while_a_stream_has_it(cluster: Cluster, llama
         (ask("unload", "late"), 404, "late"),
     ):
         assert (answer.status_code, word in answer.text) == (status, True), answer.text
+
+
+def test_more_adapters_of_a_folder_than_there_is_room_for_are_served_in_turn(llama: Path, tmp_path: Path) -> None:
+    names = [f"adapter-{seed}" for seed in range(4)]
+    expected = {
+        name: greedy(merged(llama, write_adapter(tmp_path / name, llama, rank=4, seed=seed)), PROMPT, 8)
+        for seed, name in enumerate(names)
+    }
+    flags = ("--dtype", "float32", "--disaggregation-min-tokens", "0", "--enable-lora", "--max-cpu-loras", "1")
+    with Cluster(llama, args=(*flags, "--lora-resolver-folder", str(tmp_path))) as running:
+        for name in (*names, *names):
+            assert tokens_of(answer_of(running, name, 8)) == expected[name]
+        with ThreadPoolExecutor(8) as threads:
+            answers = list(threads.map(lambda name: answer_of(running, name, 8), names * 3))
+        assert [tokens_of(answer) for answer in answers] == [expected[name] for name in names] * 3
+        cards = running.client.get("/v1/models").json()["data"]
+        assert sorted(card["id"] for card in cards if card["parent"]) == names
+        assert running.metrics()["baton:replays_total"] == 0

@@ -295,22 +295,116 @@ def test_settings_that_cannot_be(model: Path) -> None:
         engine.adapters.load("a", "b")
 
 
-def test_no_more_adapters_are_kept_than_may_be(model: Path, adapters: list[Path]) -> None:
-    one, two, three = map(str, adapters[:3])
-    with lora_engine(model, max_loras=2, max_cpu_loras=2) as engine:
-        engine.adapters.load("one", one)
-        engine.adapters.load("two", two)
-        engine.adapters.load("again", two)  # the same files, kept once
-        with pytest.raises(AdapterError, match="2 adapters are kept already"):
-            engine.adapters.load("three", three)
-        engine.add(adapted(engine, "a", PROMPT, "one"))
+def weights_of(engine: Engine) -> list[str]:
+    """The names of the adapters whose weights are on the device, the least recently used first."""
+    assert engine._store is not None
+    names = {one.fingerprint: one.name for one in engine.adapters.records()}
+    return [names.get(fingerprint, "") for fingerprint in engine._store._weights]
+
+
+def test_the_least_recently_used_adapter_makes_room_and_is_read_again(model: Path, adapters: list[Path]) -> None:
+    expected = {one.name: greedy(merged(model, one), PROMPT) for one in adapters[:3]}
+    one, two, three = expected
+    with lora_engine(model, *adapters[:2], max_loras=1, max_cpu_loras=2) as engine:
+        engine.adapters.load(three, str(adapters[2]))
+        assert weights_of(engine) == [two, three]
+        assert [found.name for found in engine.adapters.records()] == [one, two, three]
+        for number, name in enumerate((one, two, three, one, three)):
+            engine.add(adapted(engine, str(number), PROMPT, name))
+            assert run(engine) == {(str(number), 0): expected[name]}
+        assert weights_of(engine) == [one, three]
+
+
+def test_more_adapters_than_there_is_room_for_take_turns(model: Path, adapters: list[Path]) -> None:
+    with lora_engine(model, *adapters[:1], max_loras=1, max_cpu_loras=1) as engine:
+        for one in adapters[1:4]:
+            engine.adapters.load(one.name, str(one))
+        for one in (*adapters[:4], *adapters[:4]):
+            engine.add(adapted(engine, f"{one.name}{len(engine._table.requests)}", PROMPT, one.name))
+        answers = run(engine)
+        assert len(answers) == 8
+        for (request, _), tokens in answers.items():
+            folder = next(one for one in adapters if request.startswith(one.name))
+            assert tokens == greedy(merged(model, folder), PROMPT)
+        assert len(weights_of(engine)) == 1
+
+
+def test_a_decoding_request_keeps_its_adapter_while_others_are_loaded(model: Path, adapters: list[Path]) -> None:
+    with lora_engine(model, *adapters[:1], max_loras=1, max_cpu_loras=1) as engine:
+        name = adapters[0].name
+        engine.add(adapted(engine, "a", PROMPT, name))
+        first = engine.step().tokens[0].token_ids
+        engine.adapters.load("other", str(adapters[1]))
+        assert weights_of(engine) == [name]
+        assert first + run(engine)["a", 0] == greedy(merged(model, adapters[0]), PROMPT)
+        engine.add(adapted(engine, "b", PROMPT, "other"))
+        assert run(engine)["b", 0] == greedy(merged(model, adapters[1]), PROMPT)
+
+
+def test_adapters_take_turns_on_the_decode_side_of_a_handoff(model: Path, adapters: list[Path]) -> None:
+    one, two = adapters[:2]
+    with (
+        lora_engine(model, one, two, max_loras=1, max_cpu_loras=2) as prefill,
+        lora_engine(model, one, max_loras=1, max_cpu_loras=1) as decode,
+    ):
+        decode.adapters.load(two.name, str(two))
+        for name in (two.name, one.name, two.name):
+            folder = next(each for each in (one, two) if each.name == name)
+            answers = hand_over(prefill, decode, adapted(prefill, name, PROMPT, name))
+            assert answers == {(name, 0): greedy(merged(model, folder), PROMPT)}
+            assert weights_of(decode) == [name]
+
+
+def test_an_adapter_whose_files_have_changed_fails_its_requests_alone(model: Path, tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / name, model, seed=seed) for seed, name in enumerate(("one", "two"))]
+    expected = greedy(merged(model, folders[1]), PROMPT)
+    with lora_engine(model, folders[0], max_cpu_loras=1, max_loras=1) as engine:
+        engine.adapters.load("two", str(folders[1]))
+        work = adapted(engine, "late", PROMPT, "one")
+        for request in ("a", "b"):
+            engine.add(adapted(engine, f"two{request}", PROMPT, "two"))
+            assert run(engine) == {(f"two{request}", 0): expected}
+        write_adapter(folders[0], model, seed=7)
+        engine.add(work)
+        engine.add(adapted(engine, "c", PROMPT, "two"))
+        answers: list[int] = []
+        failed: list[tuple[str, str, str]] = []
+        while engine.has_work():
+            result = engine.step()
+            failed += [(one.request_id, one.code, one.message) for one in result.failed]
+            answers += [token for output in result.tokens for token in output.token_ids]
+        assert [(name, code) for name, code, _ in failed] == [("late", "invalid")]
+        assert "have changed since it was loaded: load it again with load_inplace" in failed[0][2]
+        assert answers == expected
+        engine.adapters.put(engine.adapters.read("one", str(folders[0])))
+        engine.add(adapted(engine, "d", PROMPT, "one"))
+        assert run(engine)["d", 0] == greedy(merged(model, folders[0]), PROMPT)
+
+
+def test_a_request_whose_adapter_is_unloaded_while_it_waits_for_the_weights_fails(
+    model: Path, adapters: list[Path]
+) -> None:
+    one, two = adapters[:2]
+    with lora_engine(model, one, max_cpu_loras=1, max_loras=1) as engine:
+        engine.adapters.load("two", str(two))
+        engine.add(adapted(engine, "a", PROMPT, one.name))
         engine.step()
-        engine.adapters.unload("one")
-        with pytest.raises(AdapterError, match="max-cpu-loras"):
-            engine.adapters.load("three", three)
-        run(engine)
-        engine.adapters.load("three", three)
-        assert [found.name for found in engine.adapters.records()] == ["two", "again", "three"]
+        engine.add(adapted(engine, "b", PROMPT, "two"))
+        engine.adapters._reads.clear()  # as if its weights had not been begun to read
+        engine.adapters.unload("two")
+        failed = []
+        while engine.has_work():
+            failed += engine.step().failed
+        assert [(one.request_id, one.code) for one in failed] == [("b", "invalid")]
+
+
+def test_names_of_adapters_are_limited(model: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_serve.engine.model.lora.store.MAX_ADAPTERS", 2)
+    with lora_engine(model, *adapters[:2]) as engine:
+        with pytest.raises(AdapterError, match="2 adapters are loaded, the largest number: unload one first"):
+            engine.adapters.load("three", str(adapters[2]))
+        engine.adapters.unload(adapters[0].name)
+        engine.adapters.load("three", str(adapters[2]))
 
 
 @pytest.mark.parametrize("pipe", ["adapter_config.json", "adapter_model.safetensors"])

@@ -6,8 +6,9 @@ none is free, the least important sequence is preempted and recomputed later. Wa
 `engine.core.prompt_admission`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -86,13 +87,27 @@ class ModelRunnerOutput:
     """By row number: the reason why no token was sampled. Ignore `token_ids` of these rows."""
 
 
+class AdapterWeights(Protocol):
+    """The weights of LoRA adapters, as steps need them: `engine.model.lora.loaded.LoadedAdapters`."""
+
+    def use(self, fingerprint: str, in_step: Collection[str]) -> bool: ...
+    def wait(self) -> bool: ...
+    def take_failures(self) -> Mapping[str, str]: ...
+
+
 class Scheduler:
     """Schedules the requests of one engine. Engine thread only."""
 
-    def __init__(self, table: RequestTable, step_time_model: StepTimeModel | None = None) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        step_time_model: StepTimeModel | None = None,
+        adapters: AdapterWeights | None = None,
+    ) -> None:
         """`step_time_model` is updated by the engine after each step. Without one, only the configured limits bound a
-        step."""
+        step. Without `adapters`, the weights of every adapter are on the device."""
         self._table = table
+        self.adapters = adapters
         self._step_time_model = step_time_model or StepTimeModel()
         self.admission = PromptAdmission(table)
         self._step_loras: set[str] = set()
@@ -237,12 +252,14 @@ class Scheduler:
     def _fits_max_loras(self, sequence: Sequence) -> bool:
         """Return whether the sequence's LoRA adapter fits into this step, and reserve its place.
 
-        If not, the sequence waits for a step with other adapters.
+        If not, the sequence waits for a step with other adapters, or until the weights of its own have been read.
         """
         adapter = sequence.request.work.lora
         if not adapter or adapter in self._step_loras:
             return True
         if len(self._step_loras) == self._table.limits.max_loras:
+            return False
+        if self.adapters is not None and not self.adapters.use(adapter, self._step_loras):
             return False
         self._step_loras.add(adapter)
         return True

@@ -65,7 +65,9 @@ class EngineSetup:
         self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
         for name, folder in (entry.split("=", 1) for entry in config.lora_modules):
             assert self.adapters is not None  # `EngineConfig.check` requires enable_lora here
-            self.adapters.put(self.adapters.read(name, folder))
+            adapter = self.adapters.read(name, folder)
+            self.adapters.register(adapter)
+            self.adapters.keep(adapter, in_use=(), pinned=())
 
 
 def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:

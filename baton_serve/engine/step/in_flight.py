@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton_serve.engine.core.outputs import FailedRequest, StepResult
 from baton_serve.engine.core.request_table import RequestTable, SchedulerConfig
 from baton_serve.engine.core.scheduler import RowFailure, ScheduledBatch, Scheduler
-from baton_serve.engine.core.sequence import Request
+from baton_serve.engine.core.sequence import Request, SequenceState
 from baton_serve.engine.device import DeviceEvent
 from baton_serve.engine.execution.prompt_graphs import MAX_GRAPH_TOKENS
 from baton_serve.engine.execution.runner import LaunchedForward, SampledTokens
@@ -47,6 +47,16 @@ class RequestFailures:
             result.failed.append(FailedRequest(request.work.request_id, IMAGES_MISSING.message, IMAGES_MISSING.code))
             self.end(request)
 
+    def fail_requests_without_adapter(self, result: StepResult) -> None:
+        """Fail the requests whose LoRA adapters could not be read again."""
+        adapters = self._scheduler.adapters
+        for fingerprint, why in (adapters.take_failures() if adapters is not None else {}).items():
+            for request in [one for one in self._table.requests.values() if one.work.lora == fingerprint]:
+                # A transport writes into blocks that await KV. Such a request tries again, and fails, when it runs.
+                if all(sequence.state is not SequenceState.AWAITING_KV for sequence in request.sequences):
+                    result.failed.append(FailedRequest(request.work.request_id, why, "invalid"))
+                    self.end(request)
+
     def end(self, request: Request) -> None:
         """End a request in the table.
 
@@ -65,13 +75,18 @@ class StepPlanner:
         self._host = host
 
     def plan(self, now: float) -> ScheduledBatch:
-        """Schedule a step. If it would be empty while blocks are copied from the host tier, wait for a copy first."""
+        """Schedule a step. If it would be empty while blocks are copied from the host tier, or while the weights of an
+        adapter are read, wait for that first."""
         self._join_loaded()
         plan = self._scheduler.schedule(now)
         self._host.move()
         if not plan.chunks and self._table.loading:
             self._host.wait(self._table.loading[0].blocks)
             self._join_loaded()
+            plan = self._scheduler.schedule(now)
+            self._host.move()
+        adapters = self._scheduler.adapters
+        if not plan.chunks and adapters is not None and adapters.wait():
             plan = self._scheduler.schedule(now)
             self._host.move()
         # The order matters: `move` starts copies into blocks of this step, and `before` makes the step wait for them.

@@ -103,6 +103,7 @@ class StepLoop:
                 # added.
                 self.ahead = self._choose(following, result)
         self._failures.fail_requests_missing_images(result)
+        self._failures.fail_requests_without_adapter(result)
         result.events = self._table.pool.take_events()
         return result
 

@@ -55,10 +55,10 @@ class AdapterSettings(NetworkSettings, frozen=True, kw_only=True):
     max_cpu_loras: Annotated[
         int | None,
         Meta(
-            description="maximum number of LoRA adapters that are loaded at the same time; the least recently"
-            " used one makes room for another. Unlike in vLLM their weights are in device memory, so raise"
-            " it only if requests use more adapters (default: 16, or --max-loras or the number of"
-            " --lora-modules if that is greater)",
+            description="maximum number of LoRA adapters whose weights are kept; the least recently used one makes"
+            " room for another, and is read from its folder again when a request names it. Unlike in vLLM the"
+            " weights are in device memory, so raise it only if requests use more adapters (default: 16, or"
+            " --max-loras or the number of --lora-modules if that is greater)",
             ge=1,
         ),
     ] = None

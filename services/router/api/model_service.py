@@ -128,8 +128,11 @@ class ModelService:
                 )
             finally:
                 self._num_early -= 1
-        if self.adapter_folder is not None and requested is not None and not self._is_served(requested):
-            await self.adapter_folder.resolve(requested)
+        if self.adapter_folder is not None and requested is not None:
+            if self._is_served(requested):
+                self.adapter_folder.on_use(requested)
+            else:
+                await self.adapter_folder.resolve(requested)
         return self.of(requested)
 
     def _is_served(self, name: str) -> bool:

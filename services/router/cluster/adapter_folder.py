@@ -5,10 +5,11 @@ import json
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton_serve.contracts.instance import MAX_ADAPTERS, AdapterRecord
 from baton_serve.services.router.protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names that are looked up: one part of a path, and never `..`, so that a request cannot leave the folder."""
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_USES = 4 * MAX_ADAPTERS
+"""Largest number of names whose last use is remembered."""
 RETRY_AFTER_S = 30.0
 """Seconds for which a refused adapter is not loaded again; every request for it gets the same error."""
 
@@ -32,8 +35,7 @@ class FoundAdapter:
 class AdapterFolder:
     """Loads adapters at the first request for them. Each name is loaded once at a time. Event loop only.
 
-    `load` loads an adapter on all instances and raises `ApiError` if that fails. The instances limit the number of
-    adapters (`--max-cpu-loras`).
+    `load` loads an adapter on all instances and raises `ApiError` if that fails.
     """
 
     def __init__(
@@ -48,6 +50,23 @@ class AdapterFolder:
         self._clock = clock
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[float, ApiError]] = {}
+        self._used_at: dict[str, float] = {}
+
+    def on_use(self, name: str) -> None:
+        """Record that a request uses an adapter that is loaded."""
+        self._used_at.pop(name, None)
+        self._used_at[name] = self._clock()
+        # Adapters that clients load over HTTP and unload again must not fill the memory. The oldest comes first.
+        if len(self._used_at) > _MAX_USES:
+            del self._used_at[next(iter(self._used_at))]
+
+    def least_recently_used(self, adapters: Iterable[AdapterRecord]) -> str | None:
+        """Return the name of the adapter of this folder whose last use is longest ago, or None if none is from here.
+
+        It may be unloaded to make room: `resolve` loads it again.
+        """
+        own = [one.name for one in adapters if Path(one.path).parent == self._folder]
+        return min(own, key=lambda name: (self._used_at.get(name, 0.0), name), default=None)
 
     async def resolve(self, name: str) -> None:
         """Load the adapter of this name if the folder has it. Raises `ApiError` if an instance refuses it."""
@@ -69,6 +88,7 @@ class AdapterFolder:
             if name in self._refused:
                 raise self._refused[name][1].with_traceback(None)
             await self._load(found)
+            self.on_use(name)
         except ApiError as exc:
             logger.warning("cannot load LoRA adapter %s from %s: %s", name, self._folder, exc)
             # Errors of the server pass: the next request may find instances that answer.

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from baton_serve.contracts.instance import MAX_ADAPTERS
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.adapter_folder import AdapterFolder, FoundAdapter
 from baton_serve.services.router.cluster.adapter_rollout import AdapterRollout
@@ -37,11 +38,15 @@ def adapter_endpoints(service: ModelService) -> tuple[Asgi, Asgi]:
         # With several models only the adapter's config names the one it belongs to.
         fitting = [sibling for sibling in service.siblings if found.base in sibling.view.names()]
         target = service if len(service.siblings) == 1 else next(iter(fitting), None)
-        if target is not None:
-            await rollout.load(_workers(target), found.name, found.path)
+        if target is None:
+            return
+        known = target.view.adapters()
+        if len(known) >= MAX_ADAPTERS and (oldest := folder.least_recently_used(known.values())) is not None:
+            await rollout.unload(_workers(target), oldest)
+        await rollout.load(_workers(target), found.name, found.path)
 
-    if (folder := service.settings.lora_resolver_folder) is not None:
-        service.adapter_folder = AdapterFolder(Path(folder), load_found)
+    if service.settings.lora_resolver_folder is not None:
+        service.adapter_folder = folder = AdapterFolder(Path(service.settings.lora_resolver_folder), load_found)
 
     async def load(target: ModelService, request: LoadAdapterRequest) -> str:
         name = request.lora_name

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.messages import Decode, LoadAdapter, Prefill, UnloadAdapter
@@ -236,5 +237,30 @@ def test_an_adapter_of_the_folder_that_instances_refuse_is_not_loaded_for_every_
             answer = await router.http.post("/v1/completions", json={"model": "huge", "prompt": PROMPT})
             assert (answer.status_code, "a rank too high" in answer.text) == (400, True)
         assert changes(router, "prefill-0") == ["LoadAdapter huge", "UnloadAdapter huge"]
+
+    serve(test, lora_resolver_folder=str(tmp_path))
+
+
+def test_the_least_recently_used_adapter_of_the_folder_makes_room_for_another(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton_serve.services.router.http.adapter_endpoints.MAX_ADAPTERS", 3)
+    for name in ("one", "two", "three"):
+        put_adapter(tmp_path, name)
+
+    async def test(router: Router) -> None:
+        for instance in ("prefill-0", "decode-0"):
+            load(router, instance, adapter("fixed"))
+        for name in ("one", "two", "one", "three", "two"):
+            assert (await router.complete(model=name, prompt=PROMPT, max_tokens=3))["model"] == name
+        assert changes(router, "prefill-0") == [
+            "LoadAdapter one",
+            "LoadAdapter two",
+            "UnloadAdapter two",
+            "LoadAdapter three",
+            "UnloadAdapter one",
+            "LoadAdapter two",
+        ]
+        assert await adapters(router) == ["fixed", "three", "two"]
 
     serve(test, lora_resolver_folder=str(tmp_path))

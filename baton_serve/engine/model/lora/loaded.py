@@ -1,6 +1,11 @@
-"""The adapters of an engine, as its owner sees them."""
+"""The adapters of an engine, as its owner and its scheduler see them.
 
-from collections.abc import Mapping
+An adapter that was loaded keeps its name until it is unloaded. The weights of the most recently used ones are on the
+device, at most `max_cpu_loras`. Others are read again, in a thread, when a request needs them.
+"""
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from baton_serve.contracts.identity import RequestId
@@ -9,6 +14,9 @@ from baton_serve.contracts.messages import Work
 from baton_serve.engine.errors import AdapterError, RequestError
 from baton_serve.engine.model.lora.checkpoint import Adapter
 from baton_serve.engine.model.lora.store import AdapterStore
+
+READ_WAIT_S = 0.5
+"""Longest time in seconds that an engine without other work waits for weights before it looks for new requests."""
 
 
 class RunningRequest(Protocol):
@@ -19,7 +27,7 @@ class RunningRequest(Protocol):
 
 
 class LoadedAdapters:
-    """Loads and unloads adapters.
+    """Loads and unloads adapters, and reads weights again. Implements `core.scheduler.AdapterWeights`.
 
     Engine thread only, except `read`. `running` are all requests of the engine, by id.
     """
@@ -27,14 +35,18 @@ class LoadedAdapters:
     def __init__(self, store: AdapterStore | None, running: Mapping[RequestId, RunningRequest]) -> None:
         self._store = store
         self._running = running
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
+        self._reads: dict[str, Future[Adapter]] = {}
+        """Weights by fingerprint that are being read again, or were read and are in host memory."""
+        self._failures: dict[str, str] = {}
+
+    def close(self) -> None:
+        """End the thread; a read that has begun is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def records(self) -> list[AdapterRecord]:
         """Return the adapters that new requests may use."""
-        loaded = [] if self._store is None else self._store.all()
-        return [
-            AdapterRecord(name=one.name, fingerprint=one.fingerprint, path=one.path, at_run_time=one.at_run_time)
-            for one in loaded
-        ]
+        return [] if self._store is None else self._store.records()
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter, replacing one of the same name. Raises `AdapterError`."""
@@ -45,26 +57,101 @@ class LoadedAdapters:
         return self._loaded().read(name, folder, at_run_time=True)
 
     def put(self, adapter: Adapter) -> None:
-        """Add an adapter that `read` has returned, replacing one of the same name. Raises `AdapterError`."""
-        # Adapters that nothing uses any more must not count against the limit.
-        self.collect()
-        self._loaded().put(adapter)
+        """Add an adapter that `read` has returned, replacing one of the same name. Raises `AdapterError`.
+
+        Its weights are kept if the adapters that requests use now leave room, otherwise they are read again later.
+        """
+        store, in_use = self._loaded(), self._in_use()
+        store.register(adapter)
+        # A later request for this adapter may wait. The running requests must not.
+        store.keep(adapter, in_use=in_use, pinned=in_use)
 
     def unload(self, name: str) -> None:
         """Remove the name of an adapter. Its weights stay until `collect`. Raises `AdapterError`.
 
-        Running requests go on, and requests that a router has placed but not sent yet can still arrive.
+        Requests go on if the weights are on the device. This includes requests that a router is about to send.
         """
         self._loaded().unload(name)
 
     def collect(self) -> None:
         """Free adapters that have no name any more and that no request uses."""
-        self._loaded().collect({request.work.lora for request in self._running.values()})
+        self._loaded().collect(self._in_use())
 
     def check(self, work: Work) -> None:
-        """Raise `RequestError` if the adapter of a request is not loaded."""
-        if work.lora and (self._store is None or not self._store.has(work.lora)):
+        """Raise `RequestError` if the adapter of a request is not loaded. Begin to read its weights if they are needed.
+
+        The read overlaps with the time in which the request waits, or in which its KV blocks are transferred.
+        """
+        if not work.lora:
+            return
+        if self._store is None or not self._store.has(work.lora):
             raise RequestError("invalid", "the LoRA adapter of this request is not loaded on this instance")
+        # Weights that were read are in host memory until a step needs them, so their number is limited here.
+        if not self._store.use(work.lora) and len(self._reads) < self._store.max_adapters:
+            self._begin_read(work.lora)
+
+    def use(self, fingerprint: str, in_step: Collection[str]) -> bool:
+        """Return whether a step may use an adapter. If not, its weights are read, and a later call returns True.
+
+        `in_step` are the adapters that the step uses already; their weights stay. A failed read is reported by
+        `take_failures`.
+        """
+        store = self._loaded()
+        if store.use(fingerprint):
+            return True
+        self._begin_read(fingerprint)
+        if (read := self._reads.get(fingerprint)) is None:
+            self._failures[fingerprint] = "the LoRA adapter was unloaded before the request could run"
+            return False
+        if not read.done():
+            return False
+        try:
+            adapter = read.result()
+        except AdapterError as exc:
+            del self._reads[fingerprint]
+            self._failures[fingerprint] = str(exc)
+            return False
+        if not store.keep(adapter, in_use=self._in_use(), pinned=in_step):
+            return False
+        del self._reads[fingerprint]
+        return True
+
+    def wait(self) -> bool:
+        """Wait until weights have been read, for at most `READ_WAIT_S`. Return False if none are being read."""
+        reading = [read for read in self._reads.values() if not read.done()]
+        if reading:
+            wait(reading, timeout=READ_WAIT_S, return_when=FIRST_COMPLETED)
+        return bool(reading)
+
+    def take_failures(self) -> Mapping[str, str]:
+        """Return why weights could not be read, by fingerprint, and forget it: a new request tries again."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _begin_read(self, fingerprint: str) -> None:
+        """Begin to read the weights of an adapter again, unless this has begun."""
+        if fingerprint in self._reads:
+            return
+        # Requests that were cancelled leave weights behind that nobody takes.
+        in_use = self._in_use()
+        self._reads = {one: read for one, read in self._reads.items() if one in in_use or not read.done()}
+        if (record := self._loaded().record_of(fingerprint)) is not None:
+            self._reads[fingerprint] = self._thread.submit(self._read_again, record)
+
+    def _read_again(self, record: AdapterRecord) -> Adapter:
+        """Read the weights that an adapter had when it was loaded. Raises `AdapterError`."""
+        adapter = self._loaded().read(record.name, record.path, at_run_time=record.at_run_time)
+        # Cached KV and the other instances have the old weights.
+        if adapter.fingerprint != record.fingerprint:
+            raise AdapterError(
+                f"adapter {record.name}: the files in {record.path} have changed since it was loaded: load it again"
+                " with load_inplace, or restart the instances"
+            )
+        return adapter
+
+    def _in_use(self) -> set[str]:
+        """Return the fingerprints of the adapters that requests use."""
+        return {request.work.lora for request in self._running.values()}
 
     def _loaded(self) -> AdapterStore:
         if self._store is None:

@@ -1,5 +1,6 @@
-"""Keeps the adapters that are loaded beside a model, and knows which of its products they may change."""
+"""Keeps the names of adapters, and the weights of the most recently used ones, beside a model."""
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton_serve.contracts.instance import MAX_ADAPTERS, AdapterRecord
 from baton_serve.engine.errors import AdapterError
 from baton_serve.engine.model.lora.checkpoint import MERGE, Adapter, read_adapter
 
@@ -20,20 +22,21 @@ class AdapterRows:
 
 
 class AdapterStore:
-    """The weights of adapters on the device. Engine thread only, except `read`.
+    """The names of adapters, and a cache of their weights on the device. Engine thread only, except `read`.
 
     When the model is built, it offers the products that adapters may change. Then adapters are loaded. `max_adapters`
-    limits the adapters whose weights are kept, including those without a name.
+    limits the adapters whose weights are kept. An adapter without weights keeps its name and can be read again.
     """
 
     def __init__(self, *, max_rank: int, max_adapters: int, dtype: torch.dtype, device: torch.device) -> None:
         self._max_rank = max_rank
-        self._max_adapters = max_adapters
+        self.max_adapters = max_adapters
         self._dtype = dtype
         self._device = device
         self._sizes: dict[str, tuple[int, int]] = {}
-        self._by_name: dict[str, Adapter] = {}
-        self._by_fingerprint: dict[str, Adapter] = {}
+        self._by_name: dict[str, AdapterRecord] = {}
+        self._weights: OrderedDict[str, Adapter] = OrderedDict()
+        """Weights by fingerprint, the least recently used first."""
 
     def offer(self, module: str, *, inputs: int, outputs: int) -> None:
         """Register a module whose product adapters may change, with its numbers of inputs and outputs."""
@@ -57,17 +60,46 @@ class AdapterStore:
                 raise AdapterError(f"adapter {name}: the matrices of {module} have other sizes than this model's layer")
         return adapter
 
-    def put(self, adapter: Adapter) -> None:
-        """Add an adapter, replacing one of the same name. Raises `AdapterError` if too many are kept."""
-        is_new = adapter.fingerprint not in self._by_fingerprint
-        if is_new and len(self._by_fingerprint) >= self._max_adapters:
+    def register(self, adapter: Adapter) -> None:
+        """Add the name of an adapter, or let it name other weights. Raises `AdapterError` if there are too many."""
+        if adapter.name not in self._by_name and len(self._by_name) >= MAX_ADAPTERS:
             raise AdapterError(
-                f"adapter {adapter.name}: {self._max_adapters} adapters are kept already, the limit"
-                " (--max-cpu-loras): unload one first"
+                f"adapter {adapter.name}: {MAX_ADAPTERS} adapters are loaded, the largest number: unload one first"
             )
-        # An adapter that is replaced stays under its fingerprint for requests that use it.
-        loaded = adapter.to(self._device)
-        self._by_name[adapter.name] = self._by_fingerprint[adapter.fingerprint] = loaded
+        self._by_name[adapter.name] = AdapterRecord(
+            name=adapter.name, fingerprint=adapter.fingerprint, path=adapter.path, at_run_time=adapter.at_run_time
+        )
+
+    def keep(self, adapter: Adapter, *, in_use: Collection[str], pinned: Collection[str]) -> bool:
+        """Copy the weights of an adapter to the device. Return False if other adapters leave no room.
+
+        The least recently used weights make room, but weights that requests use come last, and `pinned` ones stay.
+        `in_use` and `pinned` are fingerprints.
+        """
+        if not self.use(adapter.fingerprint):
+            while len(self._weights) >= self.max_adapters:
+                if (victim := self._victim(in_use, pinned)) is None:
+                    return False
+                del self._weights[victim]
+            self._weights[adapter.fingerprint] = adapter.to(self._device)
+        return True
+
+    def _victim(self, in_use: Collection[str], pinned: Collection[str]) -> str | None:
+        """Return the fingerprint of the weights to drop next, or None if all are needed."""
+        named = {record.fingerprint for record in self._by_name.values()}
+        # Weights without a name cannot be read again: a request that was placed before may still arrive.
+        kinds = (
+            (one for one in self._weights if one in named and one not in in_use),
+            (one for one in self._weights if one not in named and one not in in_use),
+            (one for one in self._weights if one in named and one not in pinned),
+        )
+        return next((one for kind in kinds for one in kind), None)
+
+    def use(self, fingerprint: str) -> bool:
+        """Return whether the weights are on the device, and mark them as used."""
+        if fingerprint in self._weights:
+            self._weights.move_to_end(fingerprint)
+        return fingerprint in self._weights
 
     def unload(self, name: str) -> None:
         """Remove the name of an adapter; its weights stay until `collect`. Raises `AdapterError` for unknown names."""
@@ -75,31 +107,32 @@ class AdapterStore:
             raise AdapterError(f"no adapter is named {name}")
 
     def collect(self, in_use: Collection[str]) -> None:
-        """Free adapters without a name, except those whose fingerprint is in `in_use`."""
-        named = {adapter.fingerprint for adapter in self._by_name.values()}
-        self._by_fingerprint = {key: one for key, one in self._by_fingerprint.items() if key in named or key in in_use}
+        """Free the weights of adapters without a name, except those whose fingerprint is in `in_use`."""
+        named = {record.fingerprint for record in self._by_name.values()}
+        for fingerprint in self._weights.keys() - named - set(in_use):
+            del self._weights[fingerprint]
+
+    def record_of(self, fingerprint: str) -> AdapterRecord | None:
+        """Return an adapter with these weights that has a name, or None."""
+        return next((one for one in self._by_name.values() if one.fingerprint == fingerprint), None)
 
     def has(self, fingerprint: str) -> bool:
-        """Return whether the weights are loaded, with a name or without.
+        """Return whether requests can be served: the adapter has a name, or its weights are still there.
 
         A router may have placed a request before it knew that the adapter was unloaded.
         """
-        return fingerprint in self._by_fingerprint
+        return fingerprint in self._weights or self.record_of(fingerprint) is not None
 
-    def find(self, name: str) -> Adapter | None:
-        """Return the adapter with this name, or None."""
-        return self._by_name.get(name)
-
-    def all(self) -> list[Adapter]:
+    def records(self) -> list[AdapterRecord]:
         """Return the adapters that have a name."""
         return list(self._by_name.values())
 
     def rows(self, step: Iterable[tuple[str, Tensor | None]]) -> Sequence[AdapterRows]:
         """Return each adapter of a step with the rows that it applies to.
 
-        `step` names the adapters by fingerprint.
+        `step` names the adapters by fingerprint. The scheduler has found the weights of each (`LoadedAdapters.use`).
         """
-        return [AdapterRows(self._by_fingerprint[fingerprint], rows) for fingerprint, rows in step]
+        return [AdapterRows(self._weights[fingerprint], rows) for fingerprint, rows in step]
 
 
 def _why_fixed(module: str) -> str:
