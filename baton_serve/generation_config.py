@@ -58,6 +58,7 @@ class GenerationDefaults:
 
 def generation_config(model: Path, source: str, overrides: Mapping[str, object]) -> GenerationDefaults:
     """Return the defaults for the model in the folder `model`. Raises `ValueError` with a text for the operator."""
+    # A folder that the operator names must be usable; a model's own folder may lack the file.
     is_stated = source not in ("auto", "vllm")
     file = _File() if source == "vllm" else _read(Path(source) if is_stated else model, is_required=is_stated)
     given = checked_overrides(overrides)

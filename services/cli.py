@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "run a benchmark: serve, latency, throughput (as `vllm bench`), and those of `baton-bench`",
     "pull": "download a model from the Hugging Face hub",
     "unpack": "turn a single GGUF file into a model folder",
+    "save-sharded-state": "write a checkpoint for --load-format sharded_state",
     "doctor": "check whether this machine can serve models, with remedies",
     "drain": "take one instance out of service after its running requests",
     "rotate": "restart the instances of a pool one by one, without failed requests",
@@ -36,6 +37,7 @@ FUNCTIONS = {
     "drain": ("baton_serve.services.rotate.drain", "main"),
     "pull": ("baton_serve.services.local.pull", "main"),
     "run-batch": ("baton_serve.services.local.run_batch", "main"),
+    "save-sharded-state": ("baton_serve.services.local.save_sharded_state", "main"),
     "unpack": ("baton_serve.services.local.unpack", "main"),
 }
 """Modules and functions of the subcommands that are not `main` in `services.COMMAND.main`."""

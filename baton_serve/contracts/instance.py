@@ -66,6 +66,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     at_run_time: bool = False
     """True if it was loaded over HTTP and not by `--lora-modules`: routers then load it on instances that join later.
     """
+    base_model_name: str | None = None
+    """The parent of the adapter in the list of models; None: the name of the model."""
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,13 @@
 """The settings of one engine. They are checked before any weight is read, and have vLLM's names where vLLM has them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from baton_serve.contracts.device import DeviceName, DtypeName, LoadFormat
+from baton_serve.contracts.loader_options import LoaderOptions, loader_options
 from baton_serve.engine.errors import ConfigError
 
 RunnerType = Literal["auto", "generate", "pooling"]
@@ -23,6 +26,16 @@ Fp8Dtype = Literal["e4m3", "e5m2"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 GROUP_SIZES = (32, 64, 128)
 """Numbers of inputs per scale that the kernels for four and six bits support."""
+
+
+class LoRAModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A LoRA adapter to load at the start, as `--lora-modules` states it. `/v1/models` shows `base_model_name` as its
+    parent; None: the name of the served model.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+    base_model_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +80,8 @@ class EngineConfig:
     """Kind of weight files. `auto`: safetensors, else GGUF, else PyTorch's; `npcache` is `pt`, whose files are mapped
     without a cache; `bitsandbytes` rounds to NF4; `dummy` draws random weights, for tests and benchmarks.
     """
+    model_loader_extra_config: dict[str, object] = field(default_factory=dict)
+    """Settings of the load format, with vLLM's keys; see `loader_options`."""
     enforce_eager: bool = False
     """Launch every kernel separately instead of replaying captured graphs."""
     max_step_stretch: float = inf
@@ -105,7 +120,9 @@ class EngineConfig:
     enable_lora: bool = False
     """Allow LoRA adapters to be loaded beside the model."""
     lora_modules: tuple[str, ...] = ()
-    """Adapters that are loaded at the start, as `name=folder`."""
+    """Adapters that are loaded at the start, as `name=folder` or as a JSON object with the fields of `LoRAModule`."""
+    lora_dtype: DtypeName = "auto"
+    """Dtype of the weights of adapters, in which their products are computed; `auto`: as the model."""
     max_loras: int = 1
     """Largest number of different adapters in one step."""
     max_lora_rank: int = 16
@@ -168,9 +185,22 @@ class EngineConfig:
         return "bitsandbytes" if self.load_format == "bitsandbytes" else self.quantization
 
     @property
+    def loader(self) -> LoaderOptions:
+        """The settings of the load format. Raises `ConfigError` if it does not have one of them."""
+        try:
+            return loader_options(self.load_format, self.model_loader_extra_config)
+        except ValueError as exc:
+            raise ConfigError(str(exc)) from exc
+
+    @property
     def max_adapters(self) -> int:
         """Largest number of adapters whose weights are kept in device memory."""
         return self.max_cpu_loras or max(16, self.max_loras, len(self.lora_modules))
+
+    @property
+    def adapters_at_start(self) -> list[LoRAModule]:
+        """The entries of `lora_modules`. Raises `ConfigError` if one is malformed."""
+        return [_lora_module(entry) for entry in self.lora_modules]
 
     def runs_ahead(self, *, is_host: bool) -> bool:
         """Return whether steps are launched ahead: `async_scheduling`, or by default True unless the device is the
@@ -187,6 +217,8 @@ class EngineConfig:
                 f"quantization ({self.rounding}) rounds whole weights, and tensor_parallel_size"
                 f" ({self.tensor_parallel_size}) splits them: use one of the two"
             )
+        # Reading the options checks them.
+        _ = self.loader
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
             raise ConfigError(
                 f"load_format bitsandbytes rounds weights to NF4, and quantization is {self.quantization}: use one of"
@@ -202,11 +234,24 @@ class EngineConfig:
             )
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("lora_modules needs enable_lora")
-        # `partition` gives an empty string on the side of the "=" where something is missing.
-        if any(not all(entry.partition("=")[::2]) for entry in self.lora_modules):
-            raise ConfigError(f"lora_modules: each entry is name=folder, not {self.lora_modules}")
+        names = [adapter.name for adapter in self.adapters_at_start]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"lora_modules: several adapters are named {sorted(repeated)[0]}")
         if self.enable_lora and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"enable_lora keeps adapters whole, and tensor_parallel_size ({self.tensor_parallel_size}) splits the"
                 " layers that they change: use one of the two"
             )
+
+
+def _lora_module(entry: str) -> LoRAModule:
+    """Parse an entry of `lora_modules`. Raises `ConfigError`."""
+    try:
+        if entry.lstrip().startswith("{"):
+            return msgspec.json.decode(entry, type=LoRAModule)
+        name, _, path = entry.partition("=")
+        return msgspec.convert({"name": name, "path": path}, LoRAModule)
+    except msgspec.DecodeError as exc:
+        raise ConfigError(
+            f'lora_modules: each entry is name=folder or {{"name": ..., "path": ...}}, not {entry!r}: {exc}'
+        ) from exc

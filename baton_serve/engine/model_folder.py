@@ -5,6 +5,7 @@ Every defect of a folder is raised as a `ModelError` that names the folder and t
 
 import json
 import logging
+import re
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias
 from safetensors import SafetensorError, safe_open
 
 from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.loader_options import SHARD_PATTERN
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
 
@@ -49,7 +51,6 @@ PICKLE_INDEX = "pytorch_model.bin.index.json"
 _WANTED = {
     "pt": "pytorch_model.bin",
     "npcache": "pytorch_model.bin",
-    "sharded_state": "model-rank-N-part-M.safetensors",
 }
 """Names of files by load format, for errors."""
 _SUCCESSORS = {
@@ -95,8 +96,13 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
     _refuse_sizes(path, stated)
     _refuse_unknown(folder, stated, config)
     may_be_gguf = config.load_format == "gguf" or (config.load_format == "auto" and any(folder.glob("*.gguf")))
-    if config.load_format != "dummy" and not may_be_gguf and not weight_files(folder, config.load_format):
-        wanted = _WANTED.get(config.load_format, "*.safetensors")
+    if (
+        config.load_format != "dummy"
+        and not may_be_gguf
+        and not weight_files(folder, config.load_format, config.loader.pattern)
+    ):
+        is_sharded = config.load_format == "sharded_state"
+        wanted = config.loader.pattern if is_sharded else _WANTED.get(config.load_format, "*.safetensors")
         raise ModelError(f"{folder} has no {wanted} files; convert the weights, or use --load-format dummy")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
@@ -104,8 +110,10 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
         raise ModelError(f"{path} cannot be used: {first_line(exc)}") from exc
 
 
-def weight_files(folder: Path, load_format: LoadFormat = "auto") -> list[Path]:
+def weight_files(folder: Path, load_format: LoadFormat = "auto", pattern: str = SHARD_PATTERN) -> list[Path]:
     """Return the weight files of a folder in the load format; empty if it has none, or a GGUF file.
+
+    `pattern` has the names of the files of sharded_state.
 
     Raises `ModelError` if the list of PyTorch's files is broken.
     """
@@ -119,8 +127,22 @@ def weight_files(folder: Path, load_format: LoadFormat = "auto") -> list[Path]:
                 raise ModelError(f"{index} cannot be used: {first_line(exc)}") from exc
         return [lone] if lone.is_file() else []
     if load_format == "sharded_state":
-        return [path for path in tensors if path.name.startswith("model-rank-")]
+        return [path for paths in shard_paths(folder, pattern).values() for path in paths]
     return tensors
+
+
+def shard_paths(folder: Path, pattern: str) -> dict[int, list[Path]]:
+    """Return the files of `sharded_state` in a folder, by rank."""
+    # The texts around the two numbers are matched as they stand, with their dots.
+    first, middle, last = (re.escape(text) for text in re.split(r"\{rank\}|\{part\}", pattern))
+    number = {"rank": r"(?P<rank>\d+)", "part": r"\d+"}
+    left, right = re.findall(r"\{(rank|part)\}", pattern)
+    name = re.compile(f"{first}{number[left]}{middle}{number[right]}{last}")
+    found: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if (match := name.fullmatch(path.name)) is not None:
+            found.setdefault(int(match["rank"]), []).append(path)
+    return found
 
 
 def is_pickled(files: list[Path]) -> bool:

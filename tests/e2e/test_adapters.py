@@ -1,5 +1,6 @@
 """Adapters through real processes: each answers as transformers does with it merged, in one batch with the others."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,10 @@ def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def cluster(llama: Path, adapters: dict[str, Path]) -> Iterator[Cluster]:
-    modules = [f"{name}={folder}" for name, folder in adapters.items()]
+    modules = [
+        f"one={adapters['one']}",
+        json.dumps({"name": "two", "path": str(adapters["two"]), "base_model_name": "b"}),
+    ]
     with Cluster(llama, args=(*FLAGS, *RUN_TIME, "--lora-modules", *modules)) as running:
         running.client.headers.update(KEY)
         yield running
@@ -59,7 +63,7 @@ def test_adapters_and_the_base_model_answer_at_once(cluster: Cluster, llama: Pat
 
 def test_each_adapter_is_a_model(cluster: Cluster, llama: Path, adapters: dict[str, Path]) -> None:
     cards = cluster.client.get("/v1/models").json()["data"]
-    assert {card["id"]: card["parent"] for card in cards if card["parent"]} == dict.fromkeys(adapters, cards[0]["id"])
+    assert {card["id"]: card["parent"] for card in cards if card["parent"]} == {"one": cards[0]["id"], "two": "b"}
     unknown = cluster.client.post("/v1/completions", json={"model": "three", "prompt": "a"})
     assert unknown.status_code == 404
     assert "one" in unknown.json()["error"]["message"]

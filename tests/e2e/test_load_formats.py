@@ -13,9 +13,11 @@ from torch import Tensor
 
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.engine import Engine
-from baton_serve.engine.errors import ConfigError, ModelError
+from baton_serve.engine.errors import AdapterError, ConfigError, ModelError
+from baton_serve.engine.loading.sharded_saving import save_sharded_state
 from baton_serve.engine.offline.llm import LLM
 from baton_serve.engine.offline.params import SamplingParams
+from tests.adapters import write_adapter
 from tests.e2e.cluster import Cluster, run_baton
 from tests.e2e.test_equality import expected_tokens, prompt_of, served_tokens
 from tests.engine.test_bitsandbytes import writer
@@ -160,7 +162,7 @@ def test_sharded_state_of_any_number_of_ranks_is_joined(family: str, ranks: int,
 
 def test_sharded_state_lacks_a_rank_or_is_of_another_family(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "llama")
-    with pytest.raises(ModelError, match="has no model-rank-N-part-M"):
+    with pytest.raises(ModelError, match=r"has no model-rank-\{rank\}-part-\{part\}"):
         answer(folder, load_format="sharded_state")
     write_sharded(folder, 2)
     for part in (0, 1):
@@ -209,3 +211,76 @@ def test_other_formats_are_refused_with_what_to_use(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no pytorch_model\.bin files"):
         answer(tmp_path, load_format="pt")
     assert answer(tmp_path, load_format="safetensors") == expected_tokens(tmp_path, PROMPT, 8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sharded_state_is_saved_for_one_rank_and_for_two(ranks: int, tmp_path: Path) -> None:
+    folder, saved = write_tiny_model(tmp_path / "model", "qwen2"), tmp_path / "saved"
+    expected = expected_tokens(folder, PROMPT, 8)
+    with LLM(str(folder), tensor_parallel_size=ranks, **SETTINGS) as llm:
+        llm.save_sharded_state(str(saved), max_size=200_000)
+        with pytest.raises(ConfigError, match="has weights already"):
+            llm.save_sharded_state(str(saved))
+    files = [path.name for path in saved.glob("*.safetensors")]
+    assert {name[:13] for name in files} == {f"model-rank-{rank}-" for rank in range(ranks)} and len(files) >= 2 * ranks
+    sharded = {"load_format": "sharded_state"}
+    # The number of ranks that load it may differ from that for which it was saved.
+    assert answer(saved, **sharded) == expected
+    assert answer(saved, tensor_parallel_size=2, **sharded) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_saved_files_are_those_of_vllm(ranks: int, tmp_path: Path) -> None:
+    folder, saved = write_tiny_model(tmp_path / "model", tie_word_embeddings=ranks == 4), tmp_path / "saved"
+    model, name = EngineConfig(model=str(folder), tensor_parallel_size=ranks), "r{rank}_{part}.safetensors"
+    save_sharded_state(model, saved, pattern=name)
+    assert (saved / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    named = {"load_format": "sharded_state", "model_loader_extra_config": {"pattern": name}}
+    expected = expected_tokens(folder, PROMPT, 8)
+    assert answer(saved, **named) == expected
+    with pytest.raises(ModelError, match=r"has no model-rank-\{rank\}-part-\{part\}"):
+        answer(saved, load_format="sharded_state")
+    write_sharded(folder, ranks)
+    for rank in range(ranks):
+        written: dict[str, Tensor] = {}
+        for path in folder.glob(f"model-rank-{rank}-*.safetensors"):
+            written |= load_file(path)
+        found = load_file(saved / f"r{rank}_0.safetensors")
+        # A tied head is stored once.
+        assert {key: tensor.shape for key, tensor in written.items() if key in found or ranks != 4} == {
+            key: tensor.shape for key, tensor in found.items()
+        }
+        assert all(torch.equal(tensor, written[key]) for key, tensor in found.items())
+
+
+def test_the_command_saves_a_folder_and_says_how_to_serve_it(tmp_path: Path) -> None:
+    folder, saved = write_tiny_model(tmp_path / "model"), tmp_path / "saved"
+    ended = run_baton("save-sharded-state", str(folder), str(saved), "-tp", "2", "--dtype", "bfloat16")
+    assert ended.stdout == f"baton serve {saved} --load-format sharded_state --tensor-parallel-size 2\n", ended.stderr
+    stored = load_file(saved / "model-rank-1-part-0.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    ended = run_baton("save-sharded-state", str(write_tiny_model(tmp_path / "falcon", "falcon")), str(tmp_path / "x"))
+    assert ended.returncode == 1 and "a model of type falcon cannot be saved" in ended.stderr
+    ended = run_baton("save-sharded-state", str(folder), str(tmp_path / "x"), "-tp", "3")
+    assert ended.returncode == 1 and "cannot be divided among 3 ranks" in ended.stderr
+    adapted = EngineConfig(model=str(folder), enable_lora=True)
+    with pytest.raises(ConfigError, match="saves no adapters"):
+        save_sharded_state(adapted, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_only_the_layers_of_an_adapter_are_rounded(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    rounded = write_tiny_model(tmp_path / "rounded", hidden_size=64, intermediate_size=128)
+    adapter = write_adapter(tmp_path / "adapter", folder, targets=("q_proj", "down_proj"))
+    write, weights = writer("nf4", block=64), load_file(folder / "model.safetensors")
+    ends = (".q_proj.weight", ".down_proj.weight")
+    changed = {name: write(weights[name]).numbers for name in weights if name.endswith(ends)}
+    save_file({**weights, **changed}, rounded / "model.safetensors", metadata={"format": "pt"})
+    expected = expected_tokens(rounded, PROMPT, 8)
+    assert expected != answer(folder, load_format="bitsandbytes")
+    qlora = {"load_format": "bitsandbytes", "model_loader_extra_config": {"qlora_adapter_name_or_path": str(adapter)}}
+    assert answer(folder, **qlora) == expected
+    (adapter / "adapter_config.json").write_text('{"r": 4, "target_modules": "all-linear"}')
+    with pytest.raises(AdapterError, match="is not a list of names"):
+        answer(folder, **qlora)

@@ -17,6 +17,8 @@ from baton_serve.engine import ConfigError, Engine, EngineConfig
 from baton_serve.engine.config import Quantization
 from baton_serve.engine.errors import AdapterError, RequestError
 from baton_serve.engine.model.lora.checkpoint import read_adapter
+from baton_serve.engine.model.lora.products import OutputSlice, add_products
+from baton_serve.engine.model.lora.store import AdapterRows
 from baton_serve.engine.model.quantized.formats import scheme
 from tests.adapters import merged, write_adapter
 from tests.engine import test_awq, test_bitsandbytes, test_fp8_checkpoints, test_gptq
@@ -185,6 +187,31 @@ def test_the_cpus_own_dtype_takes_adapters(model: Path, adapters: list[Path]) ->
     assert len({tuple(tokens) for tokens in alone.values()}) == 3
 
 
+def test_adapters_may_have_another_dtype_than_the_model(model: Path, adapters: list[Path]) -> None:
+    fingerprints, answers = [], []
+    for lora_dtype in ("auto", "float32", "bfloat16"):
+        with lora_engine(model, *adapters[:1], lora_dtype=lora_dtype) as engine:
+            fingerprints.append(engine.adapters.records()[0].fingerprint)
+            engine.add(adapted(engine, "all", PROMPT, "all"))
+            answers.append(run(engine)["all", 0])
+    # Blocks of instances with other rounding must not be exchanged.
+    assert fingerprints[0] == fingerprints[1] and fingerprints[2] == f"{fingerprints[0]}bfloat16"
+    assert answers[0] == answers[1] == expected_of(model, adapters[:1], PROMPT)["all"]
+    assert len(answers[2]) == 12
+
+
+def test_products_are_computed_in_the_dtype_of_the_adapter(adapters: list[Path]) -> None:
+    adapter = read_adapter("all", adapters[0], dtype=torch.bfloat16)
+    module, product = next(iter(adapter.products.items()))
+    x = torch.randn(5, product.down.shape[1], generator=torch.Generator().manual_seed(1))
+    output = torch.zeros(5, product.up.shape[0])
+    part = OutputSlice(module, 0, product.up.shape[0])
+    add_products(output, x, [part], [AdapterRows(adapter, torch.tensor([1, 3]))])
+    expected = (x[[1, 3]].bfloat16() @ product.down.T) @ product.up.T
+    torch.testing.assert_close(output[[1, 3]], expected.float(), rtol=1e-2, atol=1e-2)
+    assert not output[[0, 2, 4]].any()
+
+
 def test_adapters_come_and_go(model: Path, adapters: list[Path]) -> None:
     expected = expected_of(model, adapters[:1], PROMPT)["all"]
     with lora_engine(model) as engine:
@@ -285,6 +312,9 @@ def test_settings_that_cannot_be(model: Path) -> None:
     for settings, message in (
         ({"lora_modules": ("a=b",)}, "needs enable_lora"),
         ({"enable_lora": True, "lora_modules": ("a",)}, "name=folder"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "missing required field `path`"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a", "path": "b", "rank": 3}',)}, "unknown field `rank`"),
+        ({"enable_lora": True, "lora_modules": ("a=b", '{"name": "a", "path": "c"}')}, "several adapters are named a"),
         ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora keeps adapters whole"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras"),
         ({"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras is 2"),

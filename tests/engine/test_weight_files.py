@@ -1,5 +1,6 @@
 """Parameters loaded directly from checkpoint files equal the ones that transformers loads."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from baton_serve.engine.collectives.shard import Shard
+from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.loading import weight_files
+from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors, tensor_copies
 from tests.tiny_models import write_tiny_model
 
@@ -72,3 +76,25 @@ def test_slices_of_every_dtype(tmp_path: Path) -> None:
     assert torch.equal(columns, tensors["wide"][:, 2:5].bfloat16())
     with pytest.raises(ValueError, match=r"shape \[6, 8\] is stored for one of \[8, 6\]"):
         fill([TensorCopy(torch.zeros(8, 6), stored["wide"])], CPU, lambda fraction: None)
+
+
+def test_weights_are_copied_by_as_many_threads_as_the_settings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int | None] = []
+
+    class RecordingPool(ThreadPoolExecutor):
+        def __init__(self, max_workers: int | None = None, **options: Any) -> None:
+            counts.append(max_workers)
+            super().__init__(max_workers, **options)
+
+    monkeypatch.setattr(weight_files, "ThreadPoolExecutor", RecordingPool)
+    folder = write_tiny_model(tmp_path / "model")
+    given: list[dict[str, object]] = [
+        {"enable_multithread_load": True, "num_threads": 5}, {"enable_multithread_load": False, "num_threads": 5}, {},
+    ]  # fmt: skip
+    for settings in given:
+        config = EngineConfig(model=str(folder), tensor_parallel_size=2, model_loader_extra_config=settings)
+        load_model(config, CPU, lambda what, fraction: None, Shard(1, 2))
+    assert counts[:2] == [5, 1] and counts[2] not in (None, 5)
+    assert len(counts) == 3

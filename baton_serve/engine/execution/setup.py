@@ -2,6 +2,8 @@
 and the forward.
 """
 
+from dataclasses import replace
+
 import torch
 
 from baton_serve.contracts.layout import KVLayout
@@ -56,16 +58,18 @@ class EngineSetup:
             self.adapters = AdapterStore(
                 max_rank=config.max_lora_rank,
                 max_adapters=config.max_adapters,
-                dtype=model.dtype,
+                dtype=model.dtype if config.lora_dtype == "auto" else devices.DTYPES[config.lora_dtype],
+                model_dtype=model.dtype,
                 device=device,
             )
         self.images: PromptImages | None = load_images(config, device, model.dtype) if config.reads_images else None
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
         """Decodes images; usable from any thread. None: this instance has no vision tower."""
         self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
-        for name, folder in (entry.split("=", 1) for entry in config.lora_modules):
+        for given in config.adapters_at_start:
             assert self.adapters is not None  # `EngineConfig.check` requires enable_lora here
-            adapter = self.adapters.read(name, folder)
+            read = self.adapters.read(given.name, given.path)
+            adapter = replace(read, base_model_name=given.base_model_name)
             self.adapters.register(adapter)
             self.adapters.keep(adapter, in_use=(), pinned=())
 

@@ -29,6 +29,7 @@ from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model import rotary
 from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_attention
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
+from baton_serve.engine.model.lora.checkpoint import target_modules
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
 from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.online import QuantizationPlan
@@ -99,7 +100,9 @@ def load_model(
         fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
     else:
         fingerprint = weights_fingerprint(
-            folder, variant, gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format)
+            folder,
+            variant,
+            gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format, config.loader.pattern),
         )
     return LoadedModel(
         module=module,
@@ -151,6 +154,11 @@ def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) 
             )
         return None
     form = checkpoint_format(stated)
+    if config.loader.qlora_adapter_name_or_path is not None:
+        raise ConfigError(
+            f"qlora_adapter_name_or_path says which layers are rounded, but the weights in {config.model} are quantized"
+            f" already by {form.method}: leave it out; --enable-lora --lora-modules serves the adapter"
+        )
     if config.rounding is not None and config.rounding != form.method:
         raise ConfigError(
             f"quantization is {config.rounding}, but the weights in {config.model} are quantized already by"
@@ -166,7 +174,9 @@ def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
     chosen = scheme(config.rounding, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
     # bitsandbytes does not round the head.
     kept = ("lm_head",) if config.rounding == "bitsandbytes" else ()
-    return QuantizationPlan(chosen, (*config.quantization_skip, *kept))
+    adapter = config.loader.qlora_adapter_name_or_path
+    only = None if adapter is None else target_modules(Path(adapter))
+    return QuantizationPlan(chosen, (*config.quantization_skip, *kept), only)
 
 
 def _variant(plan: QuantizationPlan | None, form: CheckpointFormat | None) -> str:
@@ -259,7 +269,7 @@ def _load_gguf(
 def _open_checkpoint(folder: Path, config: EngineConfig, files: ExitStack) -> loading.Tensors:
     """Return readers of a checkpoint's tensors. The files stay open as long as `files`. Raises `ModelError`."""
     try:
-        return loading.checkpoint_tensors(folder, files, config.load_format)
+        return loading.checkpoint_tensors(folder, files, config.load_format, config.loader.pattern)
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
 
@@ -310,11 +320,15 @@ def _load_whole(
         module = _make_dummy(hf_config, config, dtype, target)
     cast(Any, module).tie_weights()
     try:
-        pieces = tensor_copies(module, map_tensors(folder, config.load_format)) if folder.is_dir() else None
+        pieces = (
+            tensor_copies(module, map_tensors(folder, config.load_format, config.loader.pattern))
+            if folder.is_dir()
+            else None
+        )
         if pieces is None:
             del module  # free the device's memory before the second attempt
             return _load_weights(folder, hf_config, config, dtype).to(target)
-        fill(pieces, target, lambda fraction: progress("loading weights", fraction))
+        fill(pieces, target, lambda fraction: progress("loading weights", fraction), config.loader.copy_threads)
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
     _read_generation_config(module, folder)
@@ -335,7 +349,7 @@ def _load_weights(
     try:
         # The files also have the tower's tensors; only the decoder is loaded here.
         if state is None and (reads_images(folder) or config.load_format == "sharded_state"):
-            state = map_tensors(folder, config.load_format)
+            state = map_tensors(folder, config.load_format, config.loader.pattern)
         module, report = _class_of(hf_config, state).from_pretrained(
             folder if state is None else None,
             config=hf_config,
@@ -343,7 +357,7 @@ def _load_weights(
             dtype=dtype,
             attn_implementation=_implementation(hf_config),
             local_files_only=True,
-            use_safetensors=not is_pickled(weight_files(folder, config.load_format)),
+            use_safetensors=not is_pickled(weight_files(folder, config.load_format, config.loader.pattern)),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )

@@ -32,8 +32,8 @@ def load_shard(
     cast(Any, module).tie_weights()
     _cut_head(module, shard)
     try:
-        pieces = _pieces(module, map_tensors(folder, config.load_format), folder, shard)
-        fill(pieces, target, lambda fraction: progress("loading weights", fraction))
+        pieces = _pieces(module, map_tensors(folder, config.load_format, config.loader.pattern), folder, shard)
+        fill(pieces, target, lambda fraction: progress("loading weights", fraction), config.loader.copy_threads)
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
     if (folder / "generation_config.json").is_file():

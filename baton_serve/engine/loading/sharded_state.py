@@ -5,7 +5,6 @@ Only dense decoders whose layers vLLM divides in the same way are read.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FILE = re.compile(r"model-rank-(\d+)-part-\d+\.safetensors")
+from baton_serve.engine.model_folder import shard_paths
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Types of models, as in config.json."""
 QKV, GATE_UP = ".qkv_proj.", ".gate_up_proj."
@@ -32,13 +32,9 @@ class _Heads:
     copies: int
 
 
-def sharded_paths(folder: Path) -> list[Path]:
-    """Return the files of all ranks."""
-    return sorted(path for path in folder.glob("*.safetensors") if FILE.fullmatch(path.name))
-
-
-def joined_tensors(folder: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the weights as the model's own checkpoint names them. `read` returns the tensors of a file.
+def joined_tensors(folder: Path, pattern: str, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the weights as the model's own checkpoint names them. `read` returns the tensors of a file, and `pattern`
+    has the names of the files.
 
     With one rank they are views of the files, else copies in host memory. Raises `ValueError` for a model of another
     family, and if files of a rank are missing.
@@ -50,14 +46,11 @@ def joined_tensors(folder: Path, read: Callable[[Path], Mapping[str, Tensor]]) -
             " are): give the checkpoint that it was made from"
         )
     ranks: dict[int, dict[str, Tensor]] = {}
-    for path in sharded_paths(folder):
-        found = FILE.fullmatch(path.name)
-        assert found is not None  # `sharded_paths` has checked it
-        ranks.setdefault(int(found[1]), {}).update(read(path))
+    for rank, paths in shard_paths(folder, pattern).items():
+        for path in paths:
+            ranks.setdefault(rank, {}).update(read(path))
     if not ranks or sorted(ranks) != list(range(len(ranks))):
-        raise ValueError(
-            f"it has the ranks {sorted(ranks)}; sharded_state needs model-rank-N-part-M.safetensors of all"
-        )
+        raise ValueError(f"it has the ranks {sorted(ranks)}; sharded_state needs {pattern} of all")
     heads = _heads(config, len(ranks))
     joined: dict[str, Tensor] = {}
     for name in ranks[0]:

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.loader_options import SHARD_PATTERN
 from baton_serve.engine import device as devices
 from baton_serve.engine.loading.sharded_state import joined_tensors
 from baton_serve.engine.model.vision.decoder import decoder_tensors
@@ -32,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 PIECE_BYTES = 16 << 20
 """Size of one copy in bytes; threads share large tensors."""
 MAX_THREADS = 8
-"""Largest number of threads that copy."""
+"""Largest number of threads that copy by default."""
 BUFFERS_PER_THREAD = 2
 """Pinned buffers of each thread: one is filled while the device copies from the other."""
 DTYPES = {
@@ -61,14 +62,14 @@ class TensorCopy:
     source: Tensor
 
 
-def map_tensors(folder: Path, load_format: LoadFormat = "auto") -> dict[str, Tensor]:
+def map_tensors(folder: Path, load_format: LoadFormat = "auto", pattern: str = SHARD_PATTERN) -> dict[str, Tensor]:
     """Return views of all tensors in a folder, by name; of a model with a vision tower, only its decoder's.
 
-    The files stay mapped as long as one of the views exists. Raises one of `LOAD_ERRORS` if a file or the
-    index cannot be read.
+    `pattern` has the names of the files of sharded_state. The files stay mapped as long as one of the views exists.
+    Raises one of `LOAD_ERRORS` if a file or the index cannot be read.
     """
     if load_format == "sharded_state":
-        return joined_tensors(folder, _map_file)
+        return joined_tensors(folder, pattern, _map_file)
     paths = weight_files(folder, load_format)
     if is_pickled(paths):
         return decoder_tensors({name: tensor for path in paths for name, tensor in _map_pickle(path).items()})
@@ -104,7 +105,12 @@ def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCo
     return [TensorCopy(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied]
 
 
-def fill(pieces: list[TensorCopy], device: torch.device, progress: Callable[[float], None]) -> None:
+def fill(
+    pieces: list[TensorCopy],
+    device: torch.device,
+    progress: Callable[[float], None],
+    num_threads: int | None = None,
+) -> None:
     """Execute all copies in `pieces`, and wait until the device has finished them. Target and source may differ in
     dtype. `progress` is called with the finished fraction, from 0 to 1. If a copy fails, for example because torch gets
     no memory, its error is raised after the running copies have ended.
@@ -115,7 +121,8 @@ def fill(pieces: list[TensorCopy], device: torch.device, progress: Callable[[flo
         return
     done, buffers = 0, _Buffers(device)
     # The device must be made current in each thread.
-    with ThreadPoolExecutor(min(MAX_THREADS, _num_processors()), initializer=devices.enter, initargs=(device,)) as pool:
+    count = num_threads or min(MAX_THREADS, _num_processors())
+    with ThreadPoolExecutor(count, initializer=devices.enter, initargs=(device,)) as pool:
         running = {pool.submit(buffers.copy, piece): piece.source.nbytes for piece in small}
         try:
             for future in as_completed(running):

@@ -60,6 +60,7 @@ SOURCE = frozenset(entry.name for entry in fields(ModelSource)) - {"model"}
 CHOICES: dict[str, tuple[object, ...]] = {
     "device": get_args(DeviceName),
     "dtype": get_args(DtypeName),
+    "lora_dtype": get_args(DtypeName),
     "kv_cache_dtype": get_args(KvCacheDtype),
     "load_format": get_args(LoadFormat),
     "quantization": (None, *get_args(Quantization)),
@@ -169,7 +170,7 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
 
 def _value(name: str, value: Any) -> Any:
     """Return a value under the engine's own name for it. Raises `ConfigError` if it is not one of `CHOICES`."""
-    if name == "dtype":
+    if name in ("dtype", "lora_dtype"):
         # torch's dtypes print as `torch.float16`.
         value = str(value).removeprefix("torch.")
         value = DTYPES.get(value, value)

@@ -221,6 +221,14 @@ class LLM:
         """Forget all cached KV blocks. Return whether none is left."""
         return self.llm_engine.reset_prefix_cache()
 
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write the model to the folder `path` for `load_format="sharded_state"`, divided for the ranks of this LLM.
+
+        `pattern` has the names of the files, with `{rank}` and `{part}`, and `max_size` is their size in bytes. Raises
+        `ConfigError` or `ModelError`.
+        """
+        self.llm_engine.save_sharded_state(path, pattern, max_size)
+
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the weights and the KV cache until `wake_up`.
 

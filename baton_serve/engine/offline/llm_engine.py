@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +11,7 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import ConfigError, EngineError, UsageError
+from baton_serve.engine.loading.sharded_saving import save_sharded_state
 from baton_serve.engine.model.vision.decoder import profile_of
 from baton_serve.engine.offline.engine_args import (
     EngineArgs,
@@ -81,6 +83,10 @@ class LLMEngine:
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
         """Open the model's folder and load the model. Raises the same errors as `LLMEngine()`."""
         return cls(open_model(engine_args))
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        """Write the model to a folder, as `LLM.save_sharded_state` does."""
+        save_sharded_state(self._config, Path(path), pattern=pattern, max_size=max_size)
 
     def add_request(
         self,

@@ -186,7 +186,9 @@ def _described(source: _Source, module: nn.Module, network: Network, longest: in
     if config.load_format == "dummy":
         fingerprint = dummy_fingerprint(source.folder, variant, seed=config.seed, device=source.target.type)
     else:
-        fingerprint = weights_fingerprint(source.folder, variant, weight_files(source.folder, config.load_format))
+        fingerprint = weights_fingerprint(
+            source.folder, variant, weight_files(source.folder, config.load_format, config.loader.pattern)
+        )
     pad_id = getattr(text_config, "pad_token_id", None)
     return PoolingModel(
         network=network,
@@ -228,7 +230,7 @@ def _load(source: _Source, auto_class: Any) -> Any:
             module, report = auto_class.from_pretrained(
                 source.folder,
                 local_files_only=True,
-                use_safetensors=not is_pickled(weight_files(source.folder, config.load_format)),
+                use_safetensors=not is_pickled(weight_files(source.folder, config.load_format, config.loader.pattern)),
                 output_loading_info=True,
                 **common,
             )

@@ -204,11 +204,29 @@ def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
 
 
 def _items(given: object) -> list[object]:
-    """Return the items of a list: of a JSON array, of a text with commas, or of a list of the file."""
+    """Return the items of a list: of a JSON array, of a text with commas, or of a list of the file.
+
+    An item that is a JSON object becomes its text. On a command line, an array may be among the items.
+    """
     if isinstance(given, str):
         text = given.strip()
-        given = json.loads(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
-    return list(given) if isinstance(given, list | tuple) else [given]
+        if text.startswith(("[", "{")):
+            given = _values(text)
+        else:
+            given = [part.strip() for part in text.split(",") if part.strip()]
+    found: list[object] = []
+    for item in given if isinstance(given, list | tuple) else [given]:
+        is_array = isinstance(item, str) and item.lstrip().startswith("[{")
+        inner = json.loads(item) if is_array and isinstance(item, str) else [item]
+        found += [json.dumps(each) if isinstance(each, dict) else each for each in inner]
+    return found
+
+
+def _values(text: str) -> list[object]:
+    """Return the items of a JSON array, or of JSON objects with commas between them."""
+    value: object = json.loads(text if text.startswith("[") else f"[{text}]")
+    assert isinstance(value, list)
+    return value
 
 
 def _to_int(given: object) -> int:

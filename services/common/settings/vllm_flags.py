@@ -99,8 +99,6 @@ _CERTAIN_VALUES = (
         "--tokenizer-mode",
         "auto slow hf bpe-qwen",
     ),
-    ("adapters are computed in the data type of the model", "--lora-dtype", "auto"),
-    ("files are loaded by --load-format alone", "--model-loader-extra-config", "{}"),
     (
         "API keys identify clients; client certificates need a proxy before the router",
         "--ssl-cert-reqs",
@@ -130,7 +128,6 @@ _REFUSED = (
         "adapters keep the context of their model: leave it out, and use a model with a longer context",
         "--long-lora-scaling-factors",
     ),
-    ("use --enable-lora --lora-modules NAME=FOLDER", "--qlora-adapter-name-or-path"),
     ("the router needs the tokenizer; the offline API (LLM) takes token ids", "--skip-tokenizer-init"),
     (
         "API keys identify clients; client certificates need a proxy before the router",
@@ -152,6 +149,12 @@ _LOW_BITS = {"fp16": "", "bf16": "", "sym_int8": "int8"}
 LOW_BIT = VllmFlag(
     ("--load-in-low-bit",), "--quantization names the format already", arity="value", option="quantization"
 )
+QLORA = VllmFlag(
+    ("--qlora-adapter-name-or-path",),
+    "--model-loader-extra-config names the adapter already",
+    arity="value",
+    option="model_loader_extra_config",
+)
 COMPILATION = VllmFlag(
     ("--compilation-config", "-O"),
     "graphs are captured unless the flag says level 0 or cudagraph_mode NONE, or --enforce-eager is given",
@@ -170,7 +173,7 @@ def vllm_flags() -> Iterator[VllmFlag]:
         yield VllmFlag(tuple(names.split()), text, "value", tuple(harmless.split()))
     for text, names in _REFUSED:
         yield from (VllmFlag((name,), text) for name in names.split())
-    yield from (LOW_BIT, COMPILATION)
+    yield from (LOW_BIT, QLORA, COMPILATION)
 
 
 def option_value(flag: VllmFlag, value: str) -> object:
@@ -178,6 +181,8 @@ def option_value(flag: VllmFlag, value: str) -> object:
     if flag is LOW_BIT:
         # A data type instead of a format means that the weights stay as they are.
         return _LOW_BITS.get(value.lower(), value) or None
+    if flag is QLORA:
+        return {"qlora_adapter_name_or_path": value}
     if flag is COMPILATION:
         return _compiles_nothing(value) or None
     return None

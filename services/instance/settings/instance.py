@@ -41,8 +41,19 @@ class AdapterSettings(NetworkSettings, frozen=True, kw_only=True):
     ] = False
     lora_modules: Annotated[
         list[str],
-        Meta(description="LoRA adapters to load at start, as NAME=FOLDER; requests select one by NAME, as their model"),
+        Meta(
+            description="LoRA adapters to load at start, as NAME=FOLDER or as JSON:"
+            ' {"name": "poet", "path": "/a/poet", "base_model_name": "llama"}, whose base_model_name is the parent'
+            " in /v1/models; requests select one by NAME, as their model"
+        ),
     ] = []
+    lora_dtype: Annotated[
+        Dtype,
+        Meta(
+            description="data type of the weights of LoRA adapters, and of their products; auto: as the model",
+            extra={"synonyms": DTYPES},
+        ),
+    ] = "auto"
     max_loras: Annotated[
         int,
         Meta(
@@ -269,6 +280,14 @@ class InstanceSettings(AdapterSettings, frozen=True, kw_only=True):
             extra={"group": "model", "refused": REFUSED_LOAD_FORMATS},
         ),
     ] = "auto"
+    model_loader_extra_config: Annotated[
+        dict[str, object],
+        Meta(
+            description="settings of --load-format: enable_multithread_load and num_threads (threads that copy weights"
+            " to devices), pattern (names of the files of sharded_state), qlora_adapter_name_or_path (bitsandbytes:"
+            " only the layers of that adapter are rounded)"
+        ),
+    ] = {}
     enforce_eager: Annotated[
         bool,
         Meta(

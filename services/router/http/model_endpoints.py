@@ -100,7 +100,7 @@ def _cards(service: ModelService) -> list[ModelCard]:
             id=adapter.name,
             created=sibling.started_at,
             root=adapter.path,
-            parent=sibling.view.names()[0],
+            parent=adapter.base_model_name or sibling.view.names()[0],
             max_model_len=sibling.view.max_model_len(),
             tasks=sibling.view.tasks(),
         )

@@ -1,5 +1,8 @@
 """Single flags and variables of vLLM: what changes nothing is accepted with a note, and the rest sets options."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from baton_serve.services.instance.settings import InstanceSettings
@@ -16,7 +19,6 @@ from tests.unit.common.test_vllm_flags import instance, serve
         ["--tokenizer-mode", "slow"],
         ["--quantization-param-path", "scales.json"],
         ["--distributed-executor-backend", "mp"],
-        ["--lora-dtype", "auto"],
         ["--fully-sharded-loras"],
         ["--collect-detailed-traces", "all"],
         ["--num-scheduler-steps", "8"],
@@ -55,3 +57,29 @@ def test_keys_of_the_default_sampling_parameters_may_be_flags_of_their_own() -> 
     given = ["--override-generation-config.temperature", "0.5", "--override-generation-config.top_k=7"]
     assert serve("m", *given).others["override_generation_config"] == {"temperature": 0.5, "top_k": 7}
     assert serve("m", "--generation-config", "/sampling").others["generation_config"] == "/sampling"
+
+
+POET = {"name": "poet", "path": "/adapters/poet", "base_model_name": "llama"}
+
+
+def test_adapters_are_stated_as_json_wherever_options_come_from(tmp_path: Path) -> None:
+    both = ["a=/a", json.dumps(POET)]
+    (tmp_path / "baton.yaml").write_text(json.dumps({"lora_modules": ["a=/a", POET]}))
+    for found in (
+        instance("m", "--lora-modules", *both),
+        instance("m", "--lora-modules", "a=/a", "--lora-modules", json.dumps(POET)),
+        instance("m", "--lora-modules", "a=/a", json.dumps([POET])),
+        instance("m", BATON__DECODE__LORA_MODULES=json.dumps(["a=/a", POET])),
+        instance("m", "--config", str(tmp_path / "baton.yaml")),
+    ):
+        assert found.settings.lora_modules == both
+    of_variable = instance("m", BATON__DECODE__LORA_MODULES=f"{json.dumps(POET)}, {json.dumps(POET)}")
+    assert of_variable.settings.lora_modules == [json.dumps(POET)] * 2
+    assert instance("m", "--lora-dtype", "half").settings.lora_dtype == "float16"
+
+
+def test_settings_of_load_formats_and_the_old_flag_for_one_of_them() -> None:
+    given = instance("m", "--model-loader-extra-config.num_threads", "4", "--model-loader-extra-config", '{"a": 1}')
+    assert given.settings.model_loader_extra_config == {"num_threads": 4, "a": 1}
+    adapter = instance("m", "--load-format", "bitsandbytes", "--qlora-adapter-name-or-path", "/adapter")
+    assert adapter.settings.model_loader_extra_config == {"qlora_adapter_name_or_path": "/adapter"}

@@ -56,7 +56,7 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
 
 def _files(folder: Path, config: EngineConfig, gguf: Path | None) -> list[Path]:
     """Return the files with the weights."""
-    return gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format)
+    return gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format, config.loader.pattern)
 
 
 def fits(config: EngineConfig) -> bool:
@@ -79,7 +79,7 @@ def _load(
 ) -> nn.Module | None:
     """Load the weights into a module, or return None if the files do not match it exactly."""
     try:
-        stored = map_tensors(folder, config.load_format)
+        stored = map_tensors(folder, config.load_format, config.loader.pattern)
     except LOAD_ERRORS:
         return None
     # Build the module without memory: its weights are replaced below.
@@ -92,7 +92,9 @@ def _load(
     if {name: tensor.shape for name, tensor in wanted.items()} != {n: tensor.shape for n, tensor in stored.items()}:
         return None
     with torch.inference_mode():
-        weights = _on_host(stored, dtype) if devices.is_host(target) else _on_device(stored, dtype, target, progress)
+        weights = (
+            _on_host(stored, dtype) if devices.is_host(target) else _on_device(stored, dtype, target, progress, config)
+        )
     for name, weight in weights.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
@@ -120,10 +122,10 @@ def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def _on_device(
-    stored: dict[str, Tensor], dtype: torch.dtype, target: torch.device, progress: LoadProgress
+    stored: dict[str, Tensor], dtype: torch.dtype, target: torch.device, progress: LoadProgress, config: EngineConfig
 ) -> dict[str, Tensor]:
     """Copy the weights to the device."""
     made = {name: torch.empty(tensor.shape, dtype=dtype, device=target) for name, tensor in stored.items()}
     pieces = [TensorCopy(made[name], tensor) for name, tensor in stored.items()]
-    fill(pieces, target, lambda fraction: progress("loading weights", fraction))
+    fill(pieces, target, lambda fraction: progress("loading weights", fraction), config.loader.copy_threads)
     return made

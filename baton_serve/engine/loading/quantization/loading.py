@@ -127,14 +127,14 @@ def random_tensors(module: nn.Module, target: torch.device, dtype: torch.dtype, 
     return {name: later(name, parameter.shape) for name, parameter in module.named_parameters()}
 
 
-def checkpoint_tensors(folder: Path, stack: ExitStack, load_format: LoadFormat) -> Tensors:
+def checkpoint_tensors(folder: Path, stack: ExitStack, load_format: LoadFormat, pattern: str) -> Tensors:
     """Return readers for all tensors in a folder; of a model with a vision tower, only its decoder's.
 
     The files stay open as long as `stack`.
     """
-    files = weight_files(folder, load_format)
+    files = weight_files(folder, load_format, pattern)
     if load_format == "sharded_state" or is_pickled(files):
-        return {name: partial(_same, tensor) for name, tensor in map_tensors(folder, load_format).items()}
+        return {name: partial(_same, tensor) for name, tensor in map_tensors(folder, load_format, pattern).items()}
     tensors: Tensors = {}
     for path in files:
         file = stack.enter_context(safe_open(path, framework="pt"))

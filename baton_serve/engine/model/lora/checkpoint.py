@@ -58,6 +58,8 @@ class Adapter:
     """One product for each module to whose output it is added."""
     at_run_time: bool = False
     """True if it was loaded after the start, over HTTP."""
+    base_model_name: str | None = None
+    """The model that it was made for, as the operator calls it; None: not stated."""
 
     def to(self, device: torch.device) -> "Adapter":
         """Return the adapter with its weights on `device`."""
@@ -93,6 +95,15 @@ def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bo
         products[module] = LowRank(down.to(dtype), scaled.to(dtype))
     rank = max(product.down.shape[0] for product in products.values())
     return Adapter(name, str(folder), digest.hexdigest()[:32], rank, products, at_run_time)
+
+
+def target_modules(folder: Path) -> tuple[str, ...]:
+    """Return the names of the modules that an adapter changes, or their last parts. Raises `AdapterError`."""
+    config = _read_config(folder.name, folder)
+    stated = config.get("target_modules")
+    if not isinstance(stated, list) or not stated or not all(isinstance(name, str) for name in stated):
+        raise AdapterError(f"adapter {folder.name}: target_modules in {folder / CONFIG} is not a list of names")
+    return tuple(stated)
 
 
 def _regular(path: Path) -> Path:

@@ -36,7 +36,9 @@ def add_products(output: Tensor, x: Tensor, parts: Sequence[OutputSlice], step: 
         ]
         taken = x if adapted.rows is None or not changed else x[adapted.rows]  # [rows, inputs]
         for part, product in changed:
-            added = functional.linear(functional.linear(taken, product.down), product.up)
+            # `--lora-dtype` may differ from the dtype of the model; otherwise the conversions return the same tensors.
+            added = functional.linear(functional.linear(taken.to(product.down.dtype), product.down), product.up)
+            added = added.to(output.dtype)
             columns = output[:, part.start : part.end]
             if adapted.rows is None:
                 columns += added

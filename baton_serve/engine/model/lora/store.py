@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,13 +25,24 @@ class AdapterStore:
     """The names of adapters, and a cache of their weights on the device. Engine thread only, except `read`.
 
     When the model is built, it offers the products that adapters may change. Then adapters are loaded. `max_adapters`
-    limits the adapters whose weights are kept. An adapter without weights keeps its name and can be read again.
+    limits the adapters whose weights are kept. An adapter without weights keeps its name and can be read again. `dtype`
+    is that of the adapters, which may differ from `model_dtype`.
     """
 
-    def __init__(self, *, max_rank: int, max_adapters: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_rank: int,
+        max_adapters: int,
+        dtype: torch.dtype,
+        model_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._max_rank = max_rank
         self.max_adapters = max_adapters
         self._dtype = dtype
+        self._own_dtype = "" if dtype == model_dtype else str(dtype).removeprefix("torch.")
+        """Part of the fingerprints: with another dtype an adapter computes another KV."""
         self._device = device
         self._sizes: dict[str, tuple[int, int]] = {}
         self._by_name: dict[str, AdapterRecord] = {}
@@ -58,7 +69,8 @@ class AdapterStore:
                 raise AdapterError(f"adapter {name} changes {module}, {_why_fixed(module)}")
             if size != (product.down.shape[1], product.up.shape[0]):
                 raise AdapterError(f"adapter {name}: the matrices of {module} have other sizes than this model's layer")
-        return adapter
+        # Rounded weights compute other keys and values, so instances must not exchange their blocks.
+        return replace(adapter, fingerprint=adapter.fingerprint + self._own_dtype)
 
     def register(self, adapter: Adapter) -> None:
         """Add the name of an adapter, or let it name other weights. Raises `AdapterError` if there are too many."""
@@ -67,7 +79,11 @@ class AdapterStore:
                 f"adapter {adapter.name}: {MAX_ADAPTERS} adapters are loaded, the largest number: unload one first"
             )
         self._by_name[adapter.name] = AdapterRecord(
-            name=adapter.name, fingerprint=adapter.fingerprint, path=adapter.path, at_run_time=adapter.at_run_time
+            name=adapter.name,
+            fingerprint=adapter.fingerprint,
+            path=adapter.path,
+            at_run_time=adapter.at_run_time,
+            base_model_name=adapter.base_model_name,
         )
 
     def keep(self, adapter: Adapter, *, in_use: Collection[str], pinned: Collection[str]) -> bool:

@@ -26,17 +26,22 @@ class QuantizationPlan:
 
     scheme: Scheme
     skip: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
+    """If not None, the only modules that are quantized, by full name or its last part."""
 
     def scheme_of(self, name: str) -> Scheme | None:
         """Return the scheme of a module, or None if it is skipped."""
         if any(name == skip or name.endswith(f".{skip}") or f".{skip}." in f".{name}." for skip in self.skip):
+            return None
+        if self.only is not None and not any(f".{name}".endswith(f".{only}") for only in self.only):
             return None
         return HEAD_SCHEME if re.fullmatch(r"(.*\.)?lm_head", name) else self.scheme
 
     @property
     def label(self) -> str:
         """Description of the plan for the fingerprint: other rounding makes other KV."""
-        return f"{self.scheme.label},head {HEAD_SCHEME.label},skip {sorted(self.skip)}"
+        only = "" if self.only is None else f",only {sorted(self.only)}"
+        return f"{self.scheme.label},head {HEAD_SCHEME.label},skip {sorted(self.skip)}{only}"
 
 
 def linear_names(module: nn.Module) -> Iterable[str]:

@@ -92,7 +92,7 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
                     config=alone,
                     dtype=dtype,
                     local_files_only=True,
-                    use_safetensors=not is_pickled(weight_files(folder, config.load_format)),
+                    use_safetensors=not is_pickled(weight_files(folder, config.load_format, config.loader.pattern)),
                     output_loading_info=True,
                 )
     except LOAD_ERRORS as exc:
