@@ -92,7 +92,7 @@ def _help() -> str:
         "",
         "Disaggregated prefill/decode serving of large language models.",
         "",
-        *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
+        *(f"  {name:<{max(map(len, COMMANDS))}}  {text}" for name, text in COMMANDS.items()),
         "",
         "  baton serve Qwen/Qwen3-8B --prefill 1 --decode 1 --port 8000",
         "",

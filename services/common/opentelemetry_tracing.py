@@ -1,20 +1,20 @@
-"""Implements `Tracing` with OpenTelemetry: a thread of its SDK sends spans in batches as OTLP over HTTP.
+"""Implements `Tracing` with OpenTelemetry: a thread of its SDK sends spans in batches as OTLP over HTTP or gRPC.
 
 The SDK's own variables have effect (OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER, OTEL_BSP_SCHEDULE_DELAY, …). If
 the collector is down, spans are lost, but requests are not affected.
 """
 
 import asyncio
+import importlib
 import logging
 import threading
 import time
 from collections.abc import Mapping
 
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton_serve.services.common.tracing import Attributes, Span, Tracing
@@ -25,17 +25,18 @@ _propagator = TraceContextTextMapPropagator()
 
 class OpenTelemetryTracing(Tracing):
     """Records spans and sends them to an OpenTelemetry collector. There is one for each process. `url` is that of the
-    collector with its path. `service` and `instance` name this process in traces.
+    collector, with its path for HTTP. `service` and `instance` name this process in traces.
     """
 
-    def __init__(self, url: str, *, service: str, instance: str) -> None:
+    def __init__(self, url: str, *, over_grpc: bool, service: str, instance: str) -> None:
+        """Start the SDK's thread. Raises `ModuleNotFoundError` if the exporter of the protocol is not installed."""
         # The exporter uses urllib3, which would log each connection.
         logging.getLogger("urllib3").setLevel(logging.WARNING)
         resource = Resource.create(
             {"service.name": service, "service.instance.id": instance, "service.version": VERSION}
         )
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        self._provider.add_span_processor(BatchSpanProcessor(_exporter(url, over_grpc=over_grpc)))
         self._tracer = self._provider.get_tracer("baton", VERSION)
 
     def span(self, name: str, headers: Mapping[str, str], *, at: float | None = None) -> Span:
@@ -91,6 +92,15 @@ class _RecordedSpan(Span):
         if error is not None:
             self._span.set_status(trace.StatusCode.ERROR, error)
         self._span.end(_nanoseconds(at, self._epoch_ns))
+
+
+def _exporter(url: str, *, over_grpc: bool) -> SpanExporter:
+    """Return the SDK's exporter for a collector. Raises `ModuleNotFoundError` if it is not installed."""
+    # The two are packages of their own, and gRPC's is large: import only the one that is asked for.
+    name = "grpc" if over_grpc else "http"
+    module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{name}.trace_exporter")
+    exporter: SpanExporter = module.OTLPSpanExporter(endpoint=url)
+    return exporter
 
 
 def _nanoseconds(at: float | None, epoch_ns: int) -> int:

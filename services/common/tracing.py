@@ -8,8 +8,8 @@
 import asyncio
 import importlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from urllib.parse import urlsplit
+from types import MappingProxyType, TracebackType
+from urllib.parse import SplitResult, urlsplit
 
 from baton_serve.services.common.errors import ConfigurationError
 
@@ -17,6 +17,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 _MAX_HEADER_CHARS = 512
 """Longest header that is passed on. The specification asks for at least 512 characters."""
 _DEFAULT_PATH = "/v1/traces"
+_PROTOCOLS = ("http/protobuf", "grpc")
+"""Protocols of OTLP, the default first."""
 
 Attributes = Mapping[str, str | bool | int | float]
 
@@ -87,27 +89,47 @@ def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value and len(value) <= _MAX_HEADER_CHARS}
 
 
-def make_tracing(endpoint: str | None, *, service: str, instance: str) -> Tracing:
+def make_tracing(
+    endpoint: str | None, *, service: str, instance: str, environ: Mapping[str, str] = MappingProxyType({})
+) -> Tracing:
     """Return the tracing of this process. `endpoint` is the value of --otlp-traces-endpoint.
 
-    Raises `ConfigurationError` if it is not an HTTP URL, or if OpenTelemetry is not installed.
+    Spans are sent over gRPC if the endpoint begins with grpc://, or if OTEL_EXPORTER_OTLP_TRACES_PROTOCOL in `environ`
+    says so. Raises `ConfigurationError` if it is not such a URL, or if OpenTelemetry is not installed.
     """
     if not endpoint:
         return Tracing()
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    if parts.scheme not in ("http", "https", "grpc") or not parts.netloc:
         raise ConfigurationError(
-            f"--otlp-traces-endpoint {endpoint} is not an HTTP URL: traces are sent as OTLP over HTTP (protobuf) "
-            f"to an endpoint such as http://collector:4318{_DEFAULT_PATH}"
+            f"--otlp-traces-endpoint {endpoint} is not an HTTP or gRPC URL: traces are sent as OTLP (protobuf) "
+            f"to an endpoint such as http://collector:4318{_DEFAULT_PATH} or grpc://collector:4317"
         )
+    over_grpc = parts.scheme == "grpc" or _protocol(environ) == "grpc"
     try:
         # An optional dependency: import it only if it is asked for.
         backend = importlib.import_module("baton_serve.services.common.opentelemetry_tracing")
+        # gRPC has methods instead of paths.
+        url = endpoint if over_grpc else _with_path(parts)
+        tracing: Tracing = backend.OpenTelemetryTracing(url, over_grpc=over_grpc, service=service, instance=instance)
     except ModuleNotFoundError as exc:
         raise ConfigurationError(
             f"--otlp-traces-endpoint needs the package {exc.name}, which is not installed: "
-            "pip install 'baton-serve[otel]'"
+            f"pip install 'baton-serve[{'otel-grpc' if over_grpc else 'otel'}]'"
         ) from exc
-    url = parts._replace(path=_DEFAULT_PATH if parts.path in ("", "/") else parts.path).geturl()
-    tracing: Tracing = backend.OpenTelemetryTracing(url, service=service, instance=instance)
     return tracing
+
+
+def _with_path(parts: SplitResult) -> str:
+    """Return the URL of an HTTP endpoint, with the path of traces if it has none."""
+    return parts._replace(path=_DEFAULT_PATH if parts.path in ("", "/") else parts.path).geturl()
+
+
+def _protocol(environ: Mapping[str, str]) -> str:
+    """Return the protocol in the SDK's variables. Raises `ConfigurationError` for one that is not sent."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := environ.get(name):
+            if protocol not in _PROTOCOLS:
+                raise ConfigurationError(f"{name}={protocol} is not supported: use {' or '.join(_PROTOCOLS)}")
+            return protocol
+    return _PROTOCOLS[0]

@@ -136,7 +136,7 @@ class InstanceProcess:
             check_registry_url(self._settings.registry)
         self._key = read_cluster_key(self._settings.cluster_key_file)
         service, endpoint = f"baton-{self._role}", self._settings.otlp_traces_endpoint
-        self._tracing = make_tracing(endpoint, service=service, instance=self._identity.instance)
+        self._tracing = make_tracing(endpoint, service=service, instance=self._identity.instance, environ=environment())
         lifecycle.on_stop("traces", self._tracing.close)
         # Everything above is checked first: loading takes minutes, and a wrong flag should stop the process
         # immediately.

@@ -106,7 +106,12 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     # Check the settings of all models before loading the first tokenizer, so that a typo fails immediately.
     settings_of_models(settings)
     keys = api_keys(settings)
-    tracing = make_tracing(settings.otlp_traces_endpoint, service="baton-router", instance=socket.gethostname())
+    tracing = make_tracing(
+        settings.otlp_traces_endpoint,
+        service="baton-router",
+        instance=socket.gethostname(),
+        environ=environment(),
+    )
     lifecycle.on_stop("traces", tracing.close)
     metrics = RouterMetrics(CollectorRegistry(), ModelNames(settings).all([])[0])
     secret = read_cluster_key(settings.cluster_key_file)

@@ -1,12 +1,18 @@
-"""An OpenTelemetry collector inside the test: takes OTLP over HTTP and remembers the spans."""
+"""OpenTelemetry collectors inside the test: they take OTLP over HTTP or gRPC and remember the spans."""
 
 import gzip
+import importlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
 
 
@@ -67,6 +73,34 @@ class Collector:
 
     def named(self, name: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.name == name]
+
+
+class GrpcCollector:
+    """`with GrpcCollector() as collector:` listens at `collector.address`, a host and a port. It needs grpcio."""
+
+    def __enter__(self) -> "GrpcCollector":
+        grpc: Any = importlib.import_module("grpc")
+        self.spans: list[ReceivedSpan] = []
+        self._server = grpc.server(ThreadPoolExecutor(1))
+        export = grpc.unary_unary_rpc_method_handler(
+            self._export,
+            request_deserializer=ExportTraceServiceRequest.FromString,
+            response_serializer=ExportTraceServiceResponse.SerializeToString,
+        )
+        service = "opentelemetry.proto.collector.trace.v1.TraceService"
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": export}),))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+        return self
+
+    def _export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+        self.spans += _spans_of(request)
+        return ExportTraceServiceResponse()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.stop(grace=None).wait(10)
 
 
 def _spans_of(request: ExportTraceServiceRequest) -> list[ReceivedSpan]:

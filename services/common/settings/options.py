@@ -3,7 +3,8 @@
 Supported types are `str`, `int`, `float`, `bool`, `Literal`, lists of these, `dict` (as JSON), and each of them
 `| None`. The `msgspec.Meta` of a field gives its description and bounds. Its `extra` may contain `group` (a heading of
 --help, for this field and the next ones), `aliases` (more flags), `synonyms` (other names of choices), `positional`,
-and `secret` (also set for names that end with `_key`). `refused` has values that an error should explain.
+`objects` (items of a list may be JSON objects) and `secret` (also set for names that end with `_key`). `refused` has
+values that an error should explain.
 """
 
 import json
@@ -49,6 +50,8 @@ class Option:
     description: str
     group: str
     aliases: tuple[str, ...]
+    takes_objects: bool
+    """True if the items of the list may be JSON objects, which are kept as texts."""
     is_positional: bool
     is_secret: bool
     is_required: bool
@@ -108,7 +111,8 @@ class Option:
             return None
         if not self.is_list:
             return typing.cast(Value, self._item(given))
-        return typing.cast(Value, [self._item(item) for item in _items(given)])
+        items = _object_items(given) if self.takes_objects else _items(given)
+        return typing.cast(Value, [self._item(item) for item in items])
 
     def _item(self, given: object) -> object:
         value = _CONVERTERS[self.kind](given)
@@ -175,6 +179,7 @@ def _option(field: msgspec.structs.FieldInfo, hint: object, group: str) -> Optio
         refused=extra.get("refused", {}),
         group=extra.get("group", group),
         aliases=tuple(extra.get("aliases", ())),
+        takes_objects=bool(extra.get("objects", False)),
         is_positional=bool(extra.get("positional", False)),
         is_secret=bool(extra.get("secret", field.name.endswith("_key"))),
         is_required=default is msgspec.NODEFAULT,
@@ -204,29 +209,22 @@ def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
 
 
 def _items(given: object) -> list[object]:
-    """Return the items of a list: of a JSON array, of a text with commas, or of a list of the file.
-
-    An item that is a JSON object becomes its text. On a command line, an array may be among the items.
-    """
+    """Return the items of a list: of a JSON array, of a text with commas, or of a list of the file."""
     if isinstance(given, str):
         text = given.strip()
-        if text.startswith(("[", "{")):
-            given = _values(text)
-        else:
-            given = [part.strip() for part in text.split(",") if part.strip()]
+        given = json.loads(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _object_items(given: object) -> list[object]:
+    """Return the items of a list whose items may be JSON objects, which become texts. An array may be an item."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = f"[{given}]"
     found: list[object] = []
-    for item in given if isinstance(given, list | tuple) else [given]:
-        is_array = isinstance(item, str) and item.lstrip().startswith("[{")
-        inner = json.loads(item) if is_array and isinstance(item, str) else [item]
+    for item in _items(given):
+        inner = json.loads(item) if isinstance(item, str) and item.lstrip().startswith("[{") else [item]
         found += [json.dumps(each) if isinstance(each, dict) else each for each in inner]
     return found
-
-
-def _values(text: str) -> list[object]:
-    """Return the items of a JSON array, or of JSON objects with commas between them."""
-    value: object = json.loads(text if text.startswith("[") else f"[{text}]")
-    assert isinstance(value, list)
-    return value
 
 
 def _to_int(given: object) -> int:

@@ -77,8 +77,8 @@ class ProcessSettings(ModelSourceSettings, frozen=True, kw_only=True):
     otlp_traces_endpoint: Annotated[
         str | None,
         Meta(
-            description="OTLP/HTTP endpoint that receives traces, for example http://HOST:4318/v1/traces; requires"
-            " the extra baton-serve[otel] (default: no traces)"
+            description="OTLP endpoint that receives traces, for example http://HOST:4318/v1/traces (extra"
+            " baton-serve[otel]) or grpc://HOST:4317 (baton-serve[otel-grpc]) (default: no traces)"
         ),
     ] = None
 

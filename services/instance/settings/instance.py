@@ -44,7 +44,8 @@ class AdapterSettings(NetworkSettings, frozen=True, kw_only=True):
         Meta(
             description="LoRA adapters to load at start, as NAME=FOLDER or as JSON:"
             ' {"name": "poet", "path": "/a/poet", "base_model_name": "llama"}, whose base_model_name is the parent'
-            " in /v1/models; requests select one by NAME, as their model"
+            " in /v1/models; requests select one by NAME, as their model",
+            extra={"objects": True},
         ),
     ] = []
     lora_dtype: Annotated[

@@ -118,7 +118,9 @@ def test_help_of_baton_names_the_commands_and_the_everyday_options_of_serve(caps
 def test_the_name_of_a_group_shows_that_group(capsys: pytest.CaptureFixture[str]) -> None:
     text = page(capsys, "serve", "--help=LoRA")
     assert sections(text) == ["lora"]
-    assert listed(text) == ["--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"]
+    assert listed(text) == [
+        "--enable-lora", "--lora-modules", "--lora-dtype", "--max-loras", "--max-lora-rank", "--max-cpu-loras",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("word", ["tool-call", "tool_call", "--tool-call"])
