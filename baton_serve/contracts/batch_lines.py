@@ -39,6 +39,27 @@ class BatchRequest(msgspec.Struct, frozen=True):
     body: msgspec.Raw
 
 
+_ABSENT = msgspec.Raw(b"")
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """The fields of a request's body that are read here, not parsed.
+
+    All others are skipped: a dictionary of a million fields would keep the interpreter's lock for seconds.
+    """
+
+    stream: msgspec.Raw = msgspec.Raw(b"false")
+    priority: msgspec.Raw = _ABSENT
+    model: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = _ABSENT
+    instructions: msgspec.Raw = _ABSENT
+    messages: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    query: msgspec.Raw = _ABSENT
+    text_1: msgspec.Raw = _ABSENT
+
+
 class BatchResponse(msgspec.Struct, frozen=True):
     """The HTTP response of one line."""
 
@@ -77,7 +98,7 @@ def parse_line(line: bytes, endpoints: Collection[str]) -> BatchRequest:
     """Return the request of one line, whose `url` must be one of `endpoints`. Raises `InvalidLineError`."""
     try:
         request = msgspec.json.decode(line, type=BatchRequest)
-        body = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
+        body = msgspec.json.decode(request.body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidLineError(f"the line is not a JSON object with custom_id, method, url and body: {exc}") from exc
     if request.url not in endpoints:
@@ -86,9 +107,9 @@ def parse_line(line: bytes, endpoints: Collection[str]) -> BatchRequest:
             code="invalid_url",
             param="url",
         )
-    if bytes(body.get("stream", b"false")).strip() not in (b"false", b"null"):
+    if bytes(body.stream).strip() not in (b"false", b"null"):
         raise InvalidLineError("an answer in a file cannot be streamed: leave stream out", param="body.stream")
-    if "priority" in body:
+    if bytes(body.priority):
         raise InvalidLineError(
             "the requests of a batch have the lowest priority: leave priority out", param="body.priority"
         )
@@ -103,6 +124,6 @@ def prefix_key(body: bytes) -> bytes:
     prompt.
     """
     # The JSON of the fields is compared, not the rendered prompt: rendering all prompts of a file would take minutes.
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    text = b"\0".join(bytes(fields[name]) for name in _PROMPT_FIELDS if name in fields)
+    fields = msgspec.json.decode(body, type=_Body)
+    text = b"\0".join(part for name in _PROMPT_FIELDS if (part := bytes(getattr(fields, name))))
     return b"".join(blake2b(text[:level], digest_size=_DIGEST_BYTES).digest() for level in _LEVELS)

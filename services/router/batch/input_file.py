@@ -11,7 +11,11 @@ from pathlib import Path
 from baton_serve.contracts.batch_lines import InvalidLineError, parse_line, prefix_key
 from baton_serve.services.router.batch.records import BatchError
 from baton_serve.services.router.batch.state_machine import MAX_ERRORS
+from baton_serve.services.router.protocol.body_scan import check_counts
+from baton_serve.services.router.protocol.errors import BadRequestError
 
+_LINES_PER_REQUEST = 2
+"""Largest number of lines, with empty ones, for each request that a file may have."""
 _LINES_PER_PAUSE = 20
 _PAUSE_S = 0.0005
 """Pause after `_LINES_PER_PAUSE` lines. In it the event loop gets the interpreter's lock, which this thread would
@@ -57,16 +61,14 @@ def read_input(
         if number % _LINES_PER_PAUSE == 0:
             # Other threads get the interpreter's lock.
             pause(_PAUSE_S)
-        if not line.strip():
-            continue
-        # Counted here and not before: the file may have empty lines.
-        if len(found) == max_lines:
-            message = f"the file has more than {max_lines} requests (--batch-max-requests): split it"
-            errors.append(BatchError("too_many_requests", message, number))
+        is_empty = not line.strip()
+        if (too_many := _too_many(number, len(found) + (not is_empty), max_lines)) is not None:
+            errors.append(too_many)
             break
+        if is_empty:
+            continue
         try:
-            if len(line) > max_line_bytes:
-                raise InvalidLineError(f"the line has more than {max_line_bytes} bytes (--max-request-bytes)")
+            _check_size(line, max_line_bytes)
             request = parse_line(line, (endpoint,))
             if (first := first_lines.setdefault(request.custom_id, number)) != number:
                 raise InvalidLineError(
@@ -83,6 +85,29 @@ def read_input(
     # The number of the line decides between equal keys, so that the order is the same after a restart.
     found.sort(key=lambda one: one[:2])
     return InputFile([line for _, _, line in found], errors)
+
+
+def _too_many(number: int, num_requests: int, max_lines: int) -> BatchError | None:
+    """Return the error of a file that has too many requests or lines with line `number`, or None."""
+    if num_requests > max_lines:
+        message = f"the file has more than {max_lines} requests (--batch-max-requests): split it"
+        return BatchError("too_many_requests", message, number)
+    # A large file of empty lines would keep a thread for hours.
+    if number > max_lines * _LINES_PER_REQUEST:
+        message = f"the file has more than {max_lines * _LINES_PER_REQUEST} lines, many of them empty: remove these"
+        return BatchError("too_many_lines", message, number)
+    return None
+
+
+def _check_size(line: bytes, max_line_bytes: int) -> None:
+    """Raise `InvalidLineError` if a line is too long, or has more values than the endpoint would accept."""
+    if len(line) > max_line_bytes:
+        raise InvalidLineError(f"the line has more than {max_line_bytes} bytes (--max-request-bytes)")
+    # The parser holds the interpreter's lock, and live requests would wait for it.
+    try:
+        check_counts(line, "the line")
+    except BadRequestError as exc:
+        raise InvalidLineError(str(exc), code="too_many_values") from exc
 
 
 def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
