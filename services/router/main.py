@@ -136,7 +136,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
     )
     sibling_rpc = sibling_rpc_of(worker, models.model_services[0], admission.ledger)
     lifecycle.on_stop("compilers of grammars", models.end_compilers)
-    batches = Batches(settings.batch_folder, settings, clock=time.monotonic) if settings.batch_folder else None
+    batches = Batches(settings.batch_folder, settings, keys, clock=time.monotonic) if settings.batch_folder else None
     # Of several processes behind one port only the first one logs what is the same for all.
     is_first = worker is None or worker.index == 0
     app = create_app(
@@ -214,7 +214,7 @@ def _start_batches(batches: Batches | None, app: Gateway, cluster: Cluster, life
     # They stop before the HTTP server and the dispatchers, whose errors would otherwise become results of requests.
     lifecycle.on_stop("batches", batches.close)
     endpoints = {path: row.app for path, row in app.table.items()}
-    batches.start(endpoints, load=partial(router_load, app, cluster), owner=app.keys.named)
+    batches.start(endpoints, load=partial(router_load, app, cluster), owner=app.keys.named, bodies=app.bodies)
 
 
 async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> None:

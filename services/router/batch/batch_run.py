@@ -8,16 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_serve.contracts.batch_lines import LineError, parse_line
+from baton_serve.contracts.batch_lines import BatchRequest, LineError, parse_line
 from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.router.batch.input_file import InputFile, InputLine, read_input, read_line
-from baton_serve.services.router.batch.line_client import LineAnswer, LineClient
+from baton_serve.services.router.batch.line_client import LineAnswer, LineClient, refusal
 from baton_serve.services.router.batch.pacing import LineGate
 from baton_serve.services.router.batch.records import BatchError, FileObject, Outcome, StoredBatch, StoredFile
 from baton_serve.services.router.batch.results import ResultLog, result_of, unanswered
 from baton_serve.services.router.batch.state_machine import begun, counted, ended, finalizing, rejected
 from baton_serve.services.router.batch.store import BatchStore
+from baton_serve.services.router.protocol.byte_budget import BodyMemory, BodyReservation
 from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.protocol.errors import RateLimitError
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,8 @@ _MAX_DELAY_S = 60.0
 EXPIRED = LineError("batch_expired", "the request could not be run within the completion window of its batch")
 FULL = BatchError(
     "storage_full",
-    "the folder of batches is full: delete files, or ask the operator to raise --batch-max-bytes; the results so far"
-    " are in the output file",
+    "the folder of batches, or the half of it that one API key may use, is full: delete files, or ask the operator to"
+    " raise --batch-max-bytes; the results so far are in the output file",
 )
 
 
@@ -43,6 +45,7 @@ class RunPorts:
     store: BatchStore
     client: LineClient
     gate: LineGate
+    bodies: BodyMemory
     owner: Callable[[str], Caller | None]
     """Returns the caller of an owner's name, or None if its API key does not exist any more."""
     max_requests: int
@@ -185,12 +188,9 @@ class BatchRun:
         tries = 0
         is_counted = True
         try:
-            # Read only now: the requests of a large file would not all fit into memory.
-            content = await asyncio.to_thread(read_line, self._input, line)
-            request = parse_line(content, (self._stored.batch.endpoint,))
             while True:
                 tries += 1
-                answer = await self._ports.client.post(request.url, bytes(request.body), caller)
+                answer = await self._ask(line, caller)
                 if (delay_s := retry_delay_s(answer, tries)) is None:
                     break
                 # Another batch, whose caller is not at its limit, may use the place meanwhile.
@@ -209,6 +209,23 @@ class BatchRun:
             if is_counted:
                 self._ports.gate.leave()
 
+    async def _ask(self, line: InputLine, caller: Caller) -> LineAnswer:
+        """Send one request and return its response. Raises `OSError` if the input file cannot be read."""
+        memory = BodyReservation(self._ports.bodies, caller.name)
+        try:
+            await memory.grow(line.length)
+            # Read for each try: the requests of a large file, or all that wait for their next try, would not fit into
+            # the memory of bodies.
+            request = await asyncio.to_thread(self._read_request, line)
+            return await self._ports.client.post(request.url, bytes(request.body), caller, memory)
+        except RateLimitError as exc:
+            return refusal(exc)
+        finally:
+            memory.release()
+
+    def _read_request(self, line: InputLine) -> BatchRequest:
+        return parse_line(read_line(self._input, line), (self._stored.batch.endpoint,))
+
     async def _write_results(self, log: ResultLog) -> None:
         """Write results and counts, and find out whether the batch must end, until `_over` is set."""
         rounds = 0
@@ -220,7 +237,7 @@ class BatchRun:
                 # Other processes read the counts in the record. It is not needed to continue: the results are.
                 if rounds % _SAVE_EVERY == 0:
                     await self._save(counted(self._stored, completed=log.num_completed, failed=log.num_failed))
-                    if await asyncio.to_thread(self._ports.store.is_full):
+                    if await asyncio.to_thread(self._ports.store.free_bytes, self._stored.owner) <= 0:
                         self._end("failed")
                 if await asyncio.to_thread(self._ports.store.cancelled_at, self._stored.batch.id) is not None:
                     self._end("cancelled")

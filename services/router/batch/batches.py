@@ -9,7 +9,9 @@ from baton_serve.services.router.batch.pacing import LineGate, RouterLoad
 from baton_serve.services.router.batch.runner import BatchRunner
 from baton_serve.services.router.batch.store import BatchStore, StoreLimits
 from baton_serve.services.router.protocol.asgi import Asgi, RequestLimits
+from baton_serve.services.router.protocol.byte_budget import BodyMemory
 from baton_serve.services.router.protocol.caller import Caller
+from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.settings import RouterSettings
 
 _DAY_S = 24 * 3600
@@ -18,7 +20,7 @@ _DAY_S = 24 * 3600
 class Batches:
     """Owns the folder of `--batch-folder` in this process. `main` makes it, and closes it before the HTTP server."""
 
-    def __init__(self, folder: str, settings: RouterSettings, *, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: str, settings: RouterSettings, keys: ApiKeys, *, clock: Callable[[], float]) -> None:
         """Open the folder. `clock` is that of the router. Raises `ConfigurationError` if it cannot be used."""
         self._settings = settings
         self._clock = clock
@@ -27,7 +29,7 @@ class Batches:
             max_total_bytes=settings.batch_max_bytes,
             keep_s=int(settings.batch_keep_days * _DAY_S),
         )
-        self.store = BatchStore(folder, limits)
+        self.store = BatchStore(folder, limits, has_several_owners=keys.has_several_owners)
         self.api = BatchApi(self.store, self._wake, allowed_origins=settings.allowed_origins)
         self._runner: BatchRunner | None = None
 
@@ -37,11 +39,12 @@ class Batches:
         *,
         load: Callable[[], RouterLoad],
         owner: Callable[[str], Caller | None],
+        bodies: BodyMemory,
     ) -> None:
         """Start to run batches.
 
         `endpoints` are the router's ASGI applications by path, `load` returns what it serves now, and `owner` the
-        caller of a name.
+        caller of a name. `bodies` is the memory of the bodies of all requests.
         """
         settings = self._settings
         # A batch must not use up the limit at which requests of clients are refused.
@@ -51,6 +54,7 @@ class Batches:
             store=self.store,
             client=LineClient(endpoints, limits, clock=self._clock),
             gate=LineGate(load, most=most, clock=self._clock),
+            bodies=bodies,
             owner=owner,
             max_requests=settings.batch_max_requests,
             max_line_bytes=settings.max_request_bytes,

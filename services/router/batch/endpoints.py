@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,11 +19,18 @@ from baton_serve.services.router.batch.state_machine import cancelling
 from baton_serve.services.router.batch.store import BatchStore, new_batch_id
 from baton_serve.services.router.batch.upload import Upload, receive_upload
 from baton_serve.services.router.protocol.asgi import RequestContext, read_body
-from baton_serve.services.router.protocol.errors import BadRequestError, NotFoundError, PermissionDeniedError
+from baton_serve.services.router.protocol.errors import (
+    BadRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+)
 from baton_serve.services.router.protocol.request_parsing import parsed
 
 WINDOW_S = 24 * 3600
 """Length in seconds of OpenAI's only completion window."""
+MAX_UPLOADS = 4
+"""Largest number of uploads of one owner at a time."""
 _MAX_METADATA = 16
 _MIN_TTL_S, _MAX_TTL_S = 3600, 30 * 24 * 3600
 
@@ -88,22 +97,44 @@ class BatchApi:
         self._wake = wake
         self._allowed_origins = allowed_origins
         self._wall_clock = wall_clock
+        self._num_uploads: Counter[str] = Counter()
+        self._one_at_a_time = asyncio.Lock()
 
     async def upload(self, request: Request) -> FileObject:
         """Store an uploaded file. Raises `ApiError`."""
         self._check_origin(request)
+        owner = _owner(request)
+        # All uploads that run may reach the room that is left before one of them sees the others.
+        if self._num_uploads[owner] >= MAX_UPLOADS:
+            raise RateLimitError(
+                f"{MAX_UPLOADS} uploads of this API key are running, the largest number: wait for one of them",
+                retry_after_s=1.0,
+            )
+        self._num_uploads[owner] += 1
+        try:
+            return await self._receive(request, owner)
+        finally:
+            self._num_uploads[owner] -= 1
+
+    async def _receive(self, request: Request, owner: str) -> FileObject:
         limits = self._store.limits
-        room = limits.max_total_bytes - await asyncio.to_thread(self._store.used_bytes)
+        if (await asyncio.to_thread(self._store.usage, owner)).num_files >= limits.max_files:
+            raise BadRequestError(
+                f"this API key has {limits.max_files} files, the largest number: delete files first",
+                code="too_many_files",
+            )
         file_id, path = self._store.new_upload()
         try:
             upload = await receive_upload(
                 request.headers.get("content-type"),
                 request.stream(),
                 path,
-                max_bytes=max(0, min(limits.max_file_bytes, room)),
+                max_bytes=limits.max_file_bytes,
+                # The part that is written is in the folder already, so the space is asked for again and again.
+                free_bytes=partial(self._store.free_bytes, owner),
             )
             described = self._described(file_id, upload)
-            await asyncio.to_thread(self._store.add_file, path, StoredFile(_owner(request), described))
+            await asyncio.to_thread(self._store.add_file, path, StoredFile(owner, described))
         finally:
             # `add_file` has moved it, unless something failed before.
             path.unlink(missing_ok=True)
@@ -189,10 +220,34 @@ class BatchApi:
                 f"the file {file.id} is for {file.purpose}: upload it with purpose=batch",
                 param="input_file_id",
             )
-        if await asyncio.to_thread(self._store.is_full):
+        # One at a time, or many at once would all find room for one more.
+        async with self._one_at_a_time:
+            await asyncio.to_thread(self._make_room, _owner(request))
+            batch = await self._add(request, body, file)
+        self._wake()
+        return batch
+
+    def _make_room(self, owner: str) -> None:
+        """Check whether an owner may create a batch, and forget its oldest one if there are too many records."""
+        limits, usage = self._store.limits, self._store.usage(owner)
+        if self._store.free_bytes(owner) <= 0:
             raise BadRequestError(
-                "the folder of batches is full (--batch-max-bytes): delete files first", code="storage_full"
+                "the folder of batches, or the half of it that one API key may use, is full (--batch-max-bytes): delete"
+                " files first",
+                code="storage_full",
             )
+        if usage.num_open_batches >= limits.max_open_batches:
+            raise RateLimitError(
+                f"{limits.max_open_batches} batches of this API key have not ended, the largest number: wait for one of"
+                " them, or cancel it",
+                retry_after_s=60.0,
+            )
+        num_old = usage.num_open_batches + len(usage.ended_batches) + 1 - limits.max_batches
+        for batch_id in usage.ended_batches[: max(0, num_old)]:
+            self._store.delete_batch(batch_id)
+
+    async def _add(self, request: Request, body: CreateBatchRequest, file: FileObject) -> BatchObject:
+        """Store the record of a new batch."""
         now, expires = int(self._wall_clock()), body.output_expires_after
         batch = BatchObject(
             id=new_batch_id(),
@@ -207,7 +262,6 @@ class BatchApi:
             owner=_owner(request), batch=batch, output_ttl_s=None if expires is None else expires.seconds
         )
         await asyncio.to_thread(self._store.save_batch, stored)
-        self._wake()
         return batch
 
     async def batch(self, request: Request, batch_id: str) -> BatchObject:

@@ -17,6 +17,7 @@ import msgspec
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.router.protocol.asgi import Asgi, RequestContext, RequestLimits, Scope
 from baton_serve.services.router.protocol.bounds import MAX_INT32
+from baton_serve.services.router.protocol.byte_budget import BodyReservation
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import ApiError, InternalError
 
@@ -49,10 +50,10 @@ class LineClient:
         self._limits = limits
         self._clock = clock
 
-    async def post(self, path: str, body: bytes, caller: Caller) -> LineAnswer:
+    async def post(self, path: str, body: bytes, caller: Caller, memory: BodyReservation) -> LineAnswer:
         """Send one request of `caller` at the lowest priority and return its response, whatever its status.
 
-        If this call is cancelled, the request ends.
+        `memory` holds the memory of `body`; its owner releases it. If this call is cancelled, the request ends.
         """
         request_id = secrets.token_hex(16)
         # Set here and not in the body, which stays unparsed and as the client wrote it.
@@ -65,6 +66,7 @@ class LineClient:
             limits=self._limits,
             trace_headers={},
             caller=caller,
+            body=memory,
         )
         scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": _HEADERS, "client": None}
         context.attach(scope)
@@ -74,7 +76,7 @@ class LineClient:
             try:
                 await self._endpoints[path](scope, exchange.receive, exchange.send)
             except ApiError as exc:
-                return LineAnswer(exc.status, msgspec.json.encode(exc.body()), request_id, exc.retry_after_s)
+                return refusal(exc, request_id)
             except Exception:
                 # A bug fails one request and not its batch. Its text may hold parts of a prompt, so that it goes to
                 # the log and not into the result.
@@ -82,6 +84,11 @@ class LineClient:
                 error = InternalError("an internal error occurred and was logged")
                 return LineAnswer(error.status, msgspec.json.encode(error.body()), request_id)
         return LineAnswer(exchange.status, b"".join(exchange.parts), request_id)
+
+
+def refusal(error: ApiError, request_id: str = "") -> LineAnswer:
+    """Return the response to a request that was refused."""
+    return LineAnswer(error.status, msgspec.json.encode(error.body()), request_id, error.retry_after_s)
 
 
 class _Exchange:

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 
 from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.router.batch.batch_run import BatchRun, RunPorts
-from baton_serve.services.router.batch.records import FINAL
+from baton_serve.services.router.batch.records import FINAL, StoredBatch
 
 logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 8
 """Number of batches that one process runs at once. They share the requests that may run, so that a small batch need not
 wait for the end of a large one."""
+MAX_RUNNING_OF_OWNER = MAX_RUNNING // 2
+"""Number of batches of one owner among them: long batches of one API key must not keep those of all others waiting."""
+_MIN_SCAN_S = 0.1
+"""Least time in seconds between two looks, however often clients create and cancel batches."""
 SCAN_S = 2.0
 """Time in seconds between two looks into the folder: for batches that other processes were asked for, or that a process
 has left when it died."""
@@ -25,6 +29,7 @@ _RETRY_S = 30.0
 
 @dataclass(slots=True)
 class _Running:
+    owner: str
     run: BatchRun | None
     """The field is None until the batch is locked."""
 
@@ -68,8 +73,8 @@ class BatchRunner:
         while True:
             self._wake.clear()
             try:
-                for batch_id in await asyncio.to_thread(self._open_batches):
-                    self._start_run(batch_id)
+                for stored in await asyncio.to_thread(self._open_batches):
+                    self._start_run(stored.batch.id, stored.owner)
                 if self._clock() - swept_at >= _SWEEP_S:
                     swept_at = self._clock()
                     await asyncio.to_thread(self._ports.store.sweep, self._ports.wall_clock())
@@ -79,19 +84,22 @@ class BatchRunner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SCAN_S):
                     await self._wake.wait()
+            await asyncio.sleep(_MIN_SCAN_S)
 
-    def _open_batches(self) -> list[str]:
-        """Return the ids of all batches that have not ended, the oldest first."""
-        # All records are read at each look. Reading a thousand takes a few hundredths of a second, in a thread.
-        found = [stored.batch for stored in self._ports.store.batches() if stored.batch.status not in FINAL]
-        return [batch.id for batch in sorted(found, key=lambda batch: (batch.created_at, batch.id))]
+    def _open_batches(self) -> list[StoredBatch]:
+        """Return all batches that have not ended, the oldest first."""
+        # All names are listed at each look, and the records of open batches are read, in a thread.
+        found = [stored for stored in self._ports.store.batches() if stored.batch.status not in FINAL]
+        return sorted(found, key=lambda stored: (stored.batch.created_at, stored.batch.id))
 
-    def _start_run(self, batch_id: str) -> None:
+    def _start_run(self, batch_id: str, owner: str) -> None:
         # Later batches wait in the folder; the next look starts them.
         is_delayed = self._delayed_until.get(batch_id, 0.0) > self._clock()
         if batch_id in self._running or len(self._running) >= MAX_RUNNING or is_delayed:
             return
-        self._running[batch_id] = running = _Running(None)
+        if sum(running.owner == owner for running in self._running.values()) >= MAX_RUNNING_OF_OWNER:
+            return
+        self._running[batch_id] = running = _Running(owner, None)
         task = asyncio.create_task(self._run(batch_id, running), name=f"batch {batch_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

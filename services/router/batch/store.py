@@ -14,7 +14,7 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,19 +36,45 @@ S = TypeVar("S", StoredFile, StoredBatch)
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds the content of the folder, in bytes and in seconds after the creation of a file or the end of a batch."""
+    """Bounds the content of the folder, in bytes and in seconds after the creation of a file or the end of a batch.
+
+    The last three are numbers of one owner: of files, of batches that have not ended, and of batches. They bound the
+    time that each look into the folder takes.
+    """
 
     max_file_bytes: int
     max_total_bytes: int
     keep_s: int
+    max_files: int = 10_000
+    max_open_batches: int = 100
+    max_batches: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerUsage:
+    """Counts the files and batches of one owner. `num_bytes` includes results of running batches."""
+
+    num_files: int
+    num_bytes: int
+    num_open_batches: int
+    ended_batches: list[str]
+    """Ids, the oldest batch first."""
 
 
 class BatchStore:
-    """Reads and writes the folder. It has no state of its own but the paths, so any thread may use it."""
+    """Reads and writes the folder. Any thread may use it: its only state are copies of records that never change."""
 
-    def __init__(self, folder: str, limits: StoreLimits) -> None:
-        """Create the folder if it is missing. Raises `ConfigurationError` if this process cannot write to it."""
+    def __init__(
+        self, folder: str, limits: StoreLimits, *, has_several_owners: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Create the folder if it is missing. Raises `ConfigurationError` if this process cannot write to it.
+
+        While `has_several_owners` returns True, each owner may use half of the folder.
+        """
         self.limits = limits
+        self._has_several_owners = has_several_owners
+        self._final: dict[str, StoredFile | StoredBatch] = {}
+        """Records that do not change any more, by id: those of files, and of batches that have ended."""
         self._files = Path(folder) / "files"
         self._batches = Path(folder) / "batches"
         try:
@@ -76,9 +102,27 @@ class BatchStore:
                         total += max(entry.stat().st_size, _RECORD_BYTES)
         return total
 
-    def is_full(self) -> bool:
-        """Return whether the folder has reached its limit."""
-        return self.used_bytes() >= self.limits.max_total_bytes
+    def usage(self, owner: str) -> OwnerUsage:
+        """Return what the files and batches of one owner use of the folder."""
+        files = [stored.file for stored in self.files() if stored.owner == owner]
+        batches = [stored.batch for stored in self.batches() if stored.owner == owner]
+        running = [batch for batch in batches if batch.status not in FINAL]
+        num_bytes = sum(max(file.bytes, _RECORD_BYTES) for file in files)
+        for path in [path for batch in running for path in self.results(batch.id)]:
+            # Results do not exist before the batch has begun, nor after it has ended.
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += path.stat().st_size
+        ended = sorted((batch for batch in batches if batch.status in FINAL), key=lambda one: (one.created_at, one.id))
+        return OwnerUsage(len(files), num_bytes, len(running), [batch.id for batch in ended])
+
+    def free_bytes(self, owner: str) -> int:
+        """Return how many bytes an owner may still add to the folder; 0 or less if it is full."""
+        total = self.limits.max_total_bytes
+        free = total - self.used_bytes()
+        if self._has_several_owners():
+            # One owner must not fill the folder for all others.
+            free = min(free, total // 2 - self.usage(owner).num_bytes)
+        return free
 
     def new_upload(self) -> tuple[str, Path]:
         """Return the id of a new file, and the path to which its content is to be written before `add_file`."""
@@ -179,13 +223,17 @@ class BatchStore:
                 self.delete_file(stored.file.id)
         for old in list(self.batches()):
             if old.batch.status in FINAL and old.batch.created_at + self.limits.keep_s < now:
-                for path in self._batches.glob(f"{old.batch.id}.*"):
-                    path.unlink(missing_ok=True)
+                self.delete_batch(old.batch.id)
         for part in self._files.glob("*.part"):
             # Another router may remove it first.
             with contextlib.suppress(FileNotFoundError):
                 if part.stat().st_mtime + _ABANDONED_S < now:
                     part.unlink()
+
+    def delete_batch(self, batch_id: str) -> None:
+        """Delete everything about a batch that has ended, but its input and output files."""
+        for suffix in ("json", "output", "errors", "cancel", "lock"):
+            (self._batches / f"{batch_id}.{suffix}").unlink(missing_ok=True)
 
     def remove_working_files(self, batch_id: str) -> None:
         """Delete what a batch needs only while it runs."""
@@ -206,8 +254,17 @@ class BatchStore:
         with os.scandir(folder) as entries:
             names = [entry.name.removesuffix(".json") for entry in entries if entry.name.endswith(".json")]
         for name in names:
-            if (stored := self._read(folder, name, cls)) is not None:
-                yield stored
+            known = self._final.get(name)
+            stored = known if isinstance(known, cls) else self._read(folder, name, cls)
+            if stored is None:
+                continue
+            if isinstance(stored, StoredFile) or stored.batch.status in FINAL:
+                self._final[name] = stored
+            yield stored
+        # Copies of records that were deleted meanwhile, also by another process.
+        kind, present = ("file" if cls is StoredFile else "batch"), set(names)
+        for name in [one for one in list(self._final) if one.startswith(kind) and one not in present]:
+            self._final.pop(name, None)
 
 
 def new_batch_id() -> str:

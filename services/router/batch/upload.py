@@ -4,7 +4,7 @@ Only one piece of the body is in memory at a time, whatever the size of the file
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +21,8 @@ from baton_serve.services.router.protocol.errors import (
 
 UPLOAD_TIMEOUT_S = 3600.0
 """Longest time for a whole upload. The longest pause within it is `--body-timeout-s`."""
+SPACE_CHECK_BYTES = 8 * 1024 * 1024
+"""Bytes of a file after which the free space is checked again: other uploads and running batches use it too."""
 _MAX_FIELD_BYTES = 1024
 _MAX_PARTS = 16
 _MAX_NAME_CHARS = 255
@@ -36,12 +38,19 @@ class Upload:
 
 
 async def receive_upload(
-    content_type: str | None, pieces: AsyncIterator[bytes], path: Path, *, max_bytes: int
+    content_type: str | None,
+    pieces: AsyncIterator[bytes],
+    path: Path,
+    *,
+    max_bytes: int,
+    free_bytes: Callable[[], int],
 ) -> Upload:
     """Write the field `file` of a form to `path` and return the form. The caller removes the file after an error.
 
+    `free_bytes` returns the free space; it is called in a thread, for each `SPACE_CHECK_BYTES` before they are written.
+
     Raises `MediaTypeError` for another type than multipart/form-data, `BadRequestError` for a malformed form,
-    `RequestTooLargeError` for a longer file than `max_bytes`, and `RequestTimeoutError`.
+    `RequestTooLargeError` for a longer file than `max_bytes` or the free space, and `RequestTimeoutError`.
     """
     # The type names the boundary between the parts of the form, without which nothing can be parsed.
     kind, options = parse_options_header(content_type)
@@ -49,7 +58,7 @@ async def receive_upload(
     if kind != b"multipart/form-data" or not boundary:
         raise MediaTypeError("a file must be sent as multipart/form-data (curl: -F purpose=batch -F file=@in.jsonl)")
     with path.open("wb") as file:
-        form = _Form(file, boundary, max_bytes)
+        form = _Form(file, boundary, max_bytes, free_bytes)
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                 async for piece in pieces:
@@ -68,11 +77,14 @@ async def receive_upload(
 class _Form:
     """Takes the events of the parser for one form."""
 
-    def __init__(self, file: BinaryIO, boundary: bytes, max_bytes: int) -> None:
+    def __init__(self, file: BinaryIO, boundary: bytes, max_bytes: int, free_bytes: Callable[[], int]) -> None:
         self.upload = Upload()
         self.is_complete = False
         self._file = file
         self._max_bytes = max_bytes
+        self._free_bytes = free_bytes
+        self._allowed_bytes = 0
+        """Size of the file up to which the free space was checked."""
         self._num_parts = 0
         self._header: tuple[bytearray, bytearray] = (bytearray(), bytearray())
         self._disposition = b""
@@ -84,8 +96,8 @@ class _Form:
             {
                 "on_part_begin": self._on_part_begin,
                 "on_header_begin": self._on_header_begin,
-                "on_header_field": lambda data, start, end: self._header[0].extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self._header[1].extend(data[start:end]),
+                "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
+                "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),
                 "on_header_end": self._on_header_end,
                 "on_headers_finished": self._on_headers_finished,
                 "on_part_data": self._on_part_data,
@@ -111,6 +123,12 @@ class _Form:
     def _on_header_begin(self) -> None:
         self._header = (bytearray(), bytearray())
 
+    def _on_header(self, part: int, data: bytes) -> None:
+        self._header[part].extend(data)
+        # Some versions of the parser have no limit of their own.
+        if len(self._header[part]) > _MAX_FIELD_BYTES:
+            raise BadRequestError(f"a header of the form has more than {_MAX_FIELD_BYTES} bytes")
+
     def _on_header_end(self) -> None:
         if self._header[0].lower() == b"content-disposition":
             self._disposition = bytes(self._header[1])
@@ -135,10 +153,23 @@ class _Form:
         self.upload.num_bytes += end - start
         if self.upload.num_bytes > self._max_bytes:
             raise RequestTooLargeError(
-                f"the file has more than {self._max_bytes} bytes, which is the limit or the room that is left"
-                " (--batch-max-file-bytes, --batch-max-bytes): split it, or delete files"
+                f"the file has more than {self._max_bytes} bytes, the limit (--batch-max-file-bytes): split it"
             )
+        if self.upload.num_bytes > self._allowed_bytes:
+            self._check_space(end - start)
         self._file.write(data[start:end])
+
+    def _check_space(self, num_bytes: int) -> None:
+        """Raise `RequestTooLargeError` if the next `num_bytes` of the file find no room."""
+        # `free_bytes` reads the size of this file from the file system.
+        self._file.flush()
+        free = self._free_bytes()
+        if free < num_bytes:
+            raise RequestTooLargeError(
+                "the folder of batches, or the half of it that one API key may use, is full (--batch-max-bytes): delete"
+                " files"
+            )
+        self._allowed_bytes = self.upload.num_bytes - num_bytes + min(free, SPACE_CHECK_BYTES)
 
     def _on_part_end(self) -> None:
         if not self._is_file:

@@ -32,7 +32,7 @@ from baton_serve.services.router.protocol.asgi import (
     exchange_of,
     send_error,
 )
-from baton_serve.services.router.protocol.byte_budget import BODY_WAIT_S, BodyReservation, ByteBudget
+from baton_serve.services.router.protocol.byte_budget import BODY_WAIT_S, BodyMemory, BodyReservation
 from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Caller, Slo
 from baton_serve.services.router.protocol.errors import (
     ApiError,
@@ -128,7 +128,12 @@ class Gateway:
         self._open_paths = open_paths
         self.keys = keys
         self._limits = RequestLimits(service.settings.max_request_bytes, service.settings.slow_client_s)
-        self.bodies = ByteBudget(service.settings.max_body_memory_bytes, wait_s=BODY_WAIT_S)
+        self.bodies = BodyMemory(
+            service.settings.max_body_memory_bytes,
+            wait_s=BODY_WAIT_S,
+            max_body_bytes=service.settings.max_request_bytes,
+            has_several_owners=keys.has_several_owners,
+        )
         self._metrics = service.metrics
         self._clock = service.clock
         self.num_running = 0
@@ -164,6 +169,8 @@ class Gateway:
     ) -> None:
         body = BodyReservation(self.bodies)
         try:
+            caller = self._caller(path, headers)
+            body.owner = caller.name
             context = RequestContext(
                 request_id=response.request_id,
                 arrived_at=arrived_at,
@@ -171,7 +178,7 @@ class Gateway:
                 limits=self._limits,
                 body=body,
                 trace_headers=_trace_headers(headers),
-                caller=self._caller(path, headers),
+                caller=caller,
                 slo=_slo(headers),
                 exchange=exchange_of(scope),
             )

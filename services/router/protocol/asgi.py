@@ -71,8 +71,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     caller: Caller = ANONYMOUS
     slo: Slo = NO_SLO
     body: BodyReservation | None = None
-    """The memory of the request's body, which the gateway releases; None for a request of a batch, whose body was in
-    memory before."""
+    """The memory of the request's body, whose creator releases it; None in tests of single endpoints."""
     exchange: Exchange | None = None
     """The request's connection, if the server is this repository's own; None on other ASGI servers."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from baton_serve.services.router.protocol.errors import RateLimitError
 
@@ -80,18 +81,52 @@ BODY_WAIT_S = 2.0
 """Longest time in seconds that a request waits for memory for its body."""
 
 
-class BodyReservation:
-    """The memory of one request's body, out of that of all bodies (`--max-body-memory-bytes`).
+class BodyMemory(ByteBudget):
+    """The memory of the bodies of all requests of one process (`--max-body-memory-bytes`).
 
-    The gateway owns it and calls `release` when the request has been answered: the parsed request keeps the strings of
-    its body until then.
+    While there are several API keys, the requests of one owner get at most half of it, or one body of the largest size:
+    one client must not keep all others from sending long requests.
     """
 
-    __slots__ = ("_budget", "_num_reserved")
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        wait_s: float,
+        max_body_bytes: int = 0,
+        has_several_owners: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`has_several_owners` returns whether API keys of more than one owner are accepted now."""
+        super().__init__(max_bytes, wait_s=wait_s)
+        self._wait_for_share_s = wait_s
+        self._share_bytes = max(max_bytes // 2, min(max_body_bytes, max_bytes))
+        self._has_several_owners = has_several_owners
+        self._shares: dict[str, ByteBudget] = {}
 
-    def __init__(self, budget: ByteBudget) -> None:
-        """Create a reservation without bytes."""
-        self._budget = budget
+    def share_of(self, owner: str) -> ByteBudget | None:
+        """Return the share of an owner of API keys, or None if the owner may use all of the memory."""
+        if not self._has_several_owners():
+            return None
+        # Only owners of accepted keys come here, so their number is limited.
+        if owner not in self._shares:
+            self._shares[owner] = ByteBudget(self._share_bytes, wait_s=self._wait_for_share_s)
+        return self._shares[owner]
+
+
+class BodyReservation:
+    """The memory of one request's body, out of `BodyMemory`.
+
+    Its creator calls `release` when the request has been answered: the parsed request keeps the strings of its body
+    until then. That is the gateway, or for a request of a batch the task that runs it.
+    """
+
+    __slots__ = ("_memory", "_num_reserved", "_share", "owner")
+
+    def __init__(self, memory: BodyMemory, owner: str = "") -> None:
+        """Create a reservation without bytes. `owner` is the name of the API key's owner."""
+        self.owner = owner
+        self._memory = memory
+        self._share: ByteBudget | None = None
         self._num_reserved = 0
 
     async def grow(self, num_bytes: int) -> None:
@@ -103,7 +138,21 @@ class BodyReservation:
         if num_bytes <= UNCOUNTED_BYTES or num_bytes <= self._num_reserved:
             return
         missing = num_bytes - self._num_reserved
-        if not await self._budget.acquire(missing):
+        if not self._num_reserved:
+            self._share = self._memory.share_of(self.owner)
+        if self._share is not None and not await self._share.acquire(missing):
+            raise RateLimitError(
+                "the long requests of this API key use all memory that one key may have (half of"
+                " --max-body-memory-bytes): wait for their answers",
+                retry_after_s=1.0,
+            )
+        is_granted = False
+        try:
+            is_granted = await self._memory.acquire(missing)
+        finally:
+            if self._share is not None and not is_granted:
+                self._share.release(missing)
+        if not is_granted:
             raise RateLimitError(
                 "the server has no memory for more long requests (--max-body-memory-bytes): try again later",
                 retry_after_s=1.0,
@@ -114,4 +163,6 @@ class BodyReservation:
         """Return all reserved bytes."""
         num_bytes, self._num_reserved = self._num_reserved, 0
         if num_bytes:
-            self._budget.release(num_bytes)
+            self._memory.release(num_bytes)
+            if self._share is not None:
+                self._share.release(num_bytes)

@@ -112,6 +112,10 @@ class ApiKeys:
         self._check_file()
         return next((known.caller for known in self._known if known.caller.name == name), None)
 
+    def has_several_owners(self) -> bool:
+        """Return whether the accepted keys belong to more than one owner."""
+        return len({known.caller.name for known in self._known}) > 1
+
     def _check_file(self) -> None:
         if self._file is None or self._clock is None or self._clock() - self._checked_at < RECHECK_S:
             return

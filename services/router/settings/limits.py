@@ -137,7 +137,8 @@ class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
         int,
         Meta(
             description="largest size of the bodies over 64 KiB together that one process holds for the requests that"
-            " it serves; further requests with such a body wait 2 s, then get status 429",
+            " it serves, also for those of batches; further requests with such a body wait 2 s, then get status 429."
+            " If there are several API keys, one of them gets at most half",
             ge=1024 * 1024,
         ),
     ] = 512 * 1024 * 1024
@@ -209,7 +210,12 @@ class BatchSettings(HttpSettings, frozen=True, kw_only=True):
     batch_max_requests: Annotated[int, Meta(description="largest number of requests of a batch", ge=1)] = 50_000
     batch_max_file_bytes: Annotated[int, Meta(description="largest size of an uploaded file", ge=1)] = 200 * 1024 * 1024
     batch_max_bytes: Annotated[
-        int, Meta(description="largest size of all files in --batch-folder; beyond it uploads are refused", ge=1)
+        int,
+        Meta(
+            description="largest size of all files in --batch-folder; beyond it uploads are refused. If there are"
+            " several API keys, one of them gets at most half",
+            ge=1,
+        ),
     ] = 20 * 1024**3
     batch_keep_days: Annotated[
         float, Meta(description="days after which files and batches that have ended are deleted", gt=0, le=36500)

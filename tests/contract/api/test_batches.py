@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -11,7 +12,9 @@ import pytest
 from openai.types import Batch
 
 from baton_serve.contracts.messages import Work
+from baton_serve.services.router.batch.endpoints import MAX_UPLOADS
 from baton_serve.services.router.batch.line_client import LOWEST_PRIORITY
+from baton_serve.services.router.batch.runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.fakes import letters
 
@@ -227,3 +230,97 @@ def test_without_a_folder_the_answer_names_the_flag(serve: Serve) -> None:
                 await refused
 
     serve(scenario)
+
+
+def test_files_and_open_batches_of_a_key_are_limited_and_old_batches_are_forgotten(
+    serve: Serve, tmp_path: Path
+) -> None:
+    async def scenario(router: Router) -> None:
+        assert router.batches is not None
+        store = router.batches.store
+        store.limits = replace(store.limits, max_files=3, max_open_batches=2, max_batches=3)
+        mine, theirs = client_of(router, "one"), client_of(router, "two")
+        router.fakes["decode-0"].hold = 0
+        open_batches = [await create(mine, lines(1)) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="2 batches of this API key have not ended") as refused:
+            await create(mine, lines(1))
+        assert refused.value.response.headers["retry-after"] == "60"
+        with pytest.raises(openai.BadRequestError, match="this API key has 3 files"):
+            await mine.files.create(file=lines(1), purpose="batch")
+        other = await create(theirs, lines(1))
+        router.fakes["decode-0"].resume()
+        router.fakes["decode-0"].hold = None
+        for batch in open_batches:
+            assert (await ended(mine, batch)).status == "completed"
+        assert (await ended(theirs, other)).status == "completed"
+        store.limits = replace(store.limits, max_files=100)
+        for _ in range(2):
+            newest = await ended(mine, await create(mine, lines(1)))
+        found = [one.id async for one in mine.batches.list()]
+        assert len(found) == 3 and newest.id in found and not {one.id for one in open_batches} <= set(found)
+        assert [one.id async for one in theirs.batches.list()] == [other.id]
+
+    serve(scenario, keys=["one", "two"], batch_folder=str(tmp_path))
+
+
+def test_a_key_with_many_long_batches_does_not_keep_those_of_others_waiting(serve: Serve, tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        mine, theirs = client_of(router, "one"), client_of(router, "two")
+        router.fakes["decode-0"].hold = 0
+        many = [await create(mine, lines(1)) for _ in range(MAX_RUNNING + 2)]
+        other = await create(theirs, lines(1))
+        while other.status != "in_progress":
+            await asyncio.sleep(0.02)
+            other = await theirs.batches.retrieve(other.id)
+        begun = [one.id async for one in mine.batches.list(limit=100) if one.status != "validating"]
+        assert len(begun) <= MAX_RUNNING_OF_OWNER
+        for batch in many:
+            for _ in range(3):
+                await mine.batches.cancel(batch.id)
+        assert {(await ended(mine, batch)).status for batch in many} == {"cancelled"}
+        router.fakes["decode-0"].resume()
+        assert (await ended(theirs, other)).status == "completed"
+
+    serve(scenario, keys=["one", "two"], batch_folder=str(tmp_path))
+
+
+def test_bodies_of_batches_count_in_the_memory_of_all_bodies(serve: Serve, tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        memory = router.app.bodies
+        assert memory.num_free == 1 << 20
+        router.fakes["decode-0"].hold = 0
+        batch = await create(client_of(router), lines(4, metadata={"note": "x" * 400_000}))
+        await until(lambda: len(router.fakes["decode-0"].jobs) == 2)
+        assert memory.num_free < 300_000
+        router.fakes["decode-0"].resume()
+        router.fakes["decode-0"].hold = None
+        batch = await ended(client_of(router), batch)
+        assert batch.status == "completed" and batch.request_counts and batch.request_counts.completed == 4
+        assert memory.num_free == 1 << 20
+
+    serve(scenario, batch_folder=str(tmp_path), max_request_bytes=1 << 20, max_body_memory_bytes=1 << 20)
+
+
+def test_a_key_may_send_a_few_uploads_at_a_time(serve: Serve, tmp_path: Path) -> None:
+    async def scenario(router: Router) -> None:
+        may_end = asyncio.Event()
+
+        async def form() -> AsyncIterator[bytes]:
+            yield b'--xyz\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            await may_end.wait()
+            yield b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="in"\r\n\r\nx\r\n--xyz--\r\n'
+
+        async def upload(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}", "content-type": "multipart/form-data; boundary=xyz"}
+            return (await router.http.post("/v1/files", content=form(), headers=headers)).status_code
+
+        running = [asyncio.create_task(upload("one")) for _ in range(MAX_UPLOADS)]
+        await until(lambda: len(list((tmp_path / "files").glob("*.part"))) == MAX_UPLOADS)
+        assert await upload("one") == 429
+        other = asyncio.create_task(upload("two"))
+        may_end.set()
+        assert await asyncio.gather(*running, other) == [200] * (MAX_UPLOADS + 1)
+        assert await upload("one") == 200
+        assert not list((tmp_path / "files").glob("*.part"))
+
+    serve(scenario, keys=["one", "two"], batch_folder=str(tmp_path))

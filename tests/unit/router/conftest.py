@@ -73,10 +73,11 @@ class Router:
         )
         self.kept = KeptResponses.of(settings)
         folder = settings.batch_folder
-        self.batches = Batches(folder, settings, clock=time.monotonic) if folder else None
+        api_keys = ApiKeys(keys)
+        self.batches = Batches(folder, settings, api_keys, clock=time.monotonic) if folder else None
         self.app: Gateway = create_app(
             self.service,
-            api_keys=ApiKeys(keys),
+            api_keys=api_keys,
             kept=self.kept,
             batches=self.batches.api if self.batches else None,
         )
@@ -87,7 +88,12 @@ class Router:
         await settle()
         if self.batches is not None:
             endpoints = {path: row.app for path, row in self.app.table.items()}
-            self.batches.start(endpoints, load=partial(router_load, self.app, self.cluster), owner=self.app.keys.named)
+            self.batches.start(
+                endpoints,
+                load=partial(router_load, self.app, self.cluster),
+                owner=self.app.keys.named,
+                bodies=self.app.bodies,
+            )
 
     async def close(self) -> None:
         await self.http.aclose()

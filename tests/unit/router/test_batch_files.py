@@ -2,18 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from baton_serve.contracts.batch_lines import InvalidLineError, LineError, parse_line, prefix_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.router.batch.input_file import InputFile, read_input, read_line
-from baton_serve.services.router.batch.records import FileObject, StoredFile
+from baton_serve.services.router.batch.records import BatchObject, FileObject, StoredBatch, StoredFile
 from baton_serve.services.router.batch.results import ResultLog, result_of, unanswered
-from baton_serve.services.router.batch.store import BatchStore, StoreLimits
+from baton_serve.services.router.batch.store import BatchStore, StoreLimits, new_batch_id
 from baton_serve.services.router.batch.upload import Upload, receive_upload
 from baton_serve.services.router.protocol.errors import (
     BadRequestError,
@@ -93,6 +94,25 @@ def test_too_many_lines_and_none_are_errors(tmp_path: Path) -> None:
     assert [e.code for e in read(tmp_path / "in", b"\n \n").errors] == ["empty_file"]
 
 
+def test_a_file_of_empty_lines_is_not_read_to_its_end(tmp_path: Path) -> None:
+    found = read(tmp_path / "in", line("a"), b"\n" * 1_000_000, max_lines=10)
+    assert [(error.code, error.line) for error in found.errors] == [("too_many_lines", 21)]
+
+
+def test_a_line_with_more_values_than_the_endpoint_accepts_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    wide = line(metadata={f"{number:x}": 1 for number in range(70_000)})
+    found = read(tmp_path / "in", wide, line("b"), max_line_bytes=1 << 20)
+    assert [(error.code, error.line) for error in found.errors] == [("too_many_values", 1)]
+
+
+def test_fields_of_a_line_that_are_not_needed_are_skipped() -> None:
+    deep = b'{"x": ' * 900 + b"1" + b"}" * 900
+    head = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p", "x": '
+    assert parse_line(head + deep + b"}}", (PATH,)).custom_id == "a"
+    with pytest.raises(InvalidLineError, match="recursion"):
+        parse_line(head + b"[" * 100_000 + b"]" * 100_000 + b"}}", (PATH,))
+
+
 def answer_each(folder: Path, *ids: str, fail: bool = False) -> None:
     log = ResultLog.open(folder / "out", folder / "err")
     for name in ids:
@@ -138,6 +158,55 @@ def test_files_of_another_owner_do_not_exist(tmp_path: Path) -> None:
             store.file(name, owner)
 
 
+def owned(store: BatchStore, owner: str, number: int, content: bytes) -> str:
+    file_id, path = store.new_upload()
+    path.write_bytes(content)
+    record = FileObject(id=file_id, bytes=len(content), created_at=number, filename="in", purpose="batch")
+    store.add_file(path, StoredFile(owner, record))
+    return file_id
+
+
+def test_one_of_several_owners_may_use_half_of_the_folder(tmp_path: Path) -> None:
+    has_several = True
+    store = BatchStore(str(tmp_path), LIMITS, has_several_owners=lambda: has_several)
+    files = [owned(store, "one", number, b"x" * 10_000) for number in range(5)]
+    assert (store.usage("one").num_files, store.usage("one").num_bytes) == (5, 50_000)
+    assert store.free_bytes("one") <= 0 < store.free_bytes("two")
+    has_several = False
+    assert store.free_bytes("one") > 0
+    has_several = True
+    # Another process deletes a file: its record must not be remembered.
+    BatchStore(str(tmp_path), LIMITS).delete_file(files[0])
+    assert store.usage("one").num_files == 4
+    assert store.free_bytes("one") == 10_000
+
+
+def test_results_of_a_running_batch_count_for_its_owner(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path), LIMITS)
+    batch = BatchObject(
+        id=new_batch_id(), endpoint=PATH, input_file_id="file-1", completion_window="24h", created_at=1, expires_at=9
+    )
+    store.save_batch(StoredBatch(owner="one", batch=batch))
+    store.results(batch.id)[0].write_bytes(b"x" * 5000)
+    usage = store.usage("one")
+    assert (usage.num_bytes, usage.num_open_batches, usage.ended_batches) == (5000, 1, [])
+    assert store.usage("two").num_open_batches == 0
+    store.save_batch(StoredBatch(owner="one", batch=replace(batch, status="failed")))
+    assert store.usage("one").ended_batches == [batch.id]
+    store.delete_batch(batch.id)
+    assert list((tmp_path / "batches").iterdir()) == []
+
+
+def test_an_upload_ends_when_the_folder_is_full_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_serve.services.router.batch.upload.SPACE_CHECK_BYTES", 100)
+    body = form(("file", "in", b"x" * 900))
+    free = iter([500, 400, 50])
+    with pytest.raises(RequestTooLargeError, match="--batch-max-bytes"):
+        receive(tmp_path / "in", body, size=60, free_bytes=lambda: next(free))
+    assert list(free) == []
+    assert 0 < (tmp_path / "in").stat().st_size < 300
+
+
 def test_expired_files_and_broken_uploads_are_swept_away(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), LIMITS)
     old, new = stored_file(store), stored_file(store, expires_at=500)
@@ -177,12 +246,20 @@ def form(*parts: tuple[str, str | None, bytes], end: bytes = b"--xyz--\r\n") -> 
     return body + end
 
 
-def receive(path: Path, body: bytes, *, content_type: str = BOUNDARY, max_bytes: int = 1000, size: int = 7) -> Upload:
+def receive(
+    path: Path,
+    body: bytes,
+    *,
+    content_type: str = BOUNDARY,
+    max_bytes: int = 1000,
+    size: int = 7,
+    free_bytes: Callable[[], int] = lambda: 1 << 30,
+) -> Upload:
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(body), size):
             yield body[start : start + size]
 
-    return asyncio.run(receive_upload(content_type, pieces(), path, max_bytes=max_bytes))
+    return asyncio.run(receive_upload(content_type, pieces(), path, max_bytes=max_bytes, free_bytes=free_bytes))
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
@@ -203,6 +280,8 @@ def test_an_upload_is_written_piece_by_piece(tmp_path: Path, size: int) -> None:
         (form(("file", "in", b"x" * 1001)), BOUNDARY, RequestTooLargeError),
         (form(("purpose", None, b"x" * 2000)), BOUNDARY, BadRequestError),
         (form(*[("purpose", None, b"x")] * 20), BOUNDARY, BadRequestError),
+        (form(("n" * 2000, None, b"x")), BOUNDARY, BadRequestError),
+        (form(("purpose", None, b"x")).replace(b"Content-Disposition", b"X" * 2000), BOUNDARY, BadRequestError),
         (b"no form at all", BOUNDARY, BadRequestError),
         (b"{}", "application/json", MediaTypeError),
         (b"{}", "multipart/form-data", MediaTypeError),

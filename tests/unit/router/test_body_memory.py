@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
-from baton_serve.services.router.protocol.byte_budget import UNCOUNTED_BYTES, BodyReservation, ByteBudget
+from baton_serve.services.router.protocol.byte_budget import UNCOUNTED_BYTES, BodyMemory, BodyReservation
 from baton_serve.services.router.protocol.errors import RateLimitError
 from baton_serve.services.router.settings import RouterSettings
 from tests.unit.router.conftest import Router, Serve, settle
@@ -16,9 +17,9 @@ LONG = {"prompt": [5, 6, 7], "seed": 0, "max_tokens": 4, "user": "u", "metadata"
 SHORT = {"prompt": [5, 6, 7], "seed": 0, "max_tokens": 4}
 
 
-def small_memory(router: Router) -> ByteBudget:
+def small_memory(router: Router) -> BodyMemory:
     """Give the router memory for one long body but not for two."""
-    router.app.bodies = ByteBudget(300 * KIB, wait_s=0.01)
+    router.app.bodies = BodyMemory(300 * KIB, wait_s=0.01)
     return router.app.bodies
 
 
@@ -70,7 +71,7 @@ def test_every_end_of_a_request_returns_the_memory_of_its_body(
     serve: Serve, path: str, body: dict[str, Any], status: int
 ) -> None:
     async def test(router: Router) -> None:
-        router.app.bodies = ByteBudget(300 * KIB if status != 413 else 1 << 30, wait_s=0.01)
+        router.app.bodies = BodyMemory(300 * KIB if status != 413 else 1 << 30, wait_s=0.01)
         total = router.app.bodies.num_free
         answer = await router.http.post(path, json=body)
         assert answer.status_code == status, answer.text
@@ -105,7 +106,7 @@ def test_a_client_that_leaves_within_its_body_returns_its_memory(serve: Serve, e
 
 def test_a_body_waits_for_the_end_of_another_one() -> None:
     async def test() -> None:
-        memory = ByteBudget(300 * KIB, wait_s=60.0)
+        memory = BodyMemory(300 * KIB, wait_s=60.0)
         first, second = BodyReservation(memory), BodyReservation(memory)
         await first.grow(200 * KIB)
         waiting = asyncio.create_task(second.grow(250 * KIB))
@@ -123,7 +124,7 @@ def test_a_body_waits_for_the_end_of_another_one() -> None:
 
 def test_a_body_that_grows_too_long_keeps_what_it_has_until_its_release() -> None:
     async def test() -> None:
-        memory = ByteBudget(300 * KIB, wait_s=0.01)
+        memory = BodyMemory(300 * KIB, wait_s=0.01)
         body = BodyReservation(memory)
         await body.grow(UNCOUNTED_BYTES)
         assert memory.num_free == 300 * KIB
@@ -141,3 +142,47 @@ def test_a_body_that_grows_too_long_keeps_what_it_has_until_its_release() -> Non
 def test_a_body_memory_below_the_largest_body_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="--max-body-memory-bytes 4194304"):
         RouterSettings(model="m", max_body_memory_bytes=4 << 20)
+
+
+def test_one_of_several_api_keys_leaves_memory_for_the_long_bodies_of_others(serve: Serve) -> None:
+    async def test(router: Router) -> None:
+        router.app.bodies = BodyMemory(500 * KIB, wait_s=0.01, has_several_owners=router.app.keys.has_several_owners)
+        memory = router.app.bodies
+        router.fakes["decode-0"].hold = 0
+
+        async def ask(key: str) -> httpx.Response:
+            return await router.http.post("/v1/completions", json=LONG, headers={"authorization": f"Bearer {key}"})
+
+        first = asyncio.create_task(ask("one"))
+        await placed(router, 1)
+        refused = await ask("one")
+        assert refused.status_code == 429
+        assert "memory that one key may have (half of --max-body-memory-bytes)" in refused.json()["error"]["message"]
+        assert memory.num_free > 200 * KIB
+        second = asyncio.create_task(ask("two"))
+        await placed(router, 2)
+        router.fakes["decode-0"].resume()
+        assert (await first).status_code == (await second).status_code == (await ask("one")).status_code == 200
+        assert memory.num_free == 500 * KIB
+
+    serve(test, keys=["one", "two"])
+
+
+def test_a_single_api_key_may_use_all_memory_and_every_key_may_send_the_largest_body() -> None:
+    async def test() -> None:
+        memory = BodyMemory(300 * KIB, wait_s=0.01)
+        alone = BodyReservation(memory, "one")
+        await alone.grow(290 * KIB)
+        alone.release()
+        memory = BodyMemory(300 * KIB, wait_s=0.01, max_body_bytes=200 * KIB, has_several_owners=lambda: True)
+        largest, other = BodyReservation(memory, "one"), BodyReservation(memory, "two")
+        await largest.grow(200 * KIB)
+        with pytest.raises(RateLimitError, match="no memory for more long requests"):
+            await other.grow(150 * KIB)
+        # The refused bytes of the second key were returned to its share.
+        largest.release()
+        await other.grow(200 * KIB)
+        other.release()
+        assert memory.num_free == 300 * KIB
+
+    asyncio.run(test())
