@@ -431,6 +431,43 @@ def restarted(record: InstanceRecord) -> InstanceRecord:
     return msgspec.structs.replace(record, generation=Generation(record.generation + 1))
 
 
+def test_a_decode_instance_that_registers_and_vanishes_all_the_time_disturbs_no_answer_and_leaves_nothing(
+    serve: Serve,
+) -> None:
+    async def scenario(router: Router) -> None:
+        expected = await undisturbed(router, **BODY)
+        cluster = router.cluster
+        num_listeners = len(cluster._listeners)
+        newest = record("decode-1", "decode")
+        asked: list[Asked] = []
+        num_assigned = 0
+        for life in range(60):
+            # Every third life begins under the record of the previous process, before its loss was noticed.
+            flapping = router.fakes.add(newest)
+            asked.append(Asked(router, **BODY))
+            await settle(3 + life % 9)
+            num_assigned += len(flapping.assignments())
+            flapping.die()
+            if life % 3:
+                router.fakes.forget("decode-1")
+            newest = restarted(newest)
+        assert num_assigned > 10
+        for one in asked:
+            assert await one.texts() == expected
+        if "decode-1" in router.fakes.registered:
+            router.fakes.forget("decode-1")
+        await settle(100)
+        # The next look at the registry removes what had requests at the last one.
+        router.fakes.on_change()
+        await settle()
+        assert [worker.record.instance for worker in cluster.workers()] == ["decode-0", "prefill-0"]
+        assert len(cluster._listeners) == num_listeners
+        assert cluster._tasks == set()
+        assert len(cluster._layouts) == 1
+
+    serve(scenario)
+
+
 class Client:
     """Speaks ASGI itself, since the test client never disconnects."""
 
