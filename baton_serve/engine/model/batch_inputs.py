@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.kernels import AttentionMetadata
+from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.block_tables import BlockTables
 
 
@@ -23,6 +24,17 @@ class ImageRows(NamedTuple):
 
     first: int
     features: Tensor  # [count, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """The recurrent states of a step's sequences. Layers read them and store the new ones in the same place."""
+
+    slots: Tensor
+    """int64 [num_seqs]: each sequence's row in `views`. The states of a new sequence are zeros."""
+    lengths: list[int]
+    """How many tokens of the step each sequence has. The tokens of the sequences lie one after another."""
+    views: StateViews
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,8 @@ class StepInputs:
 
     Not all models call it.
     """
+    states: StepStates | None = None
+    """None for models without recurrent states."""
 
 
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from baton_serve.engine.kernels import AttentionSpec
+from baton_serve.engine.kv.state_memory import StatePart
 
 LoadProgress = Callable[[str, float], None]
 """Called with the current phase of loading and its finished fraction, from 0 to 1."""
@@ -37,3 +38,7 @@ class LoadedModel:
     """
     is_whole: bool = True
     """False if this is one rank's part, whose outputs have to be summed over the ranks."""
+    kv_layers: tuple[int, ...] | None = None
+    """The model's number of each layer that has KV, in the order of the cache and of `specs`; None: all layers."""
+    states: tuple[StatePart, ...] = ()
+    """The recurrent states of layers of linear attention and state spaces."""
