@@ -43,6 +43,17 @@ def root_hash(
     return BlockHash(digest.digest()[:BLOCK_HASH_BYTES])
 
 
+def checkpoint_hashes(block_hash: BlockHash, count: int) -> list[BlockHash]:
+    """Return the hashes of the `count` blocks that hold the recurrent states after the last token of a block.
+
+    `block_hash` is that block's hash, which may be partly filled. No block of KV has one of these hashes.
+    """
+    return [
+        BlockHash(sha256(block_hash + b"recurrent state" + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
+        for number in range(count)
+    ]
+
+
 def hash_blocks(
     root: BlockHash,
     token_ids: Sequence[int],

@@ -29,6 +29,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     head_dim: Annotated[int, Meta(ge=0)]
     dtype: str
     num_planes: Annotated[int, Meta(ge=1)] = 2
+    state_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Size of the recurrent states of one sequence in bytes; 0 for models whose layers all have KV."""
 
     @property
     def scale_rows(self) -> int:
@@ -41,6 +43,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         """Return the size of a block in bytes."""
         rows = self.num_layers * self.num_planes * self.num_kv_heads * (self.block_tokens + self.scale_rows)
         return rows * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def state_blocks(self) -> int:
+        """Return how many blocks the recurrent states of one sequence fill, as a checkpoint; 0 without such states."""
+        return -(-self.state_bytes // self.block_bytes) if self.state_bytes else 0
 
     @property
     def token_bytes(self) -> int:
@@ -62,6 +69,8 @@ def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
         return "the model weights differ (fingerprints)"
     if shapes[0] != shapes[1]:
         return "the shapes of a token's KV differ"
+    if source.state_bytes or sink.state_bytes:
+        return "recurrent states are exchanged only between equal layouts (block size, data type)"
     if source.dtype != sink.dtype and DTYPE_BYTES[source.dtype] == DTYPE_BYTES[sink.dtype] == 1:
         return f"converting {source.dtype} to {sink.dtype} would round the values a second time"
     return None

@@ -110,8 +110,9 @@ class Engine:
         usable = maker.count_blocks(self._masking)
         capacity.check_fit(self.layout, usable, self.max_model_len)
         self.kv = maker.make(num_blocks := usable + 1)  # block 0 is for padding
+        states = maker.make_states(self.kv)
         self._host = maker.make_host_tier(self.kv)
-        self._executor = make_executor(LocalExecutor(setup.forward, self.kv, self.limits), self._ranks)
+        self._executor = make_executor(LocalExecutor(setup.forward, self.kv, self.limits, states.views), self._ranks)
         self._runner = ModelRunner(
             self._executor,
             self.limits,
@@ -145,7 +146,7 @@ class Engine:
         self._pins: dict[RequestId, list[BlockHash]] = {}
         copier = make_block_copier(self.kv, self._ranks)
         self._mirror_refs = MirrorRefs(copier)
-        self._memory = CacheMemory(self.kv, self._host, copier, self._mirror_refs)
+        self._memory = CacheMemory(self.kv, self._host, copier, self._mirror_refs, states)
         self._layer_group_plan = plan_layer_groups(
             config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored
         )

@@ -29,6 +29,14 @@ class CachedPrefix:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def __add__(self, other: "CachedPrefix") -> "CachedPrefix":
+        """Return both as one, so that `BlockPool.take` takes all blocks or none. They must have no hash in common."""
+        return CachedPrefix(self.names + other.names, self.blocks + other.blocks)
+
+    def first(self, count: int) -> "CachedPrefix":
+        """Return the first `count` blocks."""
+        return CachedPrefix(self.names[:count], self.blocks[:count])
+
     @property
     def num_host(self) -> int:
         """Return how many blocks of the prefix are in the host tier only."""
@@ -79,6 +87,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Return the number of blocks on the device that have a hash."""
         return len(self._blocks)
+
+    @property
+    def is_caching(self) -> bool:
+        """Return whether blocks keep their hashes, so that other prompts find them."""
+        return self._caching
 
     @property
     def has_events(self) -> bool:

@@ -6,6 +6,7 @@ strictly in order: one that does not fit makes all later ones wait.
 
 from typing import NamedTuple
 
+from baton_serve.engine.core.block_pool import CachedPrefix
 from baton_serve.engine.core.request_table import RequestTable
 from baton_serve.engine.core.sequence import Request, Sequence
 
@@ -65,36 +66,30 @@ class PromptAdmission:
         request.prompt_logprobs = []
         num_tokens = len(sequence.token_ids)
         sequence.extend_block_hashes(num_tokens // block_tokens, block_tokens)
-        # Leave at least the last token to compute: its logits give the next token.
-        reusable = [] if request.wants_prompt_logprobs else sequence.block_hashes[: (num_tokens - 1) // block_tokens]
-        prefix = pool.find(reusable)
+        prefix, num_reused = self._find_prefix(sequence)
         # A decode instance has no vision tower: it needs the blocks of the images from the cache.
-        if len(prefix) * block_tokens < request.num_image_prefix_tokens:
+        if num_reused * block_tokens < request.num_image_prefix_tokens:
             table.pop_waiting()
             self.requests_missing_images.append(request)
             return False
-        needed = table.num_blocks_for(num_tokens) - len(prefix)
+        needed = table.num_blocks_for(num_tokens) - num_reused
+        num_handoff = table.limits.state_blocks if request.mode == "prefill" else 0
         # Keep 1 % free for the growth of running sequences, or the new one would soon cause a preemption.
         reserve = pool.num_total // 100 if table.running else 0
-        if pool.num_free - pool.num_taken(prefix) - needed < reserve:
+        if pool.num_free - pool.num_taken(prefix) - needed - num_handoff < reserve:
             self._blocked = _Blocked(sequence, pool.num_free, bool(table.running))
             return False
         # Damaged blocks are dropped and not found again: the request computes their tokens.
         if not pool.verify(prefix):
             return self.admit(sequence, now)
         cached = pool.take(prefix)
-        fresh = pool.allocate(needed)
+        fresh = pool.allocate(needed + num_handoff)
         assert fresh is not None
-        sequence.blocks = cached + fresh
-        sequence.num_registered_blocks = len(cached)
-        sequence.num_computed_tokens = len(cached) * block_tokens
-        if request.started_at is None:
-            request.started_at = now
-            request.cached_tokens = sequence.num_computed_tokens
-            request.host_tokens = prefix.num_host * block_tokens
-            self.num_prefix_query_tokens += num_tokens
-            self.num_prefix_hit_tokens += request.cached_tokens - request.host_tokens
-            self.num_host_hit_tokens += request.host_tokens
+        sequence.blocks = cached[:num_reused] + fresh[:needed]
+        sequence.checkpoint_blocks, sequence.handoff_blocks = cached[num_reused:], fresh[needed:]
+        sequence.num_registered_blocks = num_reused
+        sequence.num_computed_tokens = num_reused * block_tokens
+        self._count_hits(sequence, prefix.num_host, now)
         self._blocked = None
         table.pop_waiting()
         if prefix.num_host:
@@ -102,3 +97,31 @@ class PromptAdmission:
         else:
             table.add_to_batch(sequence)
         return True
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
+        """Return the cached blocks with which a sequence can start, and how many of them are KV. The others are the
+        checkpoint of the recurrent states after that KV.
+        """
+        pool, block_tokens, states = self._table.pool, self._table.limits.block_tokens, self._table.checkpoints
+        # Leave at least the last token to compute: its logits give the next token.
+        num_full = (len(sequence.token_ids) - 1) // block_tokens
+        prefix = pool.find([] if sequence.request.wants_prompt_logprobs else sequence.block_hashes[:num_full])
+        if not states.are_needed:
+            return prefix, len(prefix)
+        # Cached KV is of use only up to a checkpoint.
+        count = states.find_deepest(prefix.names)
+        sequence.shared_tokens = len(prefix) * block_tokens
+        if not count:
+            return prefix.first(0), 0
+        return prefix.first(count) + states.find(prefix.names[count - 1]), count
+
+    def _count_hits(self, sequence: Sequence, num_host: int, now: float) -> None:
+        """Count the hits of a sequence when it first gets its blocks, of which `num_host` are in the host tier."""
+        request, block_tokens = sequence.request, self._table.limits.block_tokens
+        if request.started_at is None:
+            request.started_at = now
+            request.cached_tokens = sequence.num_computed_tokens
+            request.host_tokens = min(num_host * block_tokens, request.cached_tokens)
+            self.num_prefix_query_tokens += len(sequence.token_ids)
+            self.num_prefix_hit_tokens += request.cached_tokens - request.host_tokens
+            self.num_host_hit_tokens += request.host_tokens

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.block_pool import BlockPool
+from baton_serve.engine.core.checkpoints import StateCheckpoints
 from baton_serve.engine.core.sequence import Mode, Request, Sequence, SequenceState, SortKey
 from baton_serve.engine.errors import RequestError
 
@@ -52,6 +53,10 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_loras: int = 1
     """Maximum number of different LoRA adapters in one step."""
+    state_blocks: int = 0
+    """Number of blocks of a checkpoint; 0 for models without recurrent states."""
+    checkpoint_tokens: int = 4096
+    """Distance between the checkpoints inside a prompt, in tokens; a multiple of `block_tokens`."""
 
 
 class RequestTable:
@@ -78,6 +83,7 @@ class RequestTable:
         self._finished_in_flight: set[Sequence] = set()
         """Finished sequences whose blocks a step in flight still writes to; `reclaim` frees them."""
         self._is_sorted = True
+        self.checkpoints = StateCheckpoints(pool, limits.block_tokens, limits.state_blocks, limits.checkpoint_tokens)
         self._next_arrival = 0
         self._last_version = 0
 
@@ -151,6 +157,7 @@ class RequestTable:
         # Block table rows only grow while the version stays the same. Without a new version the row of this slot would
         # keep the blocks of the sequence that had the slot before.
         sequence.block_table_version = self._new_version()
+        self.checkpoints.fill_slot(sequence)
         self.running.append(sequence)
         self._is_sorted = False
 
@@ -207,8 +214,9 @@ class RequestTable:
 
     def free_blocks(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence to the pool. Blocks that have a hash stay cached until they are evicted."""
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        for owned in (sequence.handoff_blocks, sequence.checkpoint_blocks, sequence.blocks):
+            self.pool.release(owned)
+        sequence.blocks, sequence.checkpoint_blocks, sequence.handoff_blocks = [], [], []
         # The hashes stay: they depend on the tokens alone, and are needed to find the blocks in the cache again.
         sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
@@ -313,7 +321,8 @@ class RequestTable:
         pinned = [b for name, n in self.pin_counts.items() for b in [self.pool.block_of(name)] * n if b is not None]
         owners = [*sequences, *self._finished_in_flight]
         imported = [block for blocks in self.import_blocks.values() for block in blocks]
-        self.pool.check_invariants([block for s in owners for block in s.blocks] + pinned + imported)
+        owned = [block for s in owners for block in (*s.blocks, *s.checkpoint_blocks, *s.handoff_blocks)]
+        self.pool.check_invariants(owned + pinned + imported)
         assert all(s.num_steps_in_flight for s in self._finished_in_flight), "blocks of a finished sequence leaked"
         assert all(self.pool.block_of(name) is not None for name in self.pin_counts), "a pinned block was evicted"
         by_state = {state: {id(s) for s in sequences if s.state is state} for state in SequenceState}
@@ -335,7 +344,9 @@ class RequestTable:
         sequence = Sequence(parent.request, index, [*parent.token_ids, first_token])
         parent.request.sequences.append(sequence)
         num_full, remainder = divmod(parent.num_computed_tokens, self.limits.block_tokens)
-        own = self.pool.allocate(1 if remainder else 0)
+        # The states of a running parent are in its slot, and can be copied only to another slot.
+        can_fork = self.checkpoints.can_fork(parent, has_free_slot=self.has_free_slot)
+        own = self.pool.allocate(1 if remainder else 0) if can_fork else None
         if own is None:
             self.enqueue(sequence)
             return
@@ -346,7 +357,9 @@ class RequestTable:
         sequence.block_hashes = parent.block_hashes[:num_full]
         sequence.num_computed_tokens = parent.num_computed_tokens
         sequence.num_registered_blocks = num_full
+        self.checkpoints.share(parent, sequence)
         self.add_to_batch(sequence)
+        self.checkpoints.copy_slot(parent, sequence)
 
 
 def _check_sequence(sequence: Sequence, block_tokens: int) -> None:

@@ -33,7 +33,11 @@ class Reservations:
         num_full = len(work.token_ids) // block_tokens
         # Only full blocks are in the cache; the partly filled last one is always fetched.
         prefix = pool.find(block_hashes[:num_full])
-        needed = len(block_hashes) - len(prefix)
+        num_reused = len(prefix)
+        # The states after the last token are needed too. They are cached if this prompt was here before.
+        state_hashes = table.checkpoints.hashes(block_hashes[-1])
+        prefix += table.checkpoints.find(block_hashes[-1])
+        needed = len(block_hashes) + len(state_hashes) - len(prefix)
         # Keep 1 % free for the growth of running sequences.
         spare = pool.num_total // 100 if table.running else 0
         if pool.num_free - pool.num_taken(prefix) - needed < spare:
@@ -45,11 +49,15 @@ class Reservations:
         fresh = pool.allocate(needed)
         assert fresh is not None
         parent.state = SequenceState.AWAITING_KV
-        parent.blocks = cached + fresh
+        num_fresh = len(block_hashes) - num_reused
+        parent.blocks = cached[:num_reused] + fresh[:num_fresh]
+        parent.checkpoint_blocks = cached[num_reused:] + fresh[num_fresh:]
         parent.block_hashes = block_hashes[:num_full]
-        missing = [NamedBlock(n, b) for n, b in zip(block_hashes[len(cached) :], fresh, strict=True)]
+        # If the states are cached, `fresh` ends with the last block of KV.
+        wanted = [*block_hashes[num_reused:], *state_hashes]
+        missing = [NamedBlock(n, b) for n, b in zip(wanted, fresh, strict=False)]
         parent.request.missing = dict(missing)
-        return Reservation(work.request_id, block_hashes, len(cached), missing)
+        return Reservation(work.request_id, block_hashes, num_reused, missing)
 
     def mark_received(self, request_id: RequestId, block_hashes: Iterable[BlockHash]) -> list[int]:
         """Mark blocks as received and return them; full ones can now be shared by other prompts.

@@ -187,6 +187,7 @@ class Scheduler:
             sequence.num_steps_in_flight += 1
             if sequence.num_computed_tokens // block_tokens > sequence.num_registered_blocks:
                 self._register_full_blocks(sequence)
+            self._table.checkpoints.save(sequence)
             if sequence.request.mode == "prefill":
                 self._publish(sequence, result)
             sequence.num_output_placeholders += chunk.is_last
@@ -269,6 +270,7 @@ class Scheduler:
         length = min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
+        length = self._table.checkpoints.cut(sequence, length)
         is_last = length == sequence.num_uncomputed_tokens
         self._table.num_scheduled_prompt_tokens += length
         chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, length, is_last))
@@ -310,8 +312,11 @@ class Scheduler:
     def _publish(self, sequence: Sequence, result: StepResult) -> None:
         """Report the completed blocks of a `prefill` request that were not reported yet, including cached ones."""
         completed = self._completed_by(sequence, sequence.num_computed_tokens)
+        sequence.request.num_published += len(completed.blocks)
+        if sequence.handoff_blocks and sequence.num_computed_tokens == len(sequence.token_ids):
+            last = completed.blocks[-1].name if completed.blocks else sequence.block_hashes[-1]
+            completed.blocks.extend(self._table.checkpoints.save_handoff(sequence, last))
         if completed.blocks:
-            sequence.request.num_published += len(completed.blocks)
             result.completed.append(completed)
 
     def _completed_by(self, sequence: Sequence, num_computed_tokens: int) -> CompletedBlocks:

@@ -132,6 +132,12 @@ class Sequence:
     """Hashes of the leading full blocks."""
     num_registered_blocks: int = 0
     """Number of leading full blocks whose hashes are registered in the block pool."""
+    checkpoint_blocks: list[int] = field(default_factory=list)
+    """Blocks with the recurrent states after `num_computed_tokens`; they are copied to the slot, and then released."""
+    handoff_blocks: list[int] = field(default_factory=list)
+    """Blocks for the recurrent states after the prompt of a `prefill` request."""
+    shared_tokens: int = 0
+    """Where other prompts with the same KV part from this one, if no checkpoint is there; it gets one."""
     slot: int = -1
     """Slot in the batch; -1 if the sequence is not running."""
     block_table_version: int = -1

@@ -17,7 +17,8 @@ from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeGraphs, DecodeResult
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kv.kv_cache import KVCache
-from baton_serve.engine.model.batch_inputs import StepArrays
+from baton_serve.engine.kv.state_memory import StateViews
+from baton_serve.engine.model.batch_inputs import StepArrays, StepStates
 from baton_serve.engine.model.forward import Forward
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,12 @@ class Executor(Protocol):
 class LocalExecutor:
     """Executes steps on this process's device."""
 
-    def __init__(self, forward: Forward, cache: KVCache, limits: SchedulerConfig) -> None:
+    def __init__(
+        self, forward: Forward, cache: KVCache, limits: SchedulerConfig, states: StateViews | None = None
+    ) -> None:
+        """`states` are the recurrent states of all batch slots, for models that have them."""
         self._forward = forward
+        self._states = states or {}
         self._device = cache.device
         self._layers = cache.layers()
         self._graphs = DecodeGraphs(forward, self._layers, limits)
@@ -94,7 +99,8 @@ class LocalExecutor:
         logits = self._prompts.replay(arrays)
         if logits is None:
             inputs = arrays.upload(self._device, self._graphs.last_tokens)
-            logits = self._forward(replace(inputs, after_layer=after_layer), self._layers)
+            inputs = replace(inputs, after_layer=after_layer, states=self._step_states(arrays))
+            logits = self._forward(inputs, self._layers)
         return logits
 
     @torch.inference_mode()
@@ -127,6 +133,12 @@ class LocalExecutor:
             self._prompts.capture(capture)
         except RuntimeError as error:
             logger.warning("cannot capture graphs for prompts, short prompts will be slower: %s", error)
+
+    def _step_states(self, arrays: StepArrays) -> StepStates | None:
+        if not self._states:
+            return None
+        slots = torch.from_numpy(arrays.batch_slots).to(self._device, non_blocking=True)
+        return StepStates(slots, np.diff(arrays.query_starts).tolist(), self._states)
 
     def close(self) -> None:
         self._graphs.release()

@@ -13,11 +13,17 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.kernels import attention_backend, layer_kernels
+from baton_serve.engine.kv import capacity
+from baton_serve.engine.kv.state_memory import row_bytes
 from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
+
+CHECKPOINT_TOKENS = 4096
+"""Distance between the checkpoints of recurrent states inside a prompt, in tokens. A checkpoint is as large as the KV
+of 500 to 3,000 tokens."""
 
 
 class EngineSetup:
@@ -41,15 +47,24 @@ class EngineSetup:
             head_dim=model.head_dim,
             dtype=_kv_dtype(config, model),
             num_planes=model.num_planes,
+            state_bytes=row_bytes(model.states),
         )
+        self.states = model.states
+        if model.states and config.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{model.name} has recurrent states (linear attention or a state space), which cannot be divided over"
+                f" ranks: use tensor_parallel_size 1 instead of {config.tensor_parallel_size}"
+            )
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
         self.limits = SchedulerConfig(
             block_tokens=self.layout.block_tokens,
             max_model_len=model.max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=capacity.limit_sequences(config, self.layout, device),
             max_num_batched_tokens=batched,
             max_loras=config.max_loras,
+            state_blocks=self.layout.state_blocks,
+            checkpoint_tokens=-(-CHECKPOINT_TOKENS // self.layout.block_tokens) * self.layout.block_tokens,
         )
         backend = attention_backend(device, model.dtype)
         layers = layer_kernels(device, model.dtype)

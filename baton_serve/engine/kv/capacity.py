@@ -11,6 +11,9 @@ from baton_serve.engine.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
+MAX_STATES_RATIO = 0.5
+"""Largest part of the KV cache's memory for the recurrent states of running sequences."""
+
 
 def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
     """Return how many bytes the KV cache may use on `device`: the number in the settings, or else the memory that is
@@ -27,6 +30,32 @@ def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: in
 def count_blocks(layout: KVLayout, available_bytes: int, override: int | None) -> int:
     """Return the number of usable blocks. Block 0 is not counted, because padding is written to it."""
     return override if override is not None else max(0, available_bytes // layout.block_bytes - 1)
+
+
+def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
+    """Return `max_num_seqs`, lowered if the recurrent states of so many sequences would need more than half of the
+    memory for the KV cache. Call it once the weights are loaded. Raises `CapacityError` if no sequence fits.
+    """
+    if not layout.state_bytes:
+        return config.max_num_seqs
+    available = cache_bytes(config, device, 0)
+    if config.num_gpu_blocks_override is not None:
+        available = max(available, config.num_gpu_blocks_override * layout.block_bytes * 2)
+    row = layout.state_blocks * layout.block_bytes
+    fitting = int(available * MAX_STATES_RATIO) // row
+    if not fitting:
+        raise CapacityError(
+            f"the recurrent states of one sequence need {_gib(row)}, more than half of the {_gib(available)} for the KV"
+            " cache: give it more memory (kv_cache_memory_bytes; on accelerators gpu_memory_utilization)"
+        )
+    if fitting < config.max_num_seqs:
+        logger.warning(
+            "max_num_seqs is lowered from %d to %d: the recurrent states of one sequence need %s",
+            config.max_num_seqs,
+            fitting,
+            _gib(row),
+        )
+    return min(config.max_num_seqs, fitting)
 
 
 def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:
@@ -53,9 +82,11 @@ def check_fit(layout: KVLayout, num_usable: int, max_model_len: int) -> None:
 
     Raises `CapacityError`, with the largest `max_model_len` that fits, if one request does not fit.
     """
-    tokens = num_usable * layout.block_tokens
+    # A prompt may begin with the blocks of one checkpoint and end with those of another one.
+    num_states = 2 * layout.state_blocks
+    tokens = max(0, num_usable - num_states) * layout.block_tokens
     if tokens < max_model_len:
-        needed = -(-max_model_len // layout.block_tokens) * layout.block_bytes
+        needed = (-(-max_model_len // layout.block_tokens) + num_states) * layout.block_bytes
         raise CapacityError(
             f"one request of max_model_len ({max_model_len} tokens) needs {_gib(needed)} of KV cache, but"
             f" {_gib(num_usable * layout.block_bytes)} are available. "

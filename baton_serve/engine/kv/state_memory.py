@@ -5,13 +5,15 @@ slot has one row with the states of all layers, which steps read and write. A *c
 of the KV cache: it has block hashes, so that it is cached, checksummed, evicted and transferred like KV.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from baton_serve.engine.core.checkpoints import StateCopy
 
 StateKind = Literal["conv", "recurrent"]
 """Which of transformers' two kinds of states: the history of a convolution, or the state matrix."""
@@ -56,11 +58,24 @@ class StateMemory:
         """Allocate rows of zeros. `blocks` is the KV cache as bytes, uint8 [num_blocks, block_bytes]."""
         self._blocks = blocks
         block_bytes = blocks.shape[1]
-        self.num_blocks = -(-row_bytes(parts) // block_bytes)
+        self.num_blocks = -(-row_bytes(parts) // block_bytes) if parts else 0
         """Blocks of one checkpoint. The end of the last one is unused."""
         # A row has whole blocks, so that a checkpoint is one copy.
         self._rows = torch.zeros(num_slots, self.num_blocks * block_bytes, dtype=torch.uint8, device=blocks.device)
         self.views: StateViews = self._make_views(parts)
+
+    def execute(self, copies: Iterable[StateCopy]) -> None:
+        """Execute the planned copies, in their order."""
+        for copy in copies:
+            match copy.kind:
+                case "clear":
+                    self.clear(copy.slot)
+                case "save":
+                    self.save(copy.slot, copy.blocks)
+                case "restore":
+                    self.restore(copy.slot, copy.blocks)
+                case "copy":
+                    self.copy(copy.source, copy.slot)
 
     def clear(self, slot: int) -> None:
         """Set the states of a slot to zeros, for a sequence that starts at its first token."""

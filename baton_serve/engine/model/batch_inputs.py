@@ -4,7 +4,7 @@ Rank 0 builds the arrays; every rank uploads them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -81,6 +81,8 @@ class StepArrays:
     """By fingerprint: the rows that an adapter changes; None: all rows."""
     images: Sequence[ImageRows] = ()
     """Embeddings of images; they are on the device already. Only for engines with one rank."""
+    batch_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[num_seqs]: the batch slot of each sequence, for recurrent states. Only for engines with one rank."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
         """Copy the arrays to the device. `last_tokens` [slots] is the last token of each batch slot, on the device."""
@@ -154,6 +156,7 @@ class InputBuilder:
             pending=_pending(plan, query_starts),
             adapters=_adapter_rows(plan, query_starts),
             images=images,
+            batch_slots=slots_of,
         )
         return BatchInputs(arrays, sample_at, prompt_at)
 

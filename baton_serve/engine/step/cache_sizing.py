@@ -12,6 +12,7 @@ from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.kv.state_memory import StateMemory
 from baton_serve.engine.parallel.commands import MeasureMemory
 from baton_serve.engine.parallel.ranks import Ranks
 from baton_serve.engine.parallel.tp_executor import make_executor
@@ -32,6 +33,7 @@ class KVCacheBuilder:
         self._forward = setup.forward
         self._layout = setup.layout
         self._limits = setup.limits
+        self._states = setup.states
         self._device = device
         self._ranks = ranks
         self._vocab_size = vocab_size
@@ -57,7 +59,12 @@ class KVCacheBuilder:
             available = config.kv_cache_bytes * self._ranks.shard.size
         else:
             available = self._measure(masking) * self._ranks.shard.size
-        return capacity.count_blocks(self._layout, available, None)
+        rows = self._limits.max_num_seqs * self._layout.state_blocks * self._layout.block_bytes
+        return capacity.count_blocks(self._layout, available - rows, None)
+
+    def make_states(self, cache: KVCache) -> StateMemory:
+        """Make the memory of the recurrent states of all batch slots."""
+        return StateMemory(self._states, self._limits.max_num_seqs, cache.device_tensor)
 
     def make(self, num_blocks: int) -> KVCache:
         """Create the KV cache with this number of blocks on all ranks. In host memory, or if it has a mirror there, the
@@ -93,7 +100,8 @@ class KVCacheBuilder:
         num_blocks = 2 + -(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs
         cache = self.make(num_blocks)
         before = devices.reset_peak(self._device)
-        executor = make_executor(LocalExecutor(self._forward, cache, self._limits), self._ranks)
+        states = self.make_states(cache).views
+        executor = make_executor(LocalExecutor(self._forward, cache, self._limits, states), self._ranks)
         run_warm_up_batch(ModelRunner(executor, self._limits, self._device, masking), num_blocks, self._limits, tokens)
         used = devices.peak_bytes(self._device) - before
         cache.close()

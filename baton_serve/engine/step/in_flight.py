@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton_serve.engine.core.outputs import FailedRequest, StepResult
 from baton_serve.engine.core.request_table import RequestTable, SchedulerConfig
 from baton_serve.engine.core.scheduler import RowFailure, ScheduledBatch, Scheduler
-from baton_serve.engine.core.sequence import Request, SequenceState
+from baton_serve.engine.core.sequence import Request, Sequence, SequenceState
 from baton_serve.engine.device import DeviceEvent
 from baton_serve.engine.execution.prompt_graphs import MAX_GRAPH_TOKENS
 from baton_serve.engine.execution.runner import LaunchedForward, SampledTokens
@@ -81,7 +81,7 @@ class StepPlanner:
         plan = self._scheduler.schedule(now)
         self._host.move()
         if not plan.chunks and self._table.loading:
-            self._host.wait(self._table.loading[0].blocks)
+            self._host.wait(_awaited(self._table.loading[0]))
             self._join_loaded()
             plan = self._scheduler.schedule(now)
             self._host.move()
@@ -107,8 +107,13 @@ class StepPlanner:
     def _join_loaded(self) -> None:
         """Put sequences into the batch whose blocks have arrived from the host tier."""
         for sequence in list(self._table.loading):
-            if self._host.are_copied(sequence.blocks):
+            if self._host.are_copied(_awaited(sequence)):
                 self._table.finish_loading(sequence)
+
+
+def _awaited(sequence: Sequence) -> list[int]:
+    """Return the blocks that a sequence needs before it can start."""
+    return sequence.blocks + sequence.checkpoint_blocks
 
 
 @dataclass(slots=True)

@@ -45,9 +45,10 @@ def plan_layer_groups(
 ) -> LayerGroupPlan:
     """Choose the groups. `asked` None takes the device's default and avoids small reports.
 
-    With a mirror in host memory there is one group: blocks are copied there as a whole.
+    With a mirror in host memory there is one group: blocks are copied there as a whole. With recurrent states too: they
+    are sent after the last layer.
     """
-    if is_mirrored:
+    if is_mirrored or layout.state_bytes:
         return LayerGroupPlan(1)
     parts = num_layer_groups(layout.num_layers, asked or devices.defaults(device).tail_parts)
     return LayerGroupPlan(parts, 1 if asked else MIN_REPORT_BYTES)

@@ -17,6 +17,7 @@ from baton_serve.engine.execution.executor import AfterLayer
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.kv.state_memory import StateMemory
 from baton_serve.engine.parallel.tp_executor import BlockCopier
 from baton_serve.engine.step.engine_stats import StepMeter
 from baton_serve.engine.step.in_flight import (
@@ -40,15 +41,25 @@ class CacheMemory:
     host: HostTierMemory
     copier: BlockCopier
     mirror_refs: MirrorRefs
+    states: StateMemory
 
     def copy_forked_blocks(self, table: RequestTable) -> None:
-        """Execute the block copies of forked sequences."""
+        """Execute the block copies of forked sequences, and those of recurrent states."""
         # Not later: a block that is freed before it was copied could be filled by another request.
         copies = table.take_copies()
         self.host.move()
         if copies:
             self.host.before(block for copy in copies for block in copy)
             self.copier.copy_blocks([c.source for c in copies], [c.target for c in copies])
+        self.copy_states(table)
+
+    def copy_states(self, table: RequestTable) -> None:
+        """Execute the planned copies of recurrent states, before the next step and before others use their blocks."""
+        if copies := table.checkpoints.take_copies():
+            # Blocks of new checkpoints may have to be copied to the host tier first.
+            self.host.move()
+            self.host.before(block for copy in copies for block in copy.blocks)
+            self.states.execute(copies)
 
 
 class StepLoop:
@@ -115,12 +126,14 @@ class StepLoop:
         now = time.monotonic()
         plan = self._planner.plan(now)
         self.last_batch = plan.size()
+        self._memory.copy_states(self._table)
         try:
             launched = InFlightStep(plan, self._runner.start(plan, after_layer=self._layer_group_callback(plan)), now)
         except torch.OutOfMemoryError:
             self._give_up(plan, result)
             return None
         launched.advanced = self._scheduler.advance(plan)
+        self._memory.copy_states(self._table)
         return self._choose(launched, result)
 
     def _begin_ahead(self, plan: ScheduledBatch) -> InFlightStep | None:
@@ -140,12 +153,14 @@ class StepLoop:
         if following is None:
             return None
         self.last_batch = following.size()
+        self._memory.copy_states(self._table)
         try:
             started = self._runner.start(following, ahead=True, after_layer=self._layer_group_callback(following))
             launched = InFlightStep(following, started, None)
         except torch.OutOfMemoryError:
             return None  # it is scheduled again when no other step uses memory
         launched.advanced = self._scheduler.advance(following)
+        self._memory.copy_states(self._table)
         return launched
 
     def _layer_group_callback(self, plan: ScheduledBatch) -> AfterLayer | None:

@@ -1,0 +1,150 @@
+"""Checkpoints of recurrent states: where they are taken, and which copies they need. Pure: no tensor.
+
+The layers of linear attention and state spaces keep one state of fixed size for each sequence, in its batch slot. It
+cannot be cut back to an earlier token. So a cached prefix is of use only up to a *checkpoint*: a copy of the states
+after the last token of a full block. It lies in blocks of the KV cache, whose hashes follow from that block's hash; for
+the block pool, the host tier and transports they are blocks like any other.
+
+Checkpoints are taken at the end of each prompt (after its last full block), where prompts part that share KV, and every
+`interval_tokens`. Models without recurrent states have none, and every method returns at once.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Literal
+
+from baton_serve.contracts.block_hash import checkpoint_hashes
+from baton_serve.contracts.identity import BlockHash
+from baton_serve.engine.core.block_pool import BlockPool, CachedPrefix
+from baton_serve.engine.core.outputs import NamedBlock
+from baton_serve.engine.core.sequence import Sequence
+
+MIN_PROMPT_BLOCKS = 2
+"""Fewest blocks of a prompt that gets a checkpoint at its end. It costs a step of its own, which does not pay for a
+shorter one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A planned change of the states in a batch slot: cleared, copied from or to `blocks`, or from slot `source`."""
+
+    kind: Literal["clear", "save", "restore", "copy"]
+    slot: int
+    blocks: tuple[int, ...] = ()
+    source: int = -1
+
+
+class StateCheckpoints:
+    """Finds and takes the checkpoints of one engine. Engine thread only."""
+
+    def __init__(self, pool: BlockPool, block_tokens: int, num_blocks: int, interval_tokens: int) -> None:
+        """`num_blocks` is the number of blocks of a checkpoint, 0 for models without recurrent states."""
+        assert interval_tokens % block_tokens == 0, "checkpoints lie at the ends of full blocks"
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._num_blocks = num_blocks
+        self._interval = interval_tokens
+        self._planned: list[StateCopy] = []
+
+    @property
+    def are_needed(self) -> bool:
+        """Return whether the model has recurrent states."""
+        return self._num_blocks > 0
+
+    def hashes(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Return the hashes of the checkpoint after the last token of a block; empty without recurrent states."""
+        return checkpoint_hashes(block_hash, self._num_blocks)
+
+    def find(self, block_hash: BlockHash) -> CachedPrefix:
+        """Return the cached checkpoint after a block, in both tiers. It is empty if any part is missing."""
+        names = self.hashes(block_hash)
+        found = self._pool.find(names)
+        return found if len(found) == len(names) else found.first(0)
+
+    def find_deepest(self, block_hashes: Items[BlockHash]) -> int:
+        """Return how many of these leading blocks end at the last cached checkpoint; 0 if there is none."""
+        for count in range(len(block_hashes), 0, -1):
+            # Most blocks have no checkpoint: one hash decides, before all of them are looked up.
+            first = checkpoint_hashes(block_hashes[count - 1], 1)
+            if len(self._pool.find(first)) and len(self.find(block_hashes[count - 1])):
+                return count
+        return 0
+
+    def cut(self, sequence: Sequence, length: int) -> int:
+        """Return the length of a chunk of at most `length` tokens that ends no later than the next checkpoint."""
+        if not self._can_keep:
+            return length
+        start = sequence.num_computed_tokens
+        stops = (start // self._interval + 1) * self._interval, sequence.shared_tokens, self._prompt_stop(sequence)
+        return min([length, *(stop - start for stop in stops if stop > start)])
+
+    def save(self, sequence: Sequence) -> None:
+        """Take a checkpoint of a running sequence, if its computed tokens end where one is wanted.
+
+        The blocks are released immediately: a checkpoint is only cached, and it is not taken if blocks are scarce.
+        """
+        at = sequence.num_computed_tokens
+        # Blocks whose tokens are not known yet have no hash.
+        if not self._can_keep or sequence.slot < 0 or at % self._block_tokens or at > len(sequence.token_ids):
+            return
+        if at % self._interval and at != sequence.shared_tokens and at != self._prompt_stop(sequence):
+            return
+        block_hash = sequence.block_hashes[at // self._block_tokens - 1]
+        if len(self.find(block_hash)) or self._pool.num_free - self._num_blocks < self._pool.num_total // 100:
+            return
+        blocks = self._pool.allocate(self._num_blocks)
+        if blocks is None:
+            return
+        self._planned.append(StateCopy("save", sequence.slot, tuple(blocks)))
+        self._pool.register(self.hashes(block_hash), blocks)
+        self._pool.release(blocks)
+
+    def save_handoff(self, sequence: Sequence, block_hash: BlockHash) -> list[NamedBlock]:
+        """Take the checkpoint that the decode worker of a `prefill` request fetches, and return its blocks.
+
+        `block_hash` is the hash of the prompt's last block. The sequence owns the blocks.
+        """
+        self._planned.append(StateCopy("save", sequence.slot, tuple(sequence.handoff_blocks)))
+        return [NamedBlock(*named) for named in zip(self.hashes(block_hash), sequence.handoff_blocks, strict=True)]
+
+    def fill_slot(self, sequence: Sequence) -> None:
+        """Give a sequence that has just got a slot its states: zeros, or those of its checkpoint, which is released."""
+        if not self.are_needed:
+            return
+        if sequence.checkpoint_blocks:
+            self._planned.append(StateCopy("restore", sequence.slot, tuple(sequence.checkpoint_blocks)))
+            self._pool.release(sequence.checkpoint_blocks)
+            sequence.checkpoint_blocks = []
+        elif not sequence.num_computed_tokens:
+            self._planned.append(StateCopy("clear", sequence.slot))
+
+    def can_fork(self, parent: Sequence, *, has_free_slot: bool) -> bool:
+        """Return whether a fork can get the parent's states now."""
+        return not self.are_needed or has_free_slot or bool(parent.checkpoint_blocks)
+
+    def share(self, parent: Sequence, fork: Sequence) -> None:
+        """Let a fork of a sequence that has no slot yet own the parent's checkpoint too."""
+        self._pool.share(parent.checkpoint_blocks)
+        fork.checkpoint_blocks = list(parent.checkpoint_blocks)
+
+    def copy_slot(self, parent: Sequence, fork: Sequence) -> None:
+        """Copy the states of a running parent to the slot of its fork."""
+        if self.are_needed and parent.slot >= 0:
+            self._planned.append(StateCopy("copy", fork.slot, source=parent.slot))
+
+    def take_copies(self) -> list[StateCopy]:
+        """Return the planned copies in their order, and clear the list. Execute them before any other work touches
+        their blocks or slots.
+        """
+        copies, self._planned = self._planned, []
+        return copies
+
+    @property
+    def _can_keep(self) -> bool:
+        """Whether checkpoints are taken for later prompts."""
+        return self._num_blocks > 0 and self._pool.is_caching
+
+    def _prompt_stop(self, sequence: Sequence) -> int:
+        """Return the end of the last full block before the last token, or 0 if the sequence is too short for one."""
+        full = (len(sequence.token_ids) - 1) // self._block_tokens
+        return full * self._block_tokens if full >= MIN_PROMPT_BLOCKS else 0
