@@ -15,7 +15,18 @@ from baton_serve.engine.core.outputs import StepResult
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.scheduler import Scheduler
 from baton_serve.engine.core.sequence import Mode
-from tests.unit.engine.work import BLOCK_TOKENS, ROOT, AheadSteps, add, made_up_token, make_table, make_work, step
+from tests.unit.engine.states import FakeStates
+from tests.unit.engine.work import (
+    BLOCK_TOKENS,
+    ROOT,
+    AheadSteps,
+    add,
+    made_up_token,
+    made_up_tokens,
+    make_table,
+    make_work,
+    step,
+)
 
 NUM_BLOCKS = 9
 LONGEST_PROMPT = 18
@@ -253,9 +264,85 @@ class HostTierMachine(SchedulingMachine):
         return super().step()
 
 
+class RecurrentMachine(HostTierMachine):
+    """The same lives of a model with recurrent states: each slot's states are those of exactly the tokens before the
+    tokens that a step computes.
+    """
+
+    @initialize(caching=st.booleans(), host_slots=st.integers(0, 7))
+    def start(self, caching: bool, host_slots: int = 1) -> None:
+        # A sequence of the longest prompt and answer needs 8 blocks, and the checkpoints before and after its prompt 4.
+        self.table = make_table(
+            NUM_BLOCKS + 5, seqs=3, batched=7, caching=caching, host_slots=host_slots * caching, state_blocks=2
+        )
+        self.scheduler = Scheduler(self.table)
+        self.reservations = Reservations(self.table)
+        self.imports = KVImports(self.table)
+        self.damaged: set[int] = set()
+        self.states = FakeStates(self.table)
+        if self.table.pool.host is not None:
+            self.table.pool.host.damaged_slots = self.take_damaged
+
+    def take_damaged(self, slots: Sequence[int]) -> set[int]:
+        self.states.copy()
+        return super().take_damaged(slots)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def receive(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.reserved)))
+        names = self.reserved[request_id]
+        count = data.draw(st.integers(0, len(names)))
+        self.states.copy()
+        self.states.receive(self.table.requests[request_id], set(names[:count]))
+        self.reservations.mark_received(request_id, names[:count])
+        self.reserved[request_id] = names[count:]
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        super().admit(data)
+        self.states.copy()
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def release(self) -> None:
+        # What the decode worker fetches are the states after the whole prompt.
+        (prefill,) = self.table.requests[self.held[0]].sequences
+        self.states.check_blocks(prefill.handoff_blocks, prefill.token_ids)
+        super().release()
+
+    def step(self) -> StepResult:
+        if not self.table.running and self.table.loading:
+            self.table.finish_loading(self.table.loading[0])
+        plan = self.scheduler.schedule(0.0)
+        self.states.copy()
+        self.states.compute(plan)
+        result = self.scheduler.apply(plan, made_up_tokens(plan), 0.0)
+        self.table.take_copies()
+        self.states.copy()
+        self.table.check_invariants()
+        return result
+
+
+class RecurrentAheadMachine(AheadMachine):
+    """The same lives of a model with recurrent states, with steps launched ahead."""
+
+    @initialize(caching=st.booleans())
+    def start(self, caching: bool) -> None:
+        self.table = make_table(NUM_BLOCKS + 5, seqs=3, batched=7, caching=caching, state_blocks=2)
+        self.scheduler = Scheduler(self.table)
+        self.reservations = Reservations(self.table)
+        self.imports = KVImports(self.table)
+
+
 SchedulingMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 AheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 HostTierMachine.TestCase.settings = SchedulingMachine.TestCase.settings
+RecurrentMachine.TestCase.settings = SchedulingMachine.TestCase.settings
+RecurrentAheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 TestScheduling = SchedulingMachine.TestCase
+TestRecurrent = RecurrentMachine.TestCase
+TestRecurrentAhead = RecurrentAheadMachine.TestCase
 TestHostTier = HostTierMachine.TestCase
 TestSchedulingAhead = AheadMachine.TestCase

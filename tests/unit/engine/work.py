@@ -38,13 +38,22 @@ def make_work(
 
 
 def make_table(
-    num_blocks: int = 16, *, seqs: int = 4, batched: int = 8, caching: bool = True, host_slots: int = 0
+    num_blocks: int = 16,
+    *,
+    seqs: int = 4,
+    batched: int = 8,
+    caching: bool = True,
+    host_slots: int = 0,
+    state_blocks: int = 0,
+    checkpoint_tokens: int = 12,
 ) -> RequestTable:
     limits = SchedulerConfig(
         block_tokens=BLOCK_TOKENS,
         max_model_len=num_blocks * BLOCK_TOKENS,
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
+        state_blocks=state_blocks,
+        checkpoint_tokens=checkpoint_tokens,
     )
     pool = BlockPool(num_blocks + 1, caching=caching, host=HostTier(host_slots) if host_slots else None)
     return RequestTable(pool, limits, frozenset({EOS}))
