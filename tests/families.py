@@ -271,6 +271,174 @@ FAMILIES: dict[str, Family] = {
     "nemotron": Family("Nemotron 4, Minitron", {**_COMMON, "model_type": "nemotron"}),
 }
 
+_MIXED_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_DELTA_RULE: dict[str, Any] = {
+    **_COMMON,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": _MIXED_LAYERS,
+}
+_SPARSE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+_CONVOLUTIONS: dict[str, Any] = {
+    **_COMMON,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    **_UNTIED,
+}
+_KIMI: dict[str, Any] = {
+    **_COMMON,
+    **_LATENT,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "layer_types": _MIXED_LAYERS,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "moe_intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+HYBRIDS: dict[str, Family] = {
+    "qwen3_next": Family("Qwen3-Next-80B-A3B", {**_DELTA_RULE, **_SPARSE, "model_type": "qwen3_next"}),
+    "qwen3_5": Family("Qwen 3.5, 3.6 (text)", {**_DELTA_RULE, "model_type": "qwen3_5_text"}),
+    "qwen3_5_moe": Family(
+        "Qwen3.5-35B-A3B, Qwen3.5-122B-A10B (text)", {**_DELTA_RULE, **_SPARSE, "model_type": "qwen3_5_moe_text"}
+    ),
+    "qwen4_exp": Family("Qwen4-Exp", {**_DELTA_RULE, **_SPARSE, "model_type": "qwen4_exp_text", "hc_lowrank": 16}),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron Nano 2 and 3",
+        {
+            **_COMMON,
+            "model_type": "nemotron_h",
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "head_dim": 32,
+            "ssm_state_size": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4 H",
+        {
+            **_COMMON,
+            **_MAMBA2,
+            "model_type": "granitemoehybrid",
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "jamba": Family(
+        "Jamba 1.5, 1.6, 1.7",
+        {
+            **_COMMON,
+            "model_type": "jamba",
+            "num_hidden_layers": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "falcon_h1": Family(
+        "Falcon-H1", {**_COMMON, **_MAMBA2, "model_type": "falcon_h1", "mamba_d_ssm": 128, "mamba_rms_norm": True}
+    ),
+    "bamba": Family("Bamba 9B", {**_COMMON, **_MAMBA2, "model_type": "bamba", "attn_layer_indices": [1]}),
+    "lfm2": Family("LFM2", {**_CONVOLUTIONS, "model_type": "lfm2", "block_multiple_of": 32}),
+    "lfm2_moe": Family(
+        "LFM2-8B-A1B, LFM2-24B-A2B",
+        {
+            **_CONVOLUTIONS,
+            "model_type": "lfm2_moe",
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "lfm3": Family(
+        "LFM3",
+        {
+            **_CONVOLUTIONS,
+            "model_type": "lfm3",
+            "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+            "head_dim": 32,
+            "sliding_window": SLIDING_WINDOW,
+        },
+    ),
+    "olmo_hybrid": Family(
+        "OLMo Hybrid",
+        {
+            **_DELTA_RULE,
+            "model_type": "olmo_hybrid",
+            "linear_num_key_heads": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "kimi_linear": Family(
+        "Kimi-Linear-48B-A3B",
+        {**_KIMI, "model_type": "kimi_linear", "linear_head_dim": 16, "linear_num_heads": 4},
+    ),
+    "bailing_hybrid": Family(
+        "Ling and Ring 2.5, hybrid", {**_KIMI, "model_type": "bailing_hybrid", "head_dim": 16, "num_mtp_layers": 0}
+    ),
+    "zamba2": Family(
+        "Zamba 2",
+        {
+            **_COMMON,
+            "model_type": "zamba2",
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "num_key_value_heads": 4,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 8,
+            "chunk_size": 16,
+            "adapter_rank": 8,
+            "num_mem_blocks": 1,
+        },
+    ),
+    "minimax": Family(
+        "MiniMax-Text-01, MiniMax-M1",
+        {
+            **_MOE,
+            "model_type": "minimax",
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "block_size": 16,
+            "layer_types": _MIXED_LAYERS,
+        },
+    ),
+}
+"""Families in which layers with recurrent states stand beside those with attention."""
+
 IN_PROCESSES = (
     "llama",
     "qwen2",

@@ -17,9 +17,10 @@ from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard, check_shardable
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
-from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
+from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
+from baton_serve.engine.loading.layer_probe import probe_layers, refuse_unsupported
 from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
@@ -30,9 +31,9 @@ from baton_serve.engine.model import rotary
 from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_attention
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.lora.checkpoint import target_modules
-from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
 from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.online import QuantizationPlan
+from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.vision.decoder import decoder_config, reads_images
 from baton_serve.engine.model_folder import (
@@ -48,9 +49,6 @@ from baton_serve.engine.model_folder import (
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-"""Types of layers that paged attention supports."""
-
 
 def load_model(
     config: EngineConfig, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED
@@ -61,7 +59,7 @@ def load_model(
     hf_config = decoder_config(read_config(folder, config))
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
-    _refuse_unsupported(name, hf_config, text_config)
+    refuse_unsupported(name, hf_config, text_config)
     check_shardable(name, text_config, shard.size)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     max_model_len = max_model_len_of(config, text_config)
@@ -89,11 +87,11 @@ def load_model(
     # Modules look up the attention function by this name; models of OWN_ATTENTION were built as `eager`.
     cast(Any, module).config._attn_implementation = attention.NAME
     adapt_attention(module)
+    adapt_mixers(module)
     # Everything that changes the KV beside the weights goes into the fingerprint.
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
-    probe = _probe(module, name, target)
-    shapes = _uniform_layers(probe, name, text_config.num_hidden_layers)
+    layers = probe_layers(module, name, text_config, target)
     if config.load_format == "dummy":
         # Ranks draw random weights of their own shapes, so another number of ranks makes another model.
         drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
@@ -110,27 +108,16 @@ def load_model(
         dtype=dtype,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
-        num_kv_heads=shapes[0].num_kv_heads,
-        head_dim=shapes[0].key_dim,
-        num_planes=1 if shapes[0].is_latent else 2,
-        specs=[shape.spec for shape in shapes],
+        num_kv_heads=layers.shape.num_kv_heads,
+        head_dim=layers.shape.key_dim,
+        num_planes=1 if layers.shape.is_latent else 2,
+        specs=layers.specs,
         eos_token_ids=_eos_token_ids(module, text_config),
         fingerprint=fingerprint,
         is_whole=shard.is_whole,
+        kv_layers=layers.kv_layers,
+        states=layers.states,
     )
-
-
-def _refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -> None:
-    """Raise `UnsupportedModelError` for architectures that paged attention cannot serve."""
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders can be served")
-    if others := set(getattr(text_config, "layer_types", None) or []) - SUPPORTED_LAYERS:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(sorted(others))}; paged attention supports"
-            f" {' and '.join(sorted(SUPPORTED_LAYERS))} only"
-        )
-    if getattr(text_config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
 
 
 def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) -> CheckpointFormat | None:
@@ -377,49 +364,6 @@ def _load_weights(
 def _class_of(hf_config: HfConfig, state: dict[str, torch.Tensor] | None) -> Any:
     """Return the model's class. transformers' automatic class can only load from a folder."""
     return AutoModelForCausalLM if state is None else AutoModelForCausalLM._model_mapping[type(hf_config)]
-
-
-@torch.inference_mode()
-def _probe(module: nn.Module, name: str, target: torch.device) -> AttentionProbe:
-    """Run two tokens through the model, to record which layers use attention and how.
-
-    Raises `UnsupportedModelError`.
-    """
-    probe = AttentionProbe()
-    try:
-        StepHolder(module).run(
-            module,
-            probe,
-            input_ids=torch.tensor([[0, 1]], device=target),
-            position_ids=torch.tensor([[0, 1]], device=target),
-            logits_to_keep=torch.tensor([1], device=target),
-        )
-    except UnsupportedModelError as exc:
-        raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
-    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
-        raise UnsupportedModelError(f"{name} cannot run on paged attention: {first_line(exc)}") from exc
-    return probe
-
-
-def _uniform_layers(probe: AttentionProbe, name: str, num_layers: int) -> list[LayerShape]:
-    """Return the shape of every layer. Rules such as windows may differ, but K and V must have the same shape in all.
-
-    Raises `UnsupportedModelError` for layers without attention, with their own attention, or of mixed shapes.
-    """
-    # The KV cache has one entry for each layer, in order.
-    if sorted(probe.shapes) != list(range(num_layers)) or any(len(s) != 1 for s in probe.shapes.values()):
-        raise UnsupportedModelError(
-            f"{name} cannot be served: {len(probe.shapes)} of its {num_layers} layers use transformers'"
-            " attention interface; layers without KV, or with attention of their own, are not supported"
-        )
-    shapes = [probe.shapes[layer][0] for layer in range(num_layers)]
-    sizes = {(s.num_kv_heads, s.key_dim, s.value_dim, s.is_latent) for s in shapes}
-    if len(sizes) > 1 or shapes[0].key_dim != shapes[0].value_dim:
-        raise UnsupportedModelError(
-            f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
-            " KV heads, key and value size, latent), as mixed layers and unknown kinds of latent attention (MLA) have"
-        )
-    return shapes
 
 
 def _eos_token_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:

@@ -19,6 +19,7 @@ from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.paged_attention import PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
+from baton_serve.engine.model.recurrent import PackedMixers
 
 
 class LogitParts(Protocol):
@@ -78,6 +79,8 @@ class TransformersForward:
         self._adapters = adapters
         self._step_adapters = adapt_modules(model.module, adapters) if adapters is not None else None
         self._step = StepHolder(model.module)
+        kv_layers = range(len(model.specs)) if model.kv_layers is None else model.kv_layers
+        self._numbers = {layer: number for number, layer in enumerate(kv_layers)}
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         if self._adapters is not None and self._step_adapters is not None:
@@ -92,7 +95,15 @@ class TransformersForward:
             read = {"input_ids": inputs.input_ids[None]}
         output = self._step.run(
             module,
-            PagedAttention(self._backend, layers, self._model.specs, inputs.meta, inputs.after_layer),
+            PagedAttention(
+                self._backend,
+                layers,
+                self._model.specs,
+                inputs.meta,
+                self._numbers,
+                inputs.after_layer,
+                None if inputs.states is None else PackedMixers(inputs.states),
+            ),
             **read,
             position_ids=inputs.position_ids[None],
             logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,  # transformers reads 0 as all rows

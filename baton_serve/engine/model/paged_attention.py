@@ -6,7 +6,7 @@ argument of the model's forward. Some models do not pass it on to their layers; 
 mask (masking_utils returns None for implementations without one).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,34 +20,60 @@ NAME = "baton"
 """Name of the implementation in transformers' AttentionInterface."""
 
 
+class MixerContext(Protocol):
+    """Runs a mixer, a layer with recurrent states, for the packed tokens of a step. `arguments` are those of the
+    module's own forward, by name. See `recurrent.py`.
+    """
+
+    def run(self, mixer: "Mixer", arguments: dict[str, object]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """A layer with recurrent states: its module's own forward, and how that is called."""
+
+    forward: Callable[..., Any]
+    names: tuple[str, ...]
+    """The forward's arguments in order."""
+    cache_name: str
+    """The argument for the cache."""
+
+
 class AttentionContext(Protocol):
     """The interface by which a layer of the model computes attention. `query` is [num_tokens, num_heads, head_dim];
-    `key` and `value` have num_kv_heads.
+    `key` and `value` have num_kv_heads. `mixers` runs layers with recurrent states.
     """
+
+    @property
+    def mixers(self) -> MixerContext | None: ...
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention of one step of the engine. `specs` and `layers` are indexed by layer."""
+    """Attention of one step of the engine. `specs` and `layers` have one entry for each layer with KV."""
 
     backend: AttentionBackend
     layers: list[Tensor]
     specs: list[AttentionSpec]
     meta: AttentionMetadata
+    numbers: Mapping[int, int]
+    """By the model's number of a layer: its number among those with KV."""
     after_layer: Callable[[int], None] | None = None
     """Called after a layer's KV was stored; see `StepInputs.after_layer`."""
+    mixers: MixerContext | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
         """Store the new KV and attend over the cache."""
-        cache = self.layers[layer]
+        number = self.numbers[layer]
+        cache = self.layers[number]
         self.backend.store(key, value, cache, self.meta)
         if self.after_layer is not None:
-            self.after_layer(layer)
+            self.after_layer(number)
         # The rules that the module passes are ignored: the probe has recorded them in `specs` when the model was
         # loaded.
-        return self.backend.attend(query, cache, self.meta, self.specs[layer])
+        return self.backend.attend(query, cache, self.meta, self.specs[number])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +92,7 @@ class LayerShape:
 class AttentionProbe:
     """Records which layers ask for attention, and with which shapes, while the model runs once without a cache."""
 
+    mixers: MixerContext
     shapes: dict[int, list[LayerShape]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:

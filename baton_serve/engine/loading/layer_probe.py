@@ -1,0 +1,137 @@
+"""Finds out what the layers of a loaded decoder keep of each sequence, by running a few tokens through it.
+
+A layer keeps keys and values (attention), recurrent states (linear attention, state spaces, short convolutions), both,
+or neither (a layer that is an MLP or a mixture of experts only).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kernels import AttentionSpec
+from baton_serve.engine.kv.state_memory import StatePart
+from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
+from baton_serve.engine.model.recurrent import StateProbe
+from baton_serve.engine.model_folder import HfConfig, first_line
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Types of layers with KV."""
+
+STATE_LAYERS = frozenset({"linear_attention", "conv"})
+"""Types of layers with recurrent states."""
+
+MIXED_LAYERS = frozenset({"hybrid"})
+"""Types of layers with both."""
+
+PLAIN_LAYERS = frozenset({"mlp", "moe"})
+"""Types of layers that keep nothing."""
+
+SUPPORTED_LAYERS = ATTENTION_LAYERS | STATE_LAYERS | MIXED_LAYERS | PLAIN_LAYERS
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedLayers:
+    """What the layers of a model keep."""
+
+    shape: LayerShape
+    """The shape of KV, which is the same in all layers that have it. The rules of attention may differ."""
+    specs: list[AttentionSpec]
+    """The rules of each layer that has KV."""
+    kv_layers: tuple[int, ...] | None
+    """As in `LoadedModel`."""
+    states: tuple[StatePart, ...]
+
+
+def refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -> None:
+    """Raise `UnsupportedModelError` for architectures that cannot be served, as far as their config shows it."""
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders can be served")
+    if others := set(_layer_types(text_config) or []) - SUPPORTED_LAYERS:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(sorted(others))}; supported are"
+            f" {', '.join(sorted(SUPPORTED_LAYERS))} only"
+        )
+    if getattr(text_config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
+
+
+def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: torch.device) -> ProbedLayers:
+    """Run a few tokens through the model, to record what each layer keeps. Raises `UnsupportedModelError`."""
+    states = StateProbe()
+    attention = AttentionProbe(states)
+    _run_tokens(module, name, attention, target)
+    parts = states.parts
+    num_layers = int(text_config.num_hidden_layers)
+    types = _layer_types(text_config) or ["full_attention"] * num_layers
+    _check_states(name, types, parts)
+    kv_layers = tuple(i for i, kind in enumerate(types) if kind in ATTENTION_LAYERS | MIXED_LAYERS)
+    shapes = _uniform_shapes(attention, name, kv_layers)
+    return ProbedLayers(
+        shape=shapes[0],
+        specs=[shape.spec for shape in shapes],
+        kv_layers=None if len(kv_layers) == num_layers else kv_layers,
+        states=parts,
+    )
+
+
+@torch.inference_mode()
+def _run_tokens(module: nn.Module, name: str, attention: AttentionProbe, target: torch.device) -> None:
+    """Run two tokens through the model. Raises `UnsupportedModelError`."""
+    try:
+        StepHolder(module).run(
+            module,
+            attention,
+            input_ids=torch.tensor([[0, 1]], device=target),
+            position_ids=torch.tensor([[0, 1]], device=target),
+            logits_to_keep=torch.tensor([1], device=target),
+        )
+    except UnsupportedModelError as exc:
+        raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+        raise UnsupportedModelError(f"{name} cannot run on paged attention: {first_line(exc)}") from exc
+
+
+def _layer_types(text_config: HfConfig) -> list[str] | None:
+    """Return the type of each layer as the config states it, or None if all have attention."""
+    types = getattr(text_config, "layer_types", None)
+    return None if types is None else list(types)
+
+
+def _check_states(name: str, types: list[str], parts: tuple[StatePart, ...]) -> None:
+    """Raise `UnsupportedModelError` if a layer should have recurrent states, but the probe has seen none.
+
+    Such a module keeps them in another way than in transformers' cache.
+    """
+    found = {part.layer for part in parts}
+    hidden = [i for i, kind in enumerate(types) if kind in STATE_LAYERS | MIXED_LAYERS and i not in found]
+    if hidden:
+        raise UnsupportedModelError(
+            f"{name} cannot be served: layer {hidden[0]} is {types[hidden[0]]}, but keeps its states outside of"
+            " transformers' cache"
+        )
+
+
+def _uniform_shapes(probe: AttentionProbe, name: str, kv_layers: tuple[int, ...]) -> list[LayerShape]:
+    """Return the shape of every layer with KV. Rules such as windows may differ, but K and V must have the same shape
+    in all.
+
+    Raises `UnsupportedModelError` for layers with their own attention, or of mixed shapes, and for models without KV.
+    """
+    if not kv_layers:
+        raise UnsupportedModelError(f"{name} has no layer with attention, without which models are not supported")
+    # The KV cache has one entry for each of these layers, in order.
+    if sorted(probe.shapes) != list(kv_layers) or any(len(s) != 1 for s in probe.shapes.values()):
+        raise UnsupportedModelError(
+            f"{name} cannot be served: {len(probe.shapes)} of its {len(kv_layers)} layers with attention use"
+            " transformers' attention interface; attention of their own is not supported"
+        )
+    shapes = [probe.shapes[layer][0] for layer in kv_layers]
+    sizes = {(s.num_kv_heads, s.key_dim, s.value_dim, s.is_latent) for s in shapes}
+    if len(sizes) > 1 or shapes[0].key_dim != shapes[0].value_dim:
+        raise UnsupportedModelError(
+            f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
+            " KV heads, key and value size, latent), as mixed layers and unknown kinds of latent attention (MLA) have"
+        )
+    return shapes

@@ -1,0 +1,241 @@
+"""Runs transformers' layers of linear attention and state spaces ("mixers") on a step's packed tokens.
+
+A mixer keeps a state per sequence and takes sequences of equal length as a batch. A step has the tokens of several
+sequences one after another, and their states lie in batch slots. So each mixer's forward is replaced: it splits the
+tokens by sequence, runs the module's own forward with the states of these sequences, and stores the new states. All
+sequences with one token are one batch; every longer chunk of a prompt is a batch of its own.
+
+A sequence that starts has states of zeros instead of none. The modules compute the same from both: their convolutions
+pad with zeros, and their recurrences start at zero.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kv.state_memory import StateKind, StatePart, StateViews
+from baton_serve.engine.model.batch_inputs import StepStates
+from baton_serve.engine.model.paged_attention import Mixer, StepHolder
+
+Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
+
+STATE_CALLS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
+"""The methods of transformers' cache by which a mixer reads and stores its states."""
+
+CACHE_NAMES = ("cache_params", "past_key_values")
+"""The names of a mixer's argument for the cache."""
+
+
+class SequenceStates(Protocol):
+    """The part of transformers' cache that mixers use. States are [batch, *shape]."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor: ...
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor: ...
+    def is_recording_past(self, layer_idx: int) -> bool: ...
+
+
+class StateProbe:
+    """Records which states the mixers keep, while the model runs once from the start of a sequence.
+
+    Implements `MixerContext` and `SequenceStates`.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, StateKind, int], StatePart] = {}
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """The states of all layers, in the order of layers."""
+        return tuple(self._parts[key] for key in sorted(self._parts))
+
+    def run(self, mixer: Mixer, arguments: dict[str, object]) -> Any:
+        return _call(mixer, arguments, self)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        if conv_kernel_size is None:
+            raise UnsupportedModelError(f"layer {layer_idx} does not state the length of its convolution")
+        shape = (*conv_states.shape[1:-1], conv_kernel_size)
+        self._record(StatePart(layer_idx, "conv", state_idx, shape, conv_states.dtype))
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        shape = tuple(recurrent_states.shape[1:])
+        self._record(StatePart(layer_idx, "recurrent", state_idx, shape, recurrent_states.dtype))
+        return recurrent_states
+
+    def _record(self, part: StatePart) -> None:
+        self._parts[part.layer, part.kind, part.index] = part
+
+
+@dataclass(slots=True)
+class SlotStates:
+    """The states of a batch of sequences during one mixer's forward. Implements `SequenceStates`.
+
+    They are copies: modules change them in place for steps of one token. `store` copies them back.
+    """
+
+    views: StateViews
+    slots: Tensor  # int64 [batch]
+    _states: dict[tuple[int, StateKind, int], Tensor] = field(default_factory=dict)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self._load(layer_idx, "conv", state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self._load(layer_idx, "recurrent", state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        past = self._load(layer_idx, "conv", state_idx)
+        joined = torch.cat([past, conv_states.to(past.dtype)], dim=-1)
+        self._states[layer_idx, "conv", state_idx] = joined[..., -past.shape[-1] :]
+        return joined
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self._states[layer_idx, "recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def store(self) -> None:
+        """Copy the new states to the slots."""
+        for (layer, kind, index), state in self._states.items():
+            view = self.views[layer][kind, index]
+            view.index_copy_(0, self.slots, state.to(view.dtype))
+
+    def _load(self, layer: int, kind: StateKind, index: int) -> Tensor:
+        key = (layer, kind, index)
+        if key not in self._states:
+            self._states[key] = self.views[layer][kind, index].index_select(0, self.slots)
+        return self._states[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences that run as one batch. `rows` are their tokens in the step."""
+
+    rows: Tensor | slice
+    slots: Tensor
+    length: int
+    """Tokens of each sequence."""
+
+
+class PackedMixers:
+    """Runs the mixers of one step on packed tokens. Implements `MixerContext`."""
+
+    def __init__(self, states: StepStates) -> None:
+        self._views = states.views
+        self._num_tokens = sum(states.lengths)
+        self._groups = _groups(states)
+
+    def run(self, mixer: Mixer, arguments: dict[str, object]) -> Any:
+        if len(self._groups) == 1:
+            return self._run_group(mixer, arguments, self._groups[0])
+        joined: Tensor | None = None
+        rest: tuple[object, ...] | None = None
+        for group in self._groups:
+            output = self._run_group(mixer, arguments, group)
+            part, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+            if joined is None:
+                joined = part.new_empty(1, self._num_tokens, *part.shape[2:])
+            joined[:, group.rows] = part
+        return joined if rest is None else (joined, *rest)
+
+    def _run_group(self, mixer: Mixer, arguments: dict[str, object], group: _Group) -> Any:
+        """Run the module on the sequences of a group, and return its output with their tokens one after another."""
+        cache = SlotStates(self._views, group.slots)
+        parts = {name: self._part(value, group) for name, value in arguments.items()}
+        output = _call(mixer, parts, cache)
+        cache.store()
+        if isinstance(output, tuple):
+            return (output[0].flatten(0, 1)[None], *output[1:])
+        return output.flatten(0, 1)[None]
+
+    def _part(self, value: object, group: _Group) -> object:
+        """Return a group's rows of an argument, [sequences, length, ...]. What is not per token stays as it is."""
+        if isinstance(value, tuple):
+            return tuple(self._part(one, group) for one in value)
+        if not isinstance(value, Tensor) or value.shape[:2] != (1, self._num_tokens):
+            return value
+        rows = value[0, group.rows]
+        return rows.view(-1, group.length, *rows.shape[1:])
+
+
+def _call(mixer: Mixer, arguments: Mapping[str, object], cache: SequenceStates) -> Any:
+    """Call the module's own forward for sequences of equal length, with their states in `cache`."""
+    return mixer.forward(**arguments, **{mixer.cache_name: cache})
+
+
+def _groups(states: StepStates) -> list[_Group]:
+    """Divide a step's sequences into batches: all of one token, and each longer one by itself."""
+    starts, total = [], 0
+    for length in states.lengths:
+        starts.append(total)
+        total += length
+    single = [number for number, length in enumerate(states.lengths) if length == 1]
+    if len(single) == len(states.lengths):
+        return [_Group(slice(None), states.slots, 1)]
+    groups = [
+        _Group(slice(start, start + length), states.slots[number : number + 1], length)
+        for number, (start, length) in enumerate(zip(starts, states.lengths, strict=True))
+        if length > 1
+    ]
+    if single:
+        device = states.slots.device
+        rows = torch.tensor([starts[number] for number in single], device=device)
+        groups.append(_Group(rows, states.slots[torch.tensor(single, device=device)], 1))
+    return groups
+
+
+def adapt_mixers(module: nn.Module) -> None:
+    """Replace the forward of the model's mixers. They read the step's `MixerContext` from their `StepHolder`."""
+    for part in module.modules():
+        if (mixer := _mixer_of(part)) is not None:
+            _replace_forward(part, mixer)
+
+
+def _replace_forward(part: Module, mixer: Mixer) -> None:
+    ignored = {*CACHE_NAMES, "baton", "use_cache"}
+
+    def forward(*args: object, **kwargs: object) -> Any:
+        holder: StepHolder = part.baton_step
+        assert holder.context is not None and holder.context.mixers is not None, "the step has no states"
+        named = dict(zip(mixer.names, args, strict=False)) | kwargs
+        return holder.context.mixers.run(mixer, {k: v for k, v in named.items() if k not in ignored})
+
+    part.forward = forward
+
+
+def _mixer_of(part: Module) -> Mixer | None:
+    """Return how to call a module that keeps states in transformers' cache; None for all others."""
+    function = inspect.unwrap(type(part).forward)
+    code = getattr(function, "__code__", None)
+    if code is None or not STATE_CALLS & set(code.co_names):
+        return None
+    names = tuple(inspect.signature(function).parameters)[1:]  # without self
+    cache_name = next((name for name in CACHE_NAMES if name in names), None)
+    if cache_name is None:
+        raise UnsupportedModelError(f"{type(part).__name__} takes its cache by a name that is not known")
+    return Mixer(part.forward, names, cache_name)
