@@ -322,7 +322,6 @@ HYBRIDS: dict[str, Family] = {
     "qwen3_5_moe": Family(
         "Qwen3.5-35B-A3B, Qwen3.5-122B-A10B (text)", {**_DELTA_RULE, **_SPARSE, "model_type": "qwen3_5_moe_text"}
     ),
-    "qwen4_exp": Family("Qwen4-Exp", {**_DELTA_RULE, **_SPARSE, "model_type": "qwen4_exp_text", "hc_lowrank": 16}),
     "nemotron_h": Family(
         "Nemotron-H, Nemotron Nano 2 and 3",
         {
@@ -434,6 +433,17 @@ HYBRIDS: dict[str, Family] = {
             "num_local_experts": 4,
             "block_size": 16,
             "layer_types": _MIXED_LAYERS,
+        },
+    ),
+    "recurrent_gemma": Family(
+        "RecurrentGemma 2B, 9B",
+        {
+            **_COMMON,
+            "model_type": "recurrent_gemma",
+            "num_hidden_layers": 4,
+            "attention_window_size": SLIDING_WINDOW,
+            "block_types": ["recurrent", "attention", "recurrent"],
+            **_UNTIED,
         },
     ),
 }

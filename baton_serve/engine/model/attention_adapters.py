@@ -145,6 +145,7 @@ def _slopes(num_heads: int, device: torch.device) -> Tensor:
 
 
 _ADAPTERS: dict[str, Callable[[Module], None]] = {
+    "BailingHybridAttention": _mla,
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
     "DeepseekV2Attention": _mla,
@@ -153,5 +154,6 @@ _ADAPTERS: dict[str, Callable[[Module], None]] = {
     "GPTJAttention": _gptj,
     "GPTNeoSelfAttention": _gpt_neo,
     "Glm4MoeLiteAttention": _mla,
+    "KimiLinearAttention": _mla,
     "MiniCPM3Attention": _mla,
 }

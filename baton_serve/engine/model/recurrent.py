@@ -10,7 +10,7 @@ pad with zeros, and their recurrences start at zero.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kv.state_memory import StateKind, StatePart, StateViews
 from baton_serve.engine.model.batch_inputs import StepStates
+from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS, SequenceStates, number_layers
 from baton_serve.engine.model.paged_attention import Mixer, StepHolder
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
@@ -29,18 +30,6 @@ STATE_CALLS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_s
 
 CACHE_NAMES = ("cache_params", "past_key_values")
 """The names of a mixer's argument for the cache."""
-
-
-class SequenceStates(Protocol):
-    """The part of transformers' cache that mixers use. States are [batch, *shape]."""
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
-    ) -> Tensor: ...
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor: ...
-    def is_recording_past(self, layer_idx: int) -> bool: ...
 
 
 class StateProbe:
@@ -211,6 +200,7 @@ def _groups(states: StepStates) -> list[_Group]:
 
 def adapt_mixers(module: nn.Module) -> None:
     """Replace the forward of the model's mixers. They read the step's `MixerContext` from their `StepHolder`."""
+    number_layers(module)
     for part in module.modules():
         if (mixer := _mixer_of(part)) is not None:
             _replace_forward(part, mixer)
@@ -229,13 +219,25 @@ def _replace_forward(part: Module, mixer: Mixer) -> None:
 
 
 def _mixer_of(part: Module) -> Mixer | None:
-    """Return how to call a module that keeps states in transformers' cache; None for all others."""
+    """Return how to call a module that keeps recurrent states; None for all others."""
     function = inspect.unwrap(type(part).forward)
     code = getattr(function, "__code__", None)
-    if code is None or not STATE_CALLS & set(code.co_names):
+    own = OWN_FORWARDS.get(type(part).__name__)
+    if code is None or (own is None and not STATE_CALLS & set(code.co_names)):
         return None
     names = tuple(inspect.signature(function).parameters)[1:]  # without self
+    if own is not None:
+        return Mixer(_bound(own, part, names[0]), names, "cache")
     cache_name = next((name for name in CACHE_NAMES if name in names), None)
     if cache_name is None:
         raise UnsupportedModelError(f"{type(part).__name__} takes its cache by a name that is not known")
     return Mixer(part.forward, names, cache_name)
+
+
+def _bound(own: Callable[..., Any], part: Module, input_name: str) -> Callable[..., Any]:
+    """Return a forward that calls `own` with the module and its input."""
+
+    def forward(cache: SequenceStates, **arguments: Any) -> Any:
+        return own(part, arguments.pop(input_name), cache, **arguments)
+
+    return forward

@@ -1,0 +1,142 @@
+"""Computes layers with recurrent states whose modules in transformers cannot continue from a state with several tokens,
+or do not keep it in transformers' cache.
+
+Each function replaces the forward of one class, and was compared with it. `cache` has the states of the sequences, or
+nothing for the start of a sequence; all sequences have as many tokens. Projections and norms stay the module's own.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
+
+
+class SequenceStates(Protocol):
+    """The part of transformers' cache that mixers use. States are [batch, *shape]."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor: ...
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor: ...
+    def is_recording_past(self, layer_idx: int) -> bool: ...
+
+
+def number_layers(module: Module) -> None:
+    """Give those modules their layer number that transformers does not give one."""
+    for number, layer in enumerate(getattr(getattr(module, "model", None), "layers", ())):
+        if (block := getattr(layer, "temporal_block", None)) is not None:
+            block.layer_idx = number
+        # Zamba 2 passes the number with each call instead, which the attention interface does not get.
+        if (shared := getattr(layer, "shared_transformer", None)) is not None:
+            shared.self_attn.layer_idx = number
+
+
+def convolve(conv: nn.Conv1d, x: Tensor, layer: int, cache: SequenceStates) -> Tensor:
+    """Return the causal convolution of each channel, [batch, channels, length], after the inputs in the state."""
+    taps, length = conv.kernel_size[0], x.shape[-1]
+    joined = cache.update_conv_state(x, layer, conv_kernel_size=taps)
+    missing = max(taps - 1 + length - joined.shape[-1], 0)  # zeros before the start of a sequence
+    inputs = functional.pad(joined, (missing, 0))[..., -(taps - 1 + length) :]
+    return functional.conv1d(inputs, conv.weight, conv.bias, groups=x.shape[1])
+
+
+def selective_scan(  # noqa: PLR0913 -- the names of the paper
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [batch, channels, length] of Mamba-1's recurrence, and the last state. All are float32.
+
+    `x` and `dt` are [batch, channels, length], `a` [channels, state size], `b` and `c` [batch, length, state size] and
+    `state` [batch, channels, state size] (https://arxiv.org/abs/2312.00752, algorithm 2).
+    """
+    outputs = []
+    for t in range(x.shape[-1]):
+        step = dt[:, :, t, None]
+        state = torch.exp(step * a) * state + step * b[:, t, None] * x[:, :, t, None]
+        outputs.append((state @ c[:, t, :, None]).squeeze(-1))
+    return torch.stack(outputs, dim=-1), state
+
+
+def jamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object) -> Tensor:
+    """Compute a Mamba-1 mixer of Jamba. transformers' scan of several tokens ignores the state."""
+    layer = module.layer_idx
+    state = cache.get_recurrent_state(layer)
+    x, gate = module.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
+    x = module.act(convolve(module.conv1d, x, layer, cache))
+    sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+    dt, b, c = module.x_proj(x.transpose(1, 2)).split(sizes, dim=-1)
+    dt = functional.softplus(module.dt_proj(module.dt_layernorm(dt)).float()).transpose(1, 2)
+    a = -torch.exp(module.A_log.float())
+    if state is None:
+        state = x.new_zeros(len(x), *a.shape, dtype=torch.float32)
+    b, c = module.b_layernorm(b).float(), module.c_layernorm(c).float()
+    output, state = selective_scan(x.float(), dt, a, b, c, state)
+    cache.update_recurrent_state(state, layer)
+    output = (output + x * module.D.float()[:, None]) * functional.silu(gate.float())
+    projected: Tensor = module.out_proj(output.transpose(1, 2).to(hidden_states.dtype))
+    return projected
+
+
+def minimax(
+    module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object
+) -> tuple[Tensor, None]:
+    """Compute MiniMax's lightning attention. transformers keeps its state in a cache of its own."""
+    layer, size = module.layer_idx, module.head_dim
+    batch, length, _width = hidden_states.shape
+    qkv = module.act_fn(module.qkv_proj(hidden_states)).view(batch, length, module.num_attention_heads, 3 * size)
+    query, key, value = qkv.transpose(1, 2).split(size, dim=-1)  # [batch, heads, length, size]
+    state = cache.get_recurrent_state(layer)
+    if state is None:
+        state = query.new_zeros(*query.shape[:2], size, size, dtype=torch.float32)
+    outputs = []
+    for start in range(0, length, module.block_size):
+        rows = slice(start, start + module.block_size)
+        output, state = _lightning_block(module, query[:, :, rows], key[:, :, rows], value[:, :, rows], state)
+        outputs.append(output)
+    cache.update_recurrent_state(state, layer)
+    joined = torch.cat(outputs, dim=2).transpose(1, 2).flatten(2).to(hidden_states.dtype)
+    gate = functional.sigmoid(module.output_gate(hidden_states))
+    return module.out_proj(gate * module.norm(joined)), None
+
+
+def _lightning_block(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of one block of tokens, and the state after it, both float32
+    (https://arxiv.org/abs/2401.04658, algorithm 1).
+    """
+    query, key, value = query.float(), key.float(), value.float()
+    length = query.shape[2]
+    scores = query @ key.transpose(-1, -2) * module.diagonal_decay[..., :length, :length]
+    output = scores @ value + query * module.query_decay[:, :length] @ state
+    added = (key * module.key_decay[:, -length:]).transpose(-1, -2) @ value
+    return output, torch.exp(-module.slope_rate * length) * state + added
+
+
+def recurrent_gemma(
+    module: Module, hidden_states: Tensor, cache: SequenceStates, *, position_ids: Tensor, **_: object
+) -> tuple[Tensor, None]:
+    """Compute a recurrent block of RecurrentGemma (Griffin). transformers keeps its states in the module."""
+    layer = module.layer_idx
+    x = module.linear_x(hidden_states).transpose(1, 2)
+    x = convolve(module.conv_1d, x, layer, cache).transpose(1, 2)
+    state = cache.get_recurrent_state(layer)
+    # None makes the module's one-step form ignore the first input's reset.
+    module.rg_lru.recurrent_states = x.new_zeros(len(x), x.shape[2], dtype=torch.float32) if state is None else state
+    x = module.rg_lru(x, position_ids)
+    cache.update_recurrent_state(module.rg_lru.recurrent_states, layer)
+    module.rg_lru.recurrent_states = None
+    return module.linear_out(x * module.act_fn(module.linear_y(hidden_states))), None
+
+
+OWN_FORWARDS: dict[str, Callable[..., Any]] = {
+    "JambaMambaMixer": jamba,
+    "MiniMaxLightningAttention": minimax,
+    "RecurrentGemmaRecurrentBlock": recurrent_gemma,
+}
+"""By the name of the module's class: a function of the module, the hidden states, the cache and other arguments."""
