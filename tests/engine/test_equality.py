@@ -12,7 +12,7 @@ from baton_serve.contracts.messages import Work
 from baton_serve.engine import Engine
 from tests.engine.conftest import ANSWER_TOKENS, Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
-from tests.tiny_models import FAMILIES
+from tests.tiny_models import FAMILIES, HYBRIDS
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ class Case:
                 engine.close()
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted({**FAMILIES, **HYBRIDS}))
 def case(request: pytest.FixtureRequest, references: References) -> Iterator[Case]:
     made = Case(references(request.param))
     yield made
@@ -84,10 +84,13 @@ def test_with_another_block_size(reference: Reference) -> None:
         assert ask_all(engine, reference) == reference.answers
 
 
-def test_with_preemption_forced_by_a_small_cache(reference: Reference) -> None:
-    settings = {"num_gpu_blocks_override": 16, "max_model_len": 120, "block_size": 8}
+def test_with_preemption_forced_by_a_small_cache(case: Case, reference: Reference) -> None:
+    layout = case.plain.layout
+    num_state_blocks = -(-layout.state_bytes // (layout.block_bytes // 2))
+    settings = {"num_gpu_blocks_override": 16 + 2 * num_state_blocks, "max_model_len": 120, "block_size": 8}
     with make_engine(reference.folder, **settings) as engine:
-        short = Reference(reference.folder, reference.prompts[:3] * 2, reference.answers[:3] * 2)
+        repeats = 4 if num_state_blocks else 2
+        short = Reference(reference.folder, reference.prompts[:3] * repeats, reference.answers[:3] * repeats)
         assert ask_all(engine, short) == short.answers
         is_full = all(len(answer) == ANSWER_TOKENS for answer in short.answers)  # some end early, and need less
         assert engine.stats().preemptions > 0 or not is_full

@@ -57,7 +57,7 @@ class Reservations:
         wanted = [*block_hashes[num_reused:], *state_hashes]
         missing = [NamedBlock(n, b) for n, b in zip(wanted, fresh, strict=False)]
         parent.request.missing = dict(missing)
-        return Reservation(work.request_id, block_hashes, num_reused, missing)
+        return Reservation(work.request_id, [*block_hashes, *state_hashes], num_reused, missing)
 
     def mark_received(self, request_id: RequestId, block_hashes: Iterable[BlockHash]) -> list[int]:
         """Mark blocks as received and return them; full ones can now be shared by other prompts.
