@@ -462,8 +462,12 @@ IN_PROCESSES = (
     "qwen3_moe",
     "deepseek_v2",
     "bloom",
+    "qwen3_next",
+    "nemotron_h",
 )
 """Families that differ most in the content of a block and in how attention reads it."""
+
+FAMILIES |= HYBRIDS
 
 REFUSED: dict[str, str] = {
     "aquila": "Aquila, AquilaChat",

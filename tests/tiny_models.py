@@ -48,12 +48,11 @@ VISION_TEMPLATE = (
 )
 
 FAMILIES = {name: family.config for name, family in families.FAMILIES.items()}
-HYBRIDS = {name: family.config for name, family in families.HYBRIDS.items()}
 
 
 def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
     """Makes `folder`. `overrides` replace entries of the config. float32."""
-    values = {**(HYBRIDS.get(family) or FAMILIES[family]), **overrides}
+    values = {**FAMILIES[family], **overrides}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from baton_serve.contracts.messages import Work
 from baton_serve.engine import Engine
 from tests.engine.conftest import ANSWER_TOKENS, Reference, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
-from tests.tiny_models import FAMILIES, HYBRIDS
+from tests.tiny_models import FAMILIES
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ class Case:
                 engine.close()
 
 
-@pytest.fixture(scope="module", params=sorted({**FAMILIES, **HYBRIDS}))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def case(request: pytest.FixtureRequest, references: References) -> Iterator[Case]:
     made = Case(references(request.param))
     yield made

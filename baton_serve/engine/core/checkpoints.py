@@ -141,7 +141,7 @@ class StateCheckpoints:
 
     @property
     def _can_keep(self) -> bool:
-        """Whether checkpoints are taken for later prompts."""
+        """Return whether checkpoints are taken for later prompts."""
         return self._num_blocks > 0 and self._pool.is_caching
 
     def _prompt_stop(self, sequence: Sequence) -> int:

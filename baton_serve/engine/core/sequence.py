@@ -137,7 +137,7 @@ class Sequence:
     handoff_blocks: list[int] = field(default_factory=list)
     """Blocks for the recurrent states after the prompt of a `prefill` request."""
     shared_tokens: int = 0
-    """Where other prompts with the same KV part from this one, if no checkpoint is there; it gets one."""
+    """Number of leading tokens whose KV was cached. Prompts part after them, so they get a checkpoint there."""
     slot: int = -1
     """Slot in the batch; -1 if the sequence is not running."""
     block_table_version: int = -1

@@ -33,14 +33,14 @@ SUPPORTED_LAYERS = ATTENTION_LAYERS | STATE_LAYERS | MIXED_LAYERS | PLAIN_LAYERS
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayers:
-    """What the layers of a model keep."""
+    """The KV and the states that the layers of a model keep."""
 
     shape: LayerShape
     """The shape of KV, which is the same in all layers that have it. The rules of attention may differ."""
     specs: list[AttentionSpec]
     """The rules of each layer that has KV."""
     kv_layers: tuple[int, ...] | None
-    """As in `LoadedModel`."""
+    """The same value as in `LoadedModel`."""
     states: tuple[StatePart, ...]
 
 

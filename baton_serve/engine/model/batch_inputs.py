@@ -54,7 +54,7 @@ class StepInputs:
     Not all models call it.
     """
     states: StepStates | None = None
-    """None for models without recurrent states."""
+    """It is None for models without recurrent states."""
 
 
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:

@@ -46,9 +46,7 @@ def convolve(conv: nn.Conv1d, x: Tensor, layer: int, cache: SequenceStates) -> T
     return functional.conv1d(inputs, conv.weight, conv.bias, groups=x.shape[1])
 
 
-def selective_scan(  # noqa: PLR0913 -- the names of the paper
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs [batch, channels, length] of Mamba-1's recurrence, and the last state. All are float32.
 
     `x` and `dt` are [batch, channels, length], `a` [channels, state size], `b` and `c` [batch, length, state size] and
@@ -82,9 +80,7 @@ def jamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: obj
     return projected
 
 
-def minimax(
-    module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object
-) -> tuple[Tensor, None]:
+def minimax(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object) -> tuple[Tensor, None]:
     """Compute MiniMax's lightning attention. transformers keeps its state in a cache of its own."""
     layer, size = module.layer_idx, module.head_dim
     batch, length, _width = hidden_states.shape
@@ -104,9 +100,7 @@ def minimax(
     return module.out_proj(gate * module.norm(joined)), None
 
 
-def _lightning_block(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _lightning_block(module: Module, query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of one block of tokens, and the state after it, both float32
     (https://arxiv.org/abs/2401.04658, algorithm 1).
     """

@@ -12,7 +12,7 @@ pad with zeros, and their recurrences start at zero.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +163,7 @@ class PackedMixers:
         return output.flatten(0, 1)[None]
 
     def _part(self, value: object, group: _Group) -> object:
-        """Return a group's rows of an argument, [sequences, length, ...]. What is not per token stays as it is."""
+        """Return a group's rows [sequences, length, ...] of an argument. Other arguments stay as they are."""
         if isinstance(value, tuple):
             return tuple(self._part(one, group) for one in value)
         if not isinstance(value, Tensor) or value.shape[:2] != (1, self._num_tokens):

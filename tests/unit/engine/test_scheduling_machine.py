@@ -307,7 +307,7 @@ class RecurrentMachine(HostTierMachine):
     @precondition(lambda self: self.held)
     @rule()
     def release(self) -> None:
-        # What the decode worker fetches are the states after the whole prompt.
+        # The decode worker fetches the states after the whole prompt.
         (prefill,) = self.table.requests[self.held[0]].sequences
         self.states.check_blocks(prefill.handoff_blocks, prefill.token_ids)
         super().release()
