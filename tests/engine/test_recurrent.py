@@ -11,6 +11,7 @@ from torch import Tensor
 
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import EngineConfig
+from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionMetadata, attention_backend
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateMemory
@@ -18,8 +19,10 @@ from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
 from baton_serve.engine.model.forward import TransformersForward
 from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
 from tests.engine.conftest import ANSWER_TOKENS, References
 from tests.families import HYBRIDS
+from tests.tiny_models import write_tiny_model
 
 BLOCK_TOKENS = 16
 BLOCKS_PER_SLOT = 10
@@ -130,3 +133,46 @@ def test_packed_steps_with_odd_chunks_equal_generate(references: References, fam
     # Twice: the second round finds slots with old states, which `clear` removes.
     for _ in range(2):
         assert answers(packed, reference.prompts, schedule, ANSWER_TOKENS) == reference.answers
+
+
+def test_a_mixer_that_ignores_its_state_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "jamba", "jamba")
+    # transformers' own scan of several tokens starts at zero.
+    monkeypatch.delitem(OWN_FORWARDS, "JambaMambaMixer")
+    with pytest.raises(UnsupportedModelError, match="JambaMambaMixer does not continue from its states"):
+        load(folder)
+
+
+def test_a_model_of_state_spaces_only_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "granite", "granitemoehybrid", layer_types=["linear_attention"] * 3)
+    with pytest.raises(UnsupportedModelError, match="GraniteMoeHybridForCausalLM has no layer with attention"):
+        load(folder)
+
+
+def test_the_probe_finds_states_and_kv_of_each_layer(tmp_path: Path) -> None:
+    model = load(write_tiny_model(tmp_path / "nemotron", "nemotron_h"))
+    assert model.kv_layers == (2,)
+    assert [(part.layer, part.kind, part.shape, part.dtype) for part in model.states] == [
+        (0, "conv", (8 * 16 + 2 * 2 * 16, 4), torch.float32),
+        (0, "recurrent", (8, 16, 16), torch.float32),
+        (4, "conv", (8 * 16 + 2 * 2 * 16, 4), torch.float32),
+        (4, "recurrent", (8, 16, 16), torch.float32),
+    ]
+    both = load(write_tiny_model(tmp_path / "falcon", "falcon_h1"))
+    assert both.kv_layers is None
+    assert {part.layer for part in both.states} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_keep_their_precision_in_bfloat16(tmp_path: Path, family: str) -> None:
+    model = load(write_tiny_model(tmp_path / family, family), dtype="bfloat16")
+    assert {part.dtype for part in model.states if part.kind == "conv"} <= {torch.bfloat16}
+    assert {part.dtype for part in model.states if part.kind == "recurrent"} <= {torch.float32}
+    packed = PackedModel(model)
+    sequences = [PackedSequence(slot, list(range(40)), 40) for slot in range(3)]
+    with torch.inference_mode():
+        packed.step([(sequences[0], 33), (sequences[1], 1), (sequences[2], 7)])
+        logits = packed.step([(sequences[0], 7), (sequences[1], 39), (sequences[2], 33)])
+    # The three have the same tokens, in other chunks.
+    spread = (logits - logits[0]).abs().max()
+    assert spread < 0.1 * logits.abs().max()

@@ -31,6 +31,10 @@ PLAIN_LAYERS = frozenset({"mlp", "moe"})
 SUPPORTED_LAYERS = ATTENTION_LAYERS | STATE_LAYERS | MIXED_LAYERS | PLAIN_LAYERS
 
 
+NUM_TOKENS = 8
+"""Tokens of the probe: enough to check that mixers continue from their states in chunks."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProbedLayers:
     """The KV and the states that the layers of a model keep."""
@@ -78,13 +82,14 @@ def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: to
 
 @torch.inference_mode()
 def _run_tokens(module: nn.Module, name: str, attention: AttentionProbe, target: torch.device) -> None:
-    """Run two tokens through the model. Raises `UnsupportedModelError`."""
+    """Run the first tokens of the vocabulary through the model. Raises `UnsupportedModelError`."""
+    tokens = torch.arange(NUM_TOKENS, device=target)[None]
     try:
         StepHolder(module).run(
             module,
             attention,
-            input_ids=torch.tensor([[0, 1]], device=target),
-            position_ids=torch.tensor([[0, 1]], device=target),
+            input_ids=tokens,
+            position_ids=tokens,
             logits_to_keep=torch.tensor([1], device=target),
         )
     except UnsupportedModelError as exc:

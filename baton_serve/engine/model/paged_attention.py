@@ -32,6 +32,8 @@ class MixerContext(Protocol):
 class Mixer:
     """A layer with recurrent states: its module's own forward, and how that is called."""
 
+    kind: str
+    """The name of the module's class."""
     forward: Callable[..., Any]
     names: tuple[str, ...]
     """The forward's arguments in order."""

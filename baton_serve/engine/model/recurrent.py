@@ -10,7 +10,7 @@ pad with zeros, and their recurrences start at zero.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -33,13 +33,13 @@ CACHE_NAMES = ("cache_params", "past_key_values")
 
 
 class StateProbe:
-    """Records which states the mixers keep, while the model runs once from the start of a sequence.
-
-    Implements `MixerContext` and `SequenceStates`.
+    """Records which states the mixers keep, while the model runs once from the start of a sequence, and checks that one
+    mixer of each class continues from them. Implements `MixerContext` and `SequenceStates`.
     """
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int, StateKind, int], StatePart] = {}
+        self._checked: set[str] = set()
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
@@ -47,7 +47,13 @@ class StateProbe:
         return tuple(self._parts[key] for key in sorted(self._parts))
 
     def run(self, mixer: Mixer, arguments: dict[str, object]) -> Any:
-        return _call(mixer, arguments, self)
+        known = set(self._parts)
+        output = _call(mixer, arguments, self)
+        if mixer.kind not in self._checked:
+            self._checked.add(mixer.kind)
+            new = [part for key, part in self._parts.items() if key not in known]
+            _check_continues(mixer, arguments, new, output)
+        return output
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
@@ -155,26 +161,52 @@ class PackedMixers:
     def _run_group(self, mixer: Mixer, arguments: dict[str, object], group: _Group) -> Any:
         """Run the module on the sequences of a group, and return its output with their tokens one after another."""
         cache = SlotStates(self._views, group.slots)
-        parts = {name: self._part(value, group) for name, value in arguments.items()}
+        parts = {name: _rows(value, group.rows, self._num_tokens, group.length) for name, value in arguments.items()}
         output = _call(mixer, parts, cache)
         cache.store()
         if isinstance(output, tuple):
             return (output[0].flatten(0, 1)[None], *output[1:])
         return output.flatten(0, 1)[None]
 
-    def _part(self, value: object, group: _Group) -> object:
-        """Return a group's rows [sequences, length, ...] of an argument. Other arguments stay as they are."""
-        if isinstance(value, tuple):
-            return tuple(self._part(one, group) for one in value)
-        if not isinstance(value, Tensor) or value.shape[:2] != (1, self._num_tokens):
-            return value
-        rows = value[0, group.rows]
-        return rows.view(-1, group.length, *rows.shape[1:])
+
+def _rows(value: object, rows: Tensor | slice, num_tokens: int, length: int) -> object:
+    """Return these rows of a mixer's argument, [sequences, length, ...]. Other arguments stay as they are."""
+    if isinstance(value, tuple):
+        return tuple(_rows(one, rows, num_tokens, length) for one in value)
+    if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):
+        return value
+    chosen = value[0, rows]
+    return chosen.view(-1, length, *chosen.shape[1:])
 
 
 def _call(mixer: Mixer, arguments: Mapping[str, object], cache: SequenceStates) -> Any:
     """Call the module's own forward for sequences of equal length, with their states in `cache`."""
     return mixer.forward(**arguments, **{mixer.cache_name: cache})
+
+
+def _check_continues(mixer: Mixer, arguments: Mapping[str, object], parts: Sequence[StatePart], whole: Any) -> None:
+    """Check that a mixer computes the same for a sequence in chunks as for the `whole` one, which it has computed
+    without states. Raises `UnsupportedModelError`.
+
+    Some modules ignore their state if they get several tokens, which would make wrong answers without an error.
+    """
+    expected: Tensor = whole[0] if isinstance(whole, tuple) else whole
+    views: dict[int, dict[tuple[StateKind, int], Tensor]] = {}
+    for part in parts:
+        state = torch.zeros(1, *part.shape, dtype=part.dtype, device=expected.device)
+        views.setdefault(part.layer, {})[part.kind, part.index] = state
+    slots = torch.zeros(1, dtype=torch.int64, device=expected.device)
+    num_tokens, start, found = expected.shape[1], 0, []
+    for length in (num_tokens // 2, num_tokens - num_tokens // 2 - 1, 1):
+        rows = slice(start, start + length)
+        chunk = {name: _rows(value, rows, num_tokens, length) for name, value in arguments.items()}
+        output = PackedMixers(StepStates(slots, [length], views)).run(mixer, chunk)
+        found.append(output[0] if isinstance(output, tuple) else output)
+        start += length
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.05
+    difference = (torch.cat(found, dim=1) - expected).abs().max()
+    if bool(difference > tolerance * expected.abs().max()):
+        raise UnsupportedModelError(f"{mixer.kind} does not continue from its states with several tokens")
 
 
 def _groups(states: StepStates) -> list[_Group]:
@@ -227,11 +259,11 @@ def _mixer_of(part: Module) -> Mixer | None:
         return None
     names = tuple(inspect.signature(function).parameters)[1:]  # without self
     if own is not None:
-        return Mixer(_bound(own, part, names[0]), names, "cache")
+        return Mixer(type(part).__name__, _bound(own, part, names[0]), names, "cache")
     cache_name = next((name for name in CACHE_NAMES if name in names), None)
     if cache_name is None:
         raise UnsupportedModelError(f"{type(part).__name__} takes its cache by a name that is not known")
-    return Mixer(part.forward, names, cache_name)
+    return Mixer(type(part).__name__, part.forward, names, cache_name)
 
 
 def _bound(own: Callable[..., Any], part: Module, input_name: str) -> Callable[..., Any]:
