@@ -189,15 +189,17 @@ def test_a_missing_device_is_reported(folder: Path) -> None:
             },
         ),
         (
-            "qwen3_next",
+            "zamba",
             {
                 "hidden_size": 32,
                 "num_hidden_layers": 4,
                 "num_attention_heads": 2,
-                "num_key_value_heads": 2,
+                "n_mamba_heads": 2,
+                "layers_block_type": ["mamba", "hybrid"] * 2,
                 "vocab_size": 64,
             },
         ),
+        ("qwen4_exp_text", {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}),
     ],
 )
 def test_an_architecture_that_cannot_be_served_is_named(

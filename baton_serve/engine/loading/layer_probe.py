@@ -37,14 +37,14 @@ NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayers:
-    """The KV and the states that the layers of a model keep."""
+    """Describes the KV and the states of a model's layers."""
 
     shape: LayerShape
     """The shape of KV, which is the same in all layers that have it. The rules of attention may differ."""
     specs: list[AttentionSpec]
     """The rules of each layer that has KV."""
     kv_layers: tuple[int, ...] | None
-    """The same value as in `LoadedModel`."""
+    """See `LoadedModel`, which has the same field."""
     states: tuple[StatePart, ...]
 
 
