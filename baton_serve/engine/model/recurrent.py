@@ -170,7 +170,7 @@ class PackedMixers:
 
 
 def _rows(value: object, rows: Tensor | slice, num_tokens: int, length: int) -> object:
-    """Return these rows of a mixer's argument, [sequences, length, ...]. Values that are not per token stay as they are."""
+    """Return these rows of an argument, [sequences, length, ...]. Values that are not per token stay as they are."""
     if isinstance(value, tuple):
         return tuple(_rows(one, rows, num_tokens, length) for one in value)
     if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):
