@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.model_path import cache_folder, model_folder
 from baton_serve.model_hub import HubError, is_hub_name, obtain_model
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,12 @@ class ModelSource:
         return {**environ, **{name: value for name, value in own.items() if value}}
 
 
+def allowed_plugins(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the names in VLLM_PLUGINS, which may be empty; None if the variable is not set."""
+    stated = environ.get("VLLM_PLUGINS")
+    return None if stated is None else tuple(sorted({name.strip() for name in stated.split(",")} - {""}))
+
+
 def allows_long_contexts(environ: Mapping[str, str]) -> bool:
     """Return whether the operator accepts contexts beyond a model's own limit, by vLLM's variable."""
     return environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").lower() in ("1", "true")
@@ -97,8 +103,7 @@ def changed_model(path: str, source: ModelSource, environ: Mapping[str, str]) ->
         return path
     config = _changed_config(folder, source.changes)
     key = json.dumps([str(folder.resolve()), config, sorted(map(str, files.values()))], sort_keys=True)
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    made = cache / "baton" / "models" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    made = cache_folder(environ) / "models" / hashlib.sha256(key.encode()).hexdigest()[:16]
     try:
         _write(made, files, config)
     except OSError as exc:

@@ -39,7 +39,12 @@ def is_lone_gguf(model: str) -> bool:
 
 def gguf_cache_folder(file: Path, environ: Mapping[str, str]) -> Path:
     """Return the folder in this user's cache into which a GGUF file is unpacked."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # The digest of the path keeps files of the same name in different folders apart.
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
-    return cache / "baton" / "gguf" / digest
+    return cache_folder(environ) / "gguf" / digest
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of all caches but that of downloaded models: `baton` in VLLM_CACHE_ROOT or XDG_CACHE_HOME."""
+    root = environ.get("VLLM_CACHE_ROOT") or environ.get("XDG_CACHE_HOME")
+    return (Path(root).expanduser() if root else Path.home() / ".cache") / "baton"

@@ -82,6 +82,8 @@ class EngineConfig:
     """
     model_loader_extra_config: dict[str, object] = field(default_factory=dict)
     """Settings of the load format, with vLLM's keys; see `loader_options`."""
+    plugins: tuple[str, ...] | None = None
+    """Names of the plug-ins that may be loaded; None: all that are installed."""
     enforce_eager: bool = False
     """Launch every kernel separately instead of replaying captured graphs."""
     max_step_stretch: float = inf

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import logging.config
 import re
 import sys
 import time
@@ -20,6 +21,8 @@ from contextvars import ContextVar
 from typing import Literal, TextIO
 
 import msgspec
+
+from baton_serve.services.common.errors import ConfigurationError
 
 
 class LimitedLog:
@@ -54,14 +57,25 @@ LogFormat = Literal["text", "json"]
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+_SOURCE_FILE = logging._srcfile
+"""The file that `logging` skips to find the place of a call; None turns the search off."""
 _QUIET_LOGGERS = ("asyncio", "httpcore", "httpx", "uvicorn.access", "uvicorn.error")
 """Loggers of libraries that would print a line for each request at level info."""
 _NAME_PREFIX = "baton_serve."
 """Start of the name of every logger of this project. Text lines leave it out."""
 
 
-def configure_logs(*, level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:
-    """Configure the root logger. This replaces an earlier configuration, also that of uvicorn and of `warnings`."""
+def configure_logs(
+    *, level: LogLevel, format: LogFormat, stream: TextIO | None = None, config_file: str | None = None
+) -> None:
+    """Configure the root logger. This replaces an earlier configuration, also that of uvicorn and of `warnings`.
+
+    `config_file` has a configuration for `logging.config.dictConfig` as JSON, which is applied instead of `level` and
+    `format`. Raises `ConfigurationError` if it cannot be used.
+    """
+    if config_file is not None:
+        _configure_by(config_file)
+        return
     # No line shows the source line, the thread or the process, so looking them up for each record would be wasted time.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -215,3 +229,24 @@ def _text_value(value: object) -> str:
         return str(value)
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if not text or " " in text or '"' in text or "=" in text else text
+
+
+def _configure_by(path: str) -> None:
+    """Apply the file of `--log-config-file`. Raises `ConfigurationError`."""
+    # A format of the file may have the place of a call, its thread and its process.
+    logging._srcfile = _SOURCE_FILE
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = True
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+        loggers = config.setdefault("loggers", {})
+        # A file that was written for vLLM configures the logger of its name.
+        if "vllm" in loggers:
+            loggers.setdefault("baton_serve", loggers["vllm"])
+        logging.config.dictConfig(config)
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, KeyError) as exc:
+        raise ConfigurationError(f"--log-config-file {path} cannot be used: {exc}") from exc
+    for name in _QUIET_LOGGERS:
+        if name not in loggers:
+            logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)

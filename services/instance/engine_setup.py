@@ -16,6 +16,7 @@ from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
 from baton_serve.engine.pooling.engine import PoolingEngine
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.model_source import allowed_plugins
 from baton_serve.services.common.settings.configuration import environment
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import pin_to_cores, renice_threads
 from baton_serve.services.instance.settings import InstanceSettings
@@ -51,6 +52,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         seed=settings.seed,
         enable_prefix_caching=settings.enable_prefix_caching,
         load_format=settings.load_format,
+        plugins=allowed_plugins(environment()),
         model_loader_extra_config=settings.model_loader_extra_config,
         enforce_eager=settings.enforce_eager,
         quantization=settings.quantization,

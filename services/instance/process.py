@@ -65,7 +65,7 @@ from baton_serve.services.instance.pooling_server import PoolingServer
 from baton_serve.services.instance.registration import Registration
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names, peer_access
-from baton_serve.services.instance.stats_log import StatsLog
+from baton_serve.services.instance.stats_log import log_stats
 from baton_serve.services.instance.traced_role import TracedRole
 from baton_serve.services.instance.watchdog.step_limit import StepLimit
 from baton_serve.services.instance.watchdog.step_watchdog import HangReport, StepWatchdog
@@ -83,7 +83,7 @@ def run_instance(
 
     `make_handler` makes the role's handler once engine and transfer node exist. `notes` are those of `load_with`.
     """
-    configure_logs(level=settings.log_level, format=settings.log_format)
+    configure_logs(level=settings.log_level, format=settings.log_format, config_file=settings.log_config_file)
     log_notes(notes, settings.log_level)
     logger.debug("start: imported")
     try:
@@ -254,10 +254,7 @@ class InstanceProcess:
             serving.fail_all(str(error))
             lifecycle.fail(error)
 
-        if not settings.disable_log_stats:
-            stats_log = StatsLog(lambda: serving.stats)
-            stats_log.start()
-            lifecycle.on_stop("stats log", stats_log.close)
+        log_stats(settings, lambda: serving.stats, lifecycle)
         self._engine_thread.attach(
             on_step_result=serving.on_step_result, on_stats=serving.on_stats, on_broken=on_broken
         )

@@ -5,13 +5,25 @@ import logging
 import time
 from collections.abc import Callable
 
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.lifecycle import Lifecycle, cancel_all
 from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.settings.process import NetworkSettings
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 """Time between two lines, as in vLLM."""
+
+
+def log_stats(
+    settings: NetworkSettings, stats: Callable[[], EngineStats], lifecycle: Lifecycle, *, interval_s: float = INTERVAL_S
+) -> None:
+    """Log the statistics of an engine until the process stops, unless `--disable-log-stats` is given."""
+    if settings.disable_log_stats:
+        return
+    stats_log = StatsLog(stats)
+    stats_log.start(interval_s)
+    lifecycle.on_stop("stats log", stats_log.close)
 
 
 class StatsLog:
@@ -22,9 +34,9 @@ class StatsLog:
         self._last, self._last_at = stats(), now()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Log in a task, every `INTERVAL_S` seconds."""
-        self._task = asyncio.get_running_loop().create_task(self._log_for_ever())
+    def start(self, interval_s: float = INTERVAL_S) -> None:
+        """Log in a task, every `interval_s` seconds."""
+        self._task = asyncio.get_running_loop().create_task(self._log_for_ever(interval_s))
 
     async def close(self) -> None:
         """Stop logging: cancel the task and wait for its end."""
@@ -63,7 +75,7 @@ class StatsLog:
             100 * hits,
         )
 
-    async def _log_for_ever(self) -> None:
+    async def _log_for_ever(self, interval_s: float) -> None:
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(interval_s)
             self.log()

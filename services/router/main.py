@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import reachable_url
-from baton_serve.services.common.http.server import AsgiApp, HttpServer
+from baton_serve.services.common.http.server import AsgiApp, HttpServer, TlsFiles
 from baton_serve.services.common.http.slots import HttpLimits
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
@@ -80,9 +80,9 @@ def main(argv: Sequence[str]) -> int:
     )
     try:
         settings = with_local_models(loaded.settings, environment())
+        prepare(settings)
     except ConfigurationError as exc:
         stop(PROGRAM, str(exc))
-    prepare(settings)
     log_notes(loaded.notes, settings.log_level)
     warn_of_removed(settings)
     start_all = start if settings.workers == 1 else start_router_processes
@@ -94,7 +94,7 @@ def prepare(settings: RouterSettings) -> None:
     # The tokenizer gets one text at a time, so waking a pool of threads for it would cost time and gain nothing.
     # `putenv` is enough: only the tokenizers library, which is written in Rust, has to see the variable.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
-    configure_logs(level=settings.log_level, format=settings.log_format)
+    configure_logs(level=settings.log_level, format=settings.log_format, config_file=settings.log_config_file)
 
 
 async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterProcess | None = None) -> None:
@@ -158,8 +158,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         ),
         host=settings.host,
         port=settings.port,
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
+        tls=TlsFiles(settings.ssl_keyfile, settings.ssl_certfile, settings.ssl_ca_certs, settings.ssl_cert_reqs),
         root_path=settings.root_path,
         limits=http_limits(settings),
     )

@@ -18,7 +18,7 @@ import uvloop
 
 from baton_serve.services.common.http.exchange import EXTENSION
 from baton_serve.services.common.http.listener import Listener
-from baton_serve.services.common.http.server import HttpServer
+from baton_serve.services.common.http.server import HttpServer, TlsFiles
 from baton_serve.services.common.http.slots import HttpLimits, Slots, affordable_connections
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -482,8 +482,7 @@ def test_a_handshake_that_does_not_come_is_not_waited_for(run: Run, tmp_path: Pa
             refuse,
             host="127.0.0.1",
             port=0,
-            ssl_keyfile=str(key),
-            ssl_certfile=str(certificate),
+            tls=TlsFiles(str(key), str(certificate)),
             limits=HttpLimits(head_timeout_s=0.5, max_connections=2, lingering_timeout_s=SOON_S),
         )
         await server.start()

@@ -9,6 +9,8 @@ import pytest
 from baton_serve import LLM, ModelRegistry, SamplingParams
 from baton_serve.bench.ports import free_port
 from baton_serve.engine.errors import ModelError, UnsupportedModelError
+from baton_serve.engine.model.registry import load_plugins
+from baton_serve.model_source import allowed_plugins
 from tests.e2e.cluster import Api, environment, wait_until
 from tests.e2e.test_equality import expected_tokens, prompt_of, served_tokens
 from tests.e2e.test_hub_names import START_TIMEOUT_S, has_instances, running
@@ -66,6 +68,27 @@ def test_every_process_of_a_cluster_serves_the_class_of_a_plug_in(tmp_path: Path
         api = stack.enter_context(Api(f"http://127.0.0.1:{port}"))
         wait_until(lambda: has_instances(api, 2), timeout_s=START_TIMEOUT_S, what="a prefill and a decode instance")
         assert served_tokens(api, prompt, 8) == expected_tokens(plain, prompt, 8)
+
+
+def test_a_variable_of_vllm_names_the_plug_ins_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("fourth", "fifth"):
+        write_package(tmp_path / "packages", name)
+        entry = tmp_path / "packages" / f"own_{name}-1.0.dist-info" / "entry_points.txt"
+        entry.write_text(f"[baton.general_plugins]\n{name} = own_{name}:register\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    for stated, expected in ((None, ["fifth", "fourth"]), ("fifth, sixth", ["fifth"]), ("", [])):
+        environ = {} if stated is None else {"VLLM_PLUGINS": stated}
+        monkeypatch.setattr(ModelRegistry, "_classes", {})
+        load_plugins(allowed_plugins(environ))
+        assert ModelRegistry.get_supported_archs() == [f"{name}ForCausalLM" for name in expected]
+    monkeypatch.setattr(ModelRegistry, "_classes", {})
+    monkeypatch.setenv("VLLM_PLUGINS", "fourth")
+    with LLM(str(write_tiny_model(tmp_path / "falcon", "falcon")), device="cpu", kv_cache_memory_bytes=1 << 24):
+        assert ModelRegistry.get_supported_archs() == ["fourthForCausalLM"]
+    assert "VLLM_PLUGINS names plug-ins that are not installed: sixth" in caplog.messages
+    load_plugins.cache_clear()
 
 
 def test_llm_serves_a_registered_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,16 +47,18 @@ ROUTER_DECIDED = set(
 )
 # Settings that have no place in Kubernetes: the pod sees its own cards alone; keys belong into a file from a Secret;
 # which cores a pod has, and who gives way on them, is the kubelet's affair; a Unix socket does not leave its pod; the
-# model is always a path, because another container downloads it; and changes of its config belong into its config.json,
-# because they would need a folder that can be written.
+# model is always a path, because another container downloads it; changes of its config belong into its config.json,
+# because they would need a folder that can be written; logs go to stderr as JSON, where the cluster's collector reads
+# them; and an ingress asks clients for certificates.
 MODEL_SOURCE_UNUSED = {
     "offline", "revision", "code_revision", "tokenizer_revision", "download_dir", "hf_token",
     "hf_overrides", "rope_scaling", "rope_theta",
 }  # fmt: skip
 INSTANCE_UNUSED = MODEL_SOURCE_UNUSED | {
+    "log_config_file",
     "device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share", "rpc_socket",
 }  # fmt: skip
-ROUTER_UNUSED = MODEL_SOURCE_UNUSED | {"api_key"}
+ROUTER_UNUSED = MODEL_SOURCE_UNUSED | {"api_key", "log_config_file", "ssl_ca_certs", "ssl_cert_reqs"}
 
 COLLECTOR = "http://collector.observability:4318/v1/traces"
 
@@ -102,7 +104,7 @@ def everything_set() -> list[Manifest]:
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "allowedHosts": "*", "middleware": "a.B"}
     router |= {"limitMmPerPrompt": "image=2", "allowedMediaDomains": "*", "allowedLocalMediaPath": "/pictures"}
-    router |= {"overrideGenerationConfig": {"temperature": 0.5}}
+    router |= {"overrideGenerationConfig": {"temperature": 0.5}, "seed": 7}
     router |= {"models": {"small": {"model": "/s"}}, "jointPrefillMinTokens": 4096}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50, "loraResolverFolder": "/adapters"}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}

@@ -55,7 +55,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a decoder, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder, gguf = model_folder(config.model), gguf_file(config)
-    ModelRegistry.make_known(folder)
+    ModelRegistry.make_known(folder, config.plugins)
     hf_config = decoder_config(read_config(folder, config))
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()

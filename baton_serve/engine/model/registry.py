@@ -42,9 +42,12 @@ class ModelRegistry:
         return sorted(cls._classes)
 
     @classmethod
-    def make_known(cls, folder: Path) -> None:
-        """Let transformers know the class of a folder's model, if one is registered. Raises `ModelError`."""
-        load_plugins()
+    def make_known(cls, folder: Path, plugins: tuple[str, ...] | None) -> None:
+        """Let transformers know the class of a folder's model, if one is registered. Raises `ModelError`.
+
+        `plugins` are the plug-ins that may be loaded; None: all.
+        """
+        load_plugins(plugins)
         try:
             architecture = str(json.loads((folder / "config.json").read_text())["architectures"][0])
         except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
@@ -70,9 +73,18 @@ class ModelRegistry:
 
 
 @cache
-def load_plugins() -> None:
-    """Call the functions of all plug-ins, once in a process. Raises `ModelError` if one fails."""
-    for entry in entry_points(group=PLUGINS):
+def load_plugins(allowed: tuple[str, ...] | None = None) -> None:
+    """Call the functions of plug-ins, once in a process. `allowed` are their names; None: all that are installed.
+
+    Raises `ModelError` if one fails.
+    """
+    found = entry_points(group=PLUGINS)
+    if allowed is not None and (missing := set(allowed) - found.names):
+        logger.warning("VLLM_PLUGINS names plug-ins that are not installed: %s", ", ".join(sorted(missing)))
+    for entry in found:
+        if allowed is not None and entry.name not in allowed:
+            logger.info("left out the plug-in %s, which VLLM_PLUGINS does not name", entry.name)
+            continue
         try:
             entry.load()()
         # A plug-in may raise anything.

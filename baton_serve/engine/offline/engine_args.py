@@ -17,7 +17,7 @@ from baton_serve.engine.loading.gguf_folder import unpack_to_cache
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.generation_config import GenerationDefaults, generation_config
 from baton_serve.model_hub import HubError
-from baton_serve.model_source import ModelSource, allows_long_contexts, changed_model, find_source
+from baton_serve.model_source import ModelSource, allowed_plugins, allows_long_contexts, changed_model, find_source
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,9 @@ def _changed(path: str, source: ModelSource) -> str:
 def _config(model: str, options: dict[str, Any]) -> EngineConfig:
     """Return the config. Raises `ConfigError` for an unknown argument or an unsupported value."""
     known = {entry.name for entry in fields(EngineConfig)}
-    values: dict[str, Any] = {"allow_long_max_model_len": allows_long_contexts(os.environ)}
+    values: dict[str, Any] = {
+        "allow_long_max_model_len": allows_long_contexts(os.environ), "plugins": allowed_plugins(os.environ),
+    }  # fmt: skip
     for given, value in options.items():
         name = ALIASES.get(given, given)
         if given in WITHOUT_EFFECT:

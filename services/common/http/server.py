@@ -5,6 +5,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import uvicorn
@@ -18,6 +19,18 @@ from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The files of a server's TLS; without a certificate it has none. With `cert_reqs` 1 clients may have a
+    certificate, and with 2 they must. `ca_certs` are the authorities that sign those.
+    """
+
+    keyfile: str | None = None
+    certfile: str | None = None
+    ca_certs: str | None = None
+    cert_reqs: int = ssl.CERT_NONE
+
+
 class HttpServer:
     """The HTTP server of one process. `start` binds the port; then `port` is the actual one, also if it was 0."""
 
@@ -27,13 +40,13 @@ class HttpServer:
         *,
         host: str,
         port: int,
-        ssl_keyfile: str | None = None,
-        ssl_certfile: str | None = None,
+        tls: TlsFiles | None = None,
         root_path: str = "",
         limits: HttpLimits | None = None,
     ) -> None:
         """Check the TLS files. Raises `ConfigurationError` if the key or the certificate cannot be used."""
-        _check_tls(ssl_keyfile, ssl_certfile)
+        tls = tls or TlsFiles()
+        _check_tls(tls)
         self.host = host
         self.port = port
         config = uvicorn.Config(
@@ -45,8 +58,10 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            ssl_keyfile=ssl_keyfile,
-            ssl_certfile=ssl_certfile,
+            ssl_keyfile=tls.keyfile,
+            ssl_certfile=tls.certfile,
+            ssl_ca_certs=tls.ca_certs,
+            ssl_cert_reqs=tls.cert_reqs,
             root_path=root_path,
         )
         self._server = _Server(config, limits or HttpLimits())
@@ -84,7 +99,10 @@ class HttpServer:
         await asyncio.wait({self._serving}, timeout=0.5)
 
 
-def _check_tls(keyfile: str | None, certfile: str | None) -> None:
+def _check_tls(tls: TlsFiles) -> None:
+    """Raise `ConfigurationError` if the files do not fit together or cannot be read."""
+    keyfile, certfile = tls.keyfile, tls.certfile
+    _check_authorities(tls)
     if certfile is None:
         if keyfile is not None:
             raise ConfigurationError("--ssl-keyfile needs --ssl-certfile")
@@ -95,6 +113,26 @@ def _check_tls(keyfile: str | None, certfile: str | None) -> None:
     except OSError as exc:
         files = f"--ssl-certfile {certfile}" + (f" with --ssl-keyfile {keyfile}" if keyfile is not None else "")
         raise ConfigurationError(f"{files} cannot be used: {exc.strerror or exc}") from exc
+
+
+def _check_authorities(tls: TlsFiles) -> None:
+    """Check the settings of clients' certificates. Raises `ConfigurationError`."""
+    if tls.ca_certs is None:
+        if tls.cert_reqs != ssl.CERT_NONE:
+            raise ConfigurationError(f"--ssl-cert-reqs {tls.cert_reqs} needs --ssl-ca-certs")
+        return
+    if tls.certfile is None:
+        raise ConfigurationError("--ssl-ca-certs needs --ssl-certfile")
+    # Without this check, an operator could believe that only clients with a certificate are served.
+    if tls.cert_reqs == ssl.CERT_NONE:
+        raise ConfigurationError(
+            "--ssl-ca-certs has no effect without --ssl-cert-reqs: give 2 to require certificates of clients, or 1 to"
+            " check only those that are sent"
+        )
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(tls.ca_certs)
+    except OSError as exc:
+        raise ConfigurationError(f"--ssl-ca-certs {tls.ca_certs} cannot be used: {exc.strerror or exc}") from exc
 
 
 class _Server(uvicorn.Server):

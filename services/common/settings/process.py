@@ -74,6 +74,13 @@ class ProcessSettings(ModelSourceSettings, frozen=True, kw_only=True):
         LogLevel, Meta(description="lowest level of log messages that are written", extra={"group": "logs"})
     ] = "info"
     log_format: Annotated[LogFormat, Meta(description="format of log messages: text or JSON lines")] = "text"
+    log_config_file: Annotated[
+        str | None,
+        Meta(
+            description="JSON file with a configuration of Python's logging (dictConfig), which replaces --log-level"
+            " and --log-format; names of loggers begin with baton_serve"
+        ),
+    ] = None
     otlp_traces_endpoint: Annotated[
         str | None,
         Meta(

@@ -46,6 +46,9 @@ EQUIVALENTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_HOST_IP": ("advertise_host", _as_it_is),
     "VLLM_PORT": ("rpc_port", _as_it_is),
     "VLLM_INSTANCE_ID": ("instance_id", _as_it_is),
+    "VLLM_LOGGING_CONFIG_PATH": ("log_config_file", _as_it_is),
+    # Without vLLM's own configuration, Python writes warnings and errors only.
+    "VLLM_CONFIGURE_LOGGING": ("log_level", lambda text: "warning" if text.strip() == "0" else ""),
     "VLLM_LOGGING_LEVEL": ("log_level", lambda text: _LEVELS.get(text.upper(), "error")),
     "VLLM_CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _gib),
     "VLLM_CPU_OMP_THREADS_BIND": ("omp_threads_bind", _cores),
@@ -58,15 +61,14 @@ EQUIVALENTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_XPU_FP8_DTYPE": ("fp8_dtype", _as_it_is),
 }
 """The option of Baton for each variable, and how the text becomes that of the option; "" leaves it as it is."""
-_READ_ELSEWHERE = ("VLLM_USE_MODELSCOPE", "VLLM_TORCH_PROFILER_DIR")
+_READ_ELSEWHERE = ("VLLM_USE_MODELSCOPE", "VLLM_TORCH_PROFILER_DIR", "VLLM_PLUGINS", "VLLM_CACHE_ROOT")
 """Variables that the code which needs them looks up itself."""
 _REASONS = {
-    "VLLM_CACHE_ROOT": "HF_HOME and XDG_CACHE_HOME name the folders of caches",
-    "VLLM_CONFIGURE_LOGGING": "see --log-level and --log-format",
-    "VLLM_LOGGING_CONFIG_PATH": "see --log-level and --log-format",
+    "VLLM_CONFIG_ROOT": "the only settings in files are those of --config",
+    "VLLM_ASSETS_CACHE": "no pictures or sounds are downloaded for tests; VLLM_CACHE_ROOT has all caches",
+    "VLLM_TRACE_FUNCTION": "py-spy shows the functions of a running process",
     "VLLM_CPU_KVCACHE_SPACE": "it counts with --device cpu alone; see --kv-cache-memory-bytes",
     "VLLM_AUDIO_FETCH_TIMEOUT": "no model with audio is served",
-    "VLLM_PLUGINS": "all installed plug-ins (baton.general_plugins) are loaded",
     "VLLM_PP_LAYER_PARTITION": "--tensor-parallel-size is the only way to split a model",
     "VLLM_HOST_IP": "baton serve connects its processes by itself",
     "VLLM_PORT": "baton serve connects its processes by itself; --port is that of the API",

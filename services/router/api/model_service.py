@@ -2,6 +2,7 @@
 instances.
 """
 
+import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -80,6 +81,7 @@ class ModelService:
         )
         # Requests that wait for the first instance are not counted by the dispatcher yet, so they have their own bound.
         self._num_early = 0
+        self._seeds = random.Random(settings.seed)
         self._max_early = settings.max_concurrent_requests
         self._limits_version = -1
         self._known_limits: ModelLimits | None = None
@@ -183,6 +185,7 @@ class ModelService:
             max_sequences=self.settings.max_sequences,
             beam_search_max_tokens=self.settings.beam_search_max_tokens,
             generation=self.model.generation,
+            seeds=self._seeds,
         )
 
     def timing(self, context: RequestContext, *, tokenizing_at: float) -> RequestTiming:

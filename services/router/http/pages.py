@@ -1,4 +1,4 @@
-"""Serve the pages for people: the status page at `/`, and at `/docs` the description of the API.
+"""Serve the pages for people: the status page at `/`, and at `/docs` and `/redoc` the API.
 
 Everything that they load comes from this server, so that they work without a network. They hold no data of the cluster:
 their scripts read it from endpoints that check the API key.
@@ -20,7 +20,8 @@ _ASSET_TYPES = {"swagger-ui.js": "text/javascript", "swagger-ui.css": "text/css"
 def page_routes() -> list[Route]:
     """Return the routes of the pages and of the files that they load. They need no API key."""
     assets = [_asset_route(name, media_type) for name, media_type in _ASSET_TYPES.items()]
-    return [_page_route("/", "index.html"), _page_route("/docs", "docs.html"), *assets]
+    # ReDoc loads its scripts from another host, so that clients which look for its page get the one of /docs.
+    return [_page_route("/", "index.html"), *(_page_route(path, "docs.html") for path in ("/docs", "/redoc")), *assets]
 
 
 def _page_route(path: str, name: str) -> Route:

@@ -46,6 +46,14 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
             ' {"temperature": 0.5, "max_new_tokens": 512}, of which max_new_tokens also limits max_tokens'
         ),
     ] = {}
+    seed: Annotated[
+        int | None,
+        Meta(
+            description="seed from which requests without one get theirs: after a restart the same requests in the same"
+            " order get the same answers (default: random)",
+            ge=0,
+        ),
+    ] = None
     chat_template: Annotated[
         str | None,
         Meta(
@@ -290,6 +298,18 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
     ] = []
     ssl_keyfile: Annotated[str | None, Meta(description="file with the private key for TLS")] = None
     ssl_certfile: Annotated[str | None, Meta(description="file with the certificate for TLS")] = None
+    ssl_ca_certs: Annotated[
+        str | None, Meta(description="file with the authorities whose certificates clients may have")
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int,
+        Meta(
+            description="certificates of clients: 0 none, 1 checked if they are sent, 2 required; 1 and 2 need"
+            " --ssl-ca-certs",
+            ge=0,
+            le=2,
+        ),
+    ] = 0
     root_path: Annotated[
         str, Meta(description="path prefix that a reverse proxy removes: /llm", pattern=r"^(/[A-Za-z0-9._~-]+)*/?$")
     ] = ""

@@ -60,6 +60,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int
     beam_search_max_tokens: int
     generation: GenerationDefaults
+    seeds: random.Random = _random
+    """Draws the seeds of requests without one."""
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +180,7 @@ def sampling_params(
     _check_logprobs(logprobs, "top_logprobs" if is_chat else "logprobs", limits)
     _check_logprobs(prompt_logprobs, "prompt_logprobs", limits)
     return SamplingSpec(
-        seed=_seed(request.seed),
+        seed=_seed(request.seed, limits.seeds),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=_first(request.temperature, defaults.temperature, 1.0),
@@ -355,12 +357,12 @@ def _check_logprobs(wanted: int | None, name: str, limits: ModelLimits, param: s
         raise BadRequestError(message, param=param or name)
 
 
-def _seed(seed: int | None) -> int:
+def _seed(seed: int | None, seeds: random.Random) -> int:
     """Return the seed of a request, or a random one if it is None or -1 (as in vLLM).
 
     Every request gets a seed, so that a replay on another instance samples the same tokens.
     """
-    return _random.getrandbits(63) if seed is None or seed == -1 else seed & _SEED_MASK
+    return seeds.getrandbits(63) if seed is None or seed == -1 else seed & _SEED_MASK
 
 
 def _logit_bias(given: Mapping[str, float], limits: ModelLimits) -> dict[int, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.logs import LogFormat, configure_logs, log_at, request_logs
 
 logger = logging.getLogger("services.test")
@@ -128,3 +129,36 @@ def test_a_text_line_contains_no_character_that_controls_a_terminal_or_cannot_be
     assert line.endswith(
         "request \\x1b]0;title\\x07ended request_id=a\\rb\\x1b[2Jc\\x9bd\\u2028e\\ud800f\\x00g\u00e9\n"
     )
+
+
+@pytest.mark.parametrize("name", ["baton_serve", "vllm"])
+def test_a_file_for_dictconfig_replaces_the_configuration(name: str, tmp_path: Path) -> None:
+    config = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"short": {"format": "%(levelname)s|%(message)s|%(filename)s"}},
+        "handlers": {"own": {"class": "logging.FileHandler", "filename": str(tmp_path / "log"), "formatter": "short"}},
+        "loggers": {name: {"handlers": ["own"], "level": "WARNING", "propagate": False}},
+    }
+    (tmp_path / "logging.json").write_text(json.dumps(config))
+    own = logging.getLogger("baton_serve")
+    try:
+        configure_logs(level="debug", format="json", config_file=str(tmp_path / "logging.json"))
+        logging.getLogger("baton_serve.services.test").info("left out")
+        logging.getLogger("baton_serve.services.test").warning("kept")
+    finally:
+        for handler in own.handlers:
+            handler.close()
+        own.handlers.clear()
+        own.propagate = True
+        own.setLevel(logging.NOTSET)
+    assert (tmp_path / "log").read_text() == f"WARNING|kept|{Path(__file__).name}\n"
+
+
+def test_a_file_of_logging_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
+    for text, cause in (("{", "Expecting property name"), ('{"version": 2}', "Unsupported version"), ("[]", "list")):
+        (tmp_path / "logging.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=rf"--log-config-file .*logging.json cannot be used: .*{cause}"):
+            configure_logs(level="info", format="text", config_file=str(tmp_path / "logging.json"))
+    with pytest.raises(ConfigurationError, match="No such file"):
+        configure_logs(level="info", format="text", config_file=str(tmp_path / "none.json"))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from baton_serve.contracts.model_path import cache_folder, gguf_cache_folder
+from baton_serve.services.common.settings.vllm_variables import without_vllm
 from baton_serve.services.instance.settings import InstanceSettings
 from baton_serve.services.router.settings import RouterSettings
 from tests.unit.common.test_vllm_flags import instance, serve
@@ -36,6 +38,8 @@ def test_a_flag_whose_effect_is_given_in_any_case_is_accepted_with_a_note(argv: 
     [
         ("VLLM_CPU_OMP_THREADS_BIND", "0-3", "omp_threads_bind", "0-3"),
         ("VLLM_XPU_FP8_DTYPE", "e5m2", "fp8_dtype", "e5m2"),
+        ("VLLM_LOGGING_CONFIG_PATH", "/logging.json", "log_config_file", "/logging.json"),
+        ("VLLM_CONFIGURE_LOGGING", "0", "log_level", "warning"),
         ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "90", "engine_step_timeout_s", 90.0),
     ],
 )
@@ -83,3 +87,16 @@ def test_settings_of_load_formats_and_the_old_flag_for_one_of_them() -> None:
     assert given.settings.model_loader_extra_config == {"num_threads": 4, "a": 1}
     adapter = instance("m", "--load-format", "bitsandbytes", "--qlora-adapter-name-or-path", "/adapter")
     assert adapter.settings.model_loader_extra_config == {"qlora_adapter_name_or_path": "/adapter"}
+
+
+def test_the_folder_of_caches_is_that_of_vllms_variable(tmp_path: Path) -> None:
+    assert cache_folder({}) == Path.home() / ".cache" / "baton"
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/baton")
+    both = {"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": str(tmp_path)}
+    assert cache_folder(both) == tmp_path / "baton"
+    (tmp_path / "a.gguf").touch()
+    assert gguf_cache_folder(tmp_path / "a.gguf", both).parent == tmp_path / "baton" / "gguf"
+    # Processes of a cluster get their options as flags, but read this variable themselves.
+    assert without_vllm({**both, "VLLM_PORT": "1"}) == both
+    found = instance("m", VLLM_CACHE_ROOT=str(tmp_path), VLLM_CONFIG_ROOT="/c")
+    assert [note for note in found.notes if "VLLM_CONFIG_ROOT" in note and "VLLM_CACHE_ROOT" not in note]

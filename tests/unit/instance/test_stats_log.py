@@ -1,11 +1,16 @@
 """The periodic line about an instance's load."""
 
+import asyncio
 import logging
 from dataclasses import replace
 
 import pytest
 
+from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.instance import stats_log
+from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.settings import InstanceSettings
 from baton_serve.services.instance.stats_log import StatsLog
 from tests.unit.instance.fakes import STATS
 
@@ -54,3 +59,32 @@ def test_preemptions_are_a_warning_with_a_remedy(caplog: pytest.LogCaptureFixtur
     (message,) = caplog.messages
     assert message.startswith("3 sequences were preempted") and "4 preemptions since the start" in message
     assert "--max-num-seqs" in message
+
+
+def test_the_flag_turns_the_lines_off() -> None:
+    def seen_by(*flags: str) -> int:
+        """Return how often the statistics were read while a process served with these flags."""
+        calls = 0
+        settings = load(InstanceSettings, ["m", *flags], {}, prefix="BATON__DECODE__", program="", description="")
+
+        async def scenario() -> None:
+            logged = asyncio.Event()
+
+            def stats() -> EngineStats:
+                nonlocal calls
+                calls += 1
+                if calls > 1:
+                    logged.set()
+                return STATS
+
+            lifecycle = Lifecycle()
+            stats_log.log_stats(settings, stats, lifecycle, interval_s=0.001)
+            if calls:
+                await asyncio.wait_for(logged.wait(), 10)
+            await lifecycle.stop_all()
+
+        asyncio.run(scenario())
+        return calls
+
+    assert seen_by() > 1
+    assert seen_by("--disable-log-stats") == 0

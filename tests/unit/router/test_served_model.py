@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from baton_serve.services.router.protocol.openai_requests import CompletionReque
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules, sampling_params, token_rules
 from baton_serve.services.router.text.served_model import ModelNames, ServedModel
+from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.tokenizers_for_tests import word_piece, write_folder
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 30}
@@ -134,3 +136,22 @@ def test_keys_come_from_flags_and_files(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(Exception, match="No such file"):
         api_keys(settings)
+
+
+def test_a_seed_of_the_server_repeats_the_seeds_of_requests_without_one(serve: Serve) -> None:
+    def answers(**settings: Any) -> list[str]:
+        texts: list[str] = []
+
+        async def scenario(router: Router) -> None:
+            for _ in range(3):
+                answer = await router.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
+                texts.append(answer.json()["choices"][0]["text"])
+
+        serve(scenario, **settings)
+        return texts
+
+    # Fake instances generate letters that depend on the seed of the request.
+    first = answers(seed=11)
+    assert first == answers(seed=11)
+    assert len(set(first)) > 1
+    assert first != answers(seed=12)

@@ -1,6 +1,7 @@
 """Endpoints around the answers: health, models, tokens, metrics, documents."""
 
 import asyncio
+import re
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -175,7 +176,7 @@ def test_metrics_show_the_load_that_the_router_has_assigned_to_instances(serve: 
     serve(scenario)
 
 
-PAGES = {"/", "/docs", "/docs/swagger-ui.js", "/docs/swagger-ui.css", "/openapi.json"}
+PAGES = {"/", "/docs", "/redoc", "/docs/swagger-ui.js", "/docs/swagger-ui.css", "/openapi.json"}
 """Pages for people, what they load, and the document itself. They are not part of the API."""
 
 
@@ -185,6 +186,17 @@ def routes_of(router: Router) -> list[Route]:
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) == len(app.routes), "a route of another kind is not looked at here"
     return routes
+
+
+def test_the_path_of_redoc_shows_the_description_too(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        page, redoc = await router.http.get("/docs"), await router.http.get("/redoc")
+        assert redoc.status_code == 200 and redoc.text == page.text and "swagger-ui.js" in redoc.text
+        loaded = re.findall(r'(?:src|href)="([^"]+)"', redoc.text)
+        # The two pages lie in the same folder, so that relative paths lead to the same files, also below a prefix.
+        assert loaded and all(path.startswith(("docs/", "data:")) for path in loaded)
+
+    serve(scenario)
 
 
 def test_the_openapi_document_lists_every_route_that_is_not_marked_as_a_page(serve: Serve) -> None:
