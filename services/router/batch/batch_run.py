@@ -159,7 +159,7 @@ class BatchRun:
         try:
             for line in left:
                 await self._wait_until_fewer(tasks, self._ports.max_tasks)
-                if not await self._ports.gate.enter(self._over):
+                if not await self._ports.gate.enter(self._over, self._stored.owner):
                     break
                 task = asyncio.create_task(self._answer(line, log, caller), name="batch-line")
                 tasks.add(task)
@@ -194,11 +194,11 @@ class BatchRun:
                 if (delay_s := retry_delay_s(answer, tries)) is None:
                     break
                 # Another batch, whose caller is not at its limit, may use the place meanwhile.
-                self._ports.gate.leave()
+                self._ports.gate.leave(self._stored.owner)
                 is_counted = False
                 # Spread, or requests that were refused together would all come back together.
                 await _sleep_unless(self._over, delay_s * random.uniform(0.75, 1.25))
-                if not await self._ports.gate.enter(self._over):
+                if not await self._ports.gate.enter(self._over, self._stored.owner):
                     return
                 is_counted = True
             log.add(result_of(line.custom_id, status=answer.status, body=answer.body, request_id=answer.request_id))
@@ -207,7 +207,7 @@ class BatchRun:
             logger.exception("a line of the batch %s cannot be read", self._stored.batch.id)
         finally:
             if is_counted:
-                self._ports.gate.leave()
+                self._ports.gate.leave(self._stored.owner)
 
     async def _ask(self, line: InputLine, caller: Caller) -> LineAnswer:
         """Send one request and return its response. Raises `OSError` if the input file cannot be read."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +40,11 @@ def max_lines(load: RouterLoad, *, quiet_s: float, most: int) -> int:
 
 
 class LineGate:
-    """Lets requests of all batches of this process run, as many as `max_lines` allows. Event loop only."""
+    """Lets requests of all batches of this process run, as many as `max_lines` allows. Event loop only.
+
+    A place that becomes free goes to the owner with the fewest requests among the owners that wait, however many
+    batches and requests each has.
+    """
 
     def __init__(
         self, load: Callable[[], RouterLoad], *, most: int, clock: Callable[[], float] = time.monotonic
@@ -51,27 +56,46 @@ class LineGate:
         self._busy_at = clock() - QUIET_S
         self._num_started = 0
         self._changed = asyncio.Event()
-        self.num_running = 0
+        self._running: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
 
-    async def enter(self, stop: asyncio.Event) -> bool:
-        """Wait until one more request may run, and count it. Return False, without counting, once `stop` is set."""
-        while not stop.is_set():
-            if self._is_open():
-                self.num_running += 1
-                return True
-            self._changed.clear()
-            try:
-                # The load of clients changes without an event, so it is looked at again soon.
-                async with asyncio.timeout(_POLL_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
-        return False
+    @property
+    def num_running(self) -> int:
+        """Number of requests of batches that run now."""
+        return self._running.total()
 
-    def leave(self) -> None:
-        """Count a request as ended."""
-        self.num_running -= 1
+    async def enter(self, stop: asyncio.Event, owner: str = "") -> bool:
+        """Wait until one more request of `owner` may run, and count it. Return False, without counting, once `stop` is
+        set.
+        """
+        self._waiting[owner] += 1
+        try:
+            while not stop.is_set():
+                if self._is_open() and self._is_next(owner):
+                    self._running[owner] += 1
+                    return True
+                self._changed.clear()
+                try:
+                    # The load of clients changes without an event, so it is looked at again soon.
+                    async with asyncio.timeout(_POLL_S):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+            return False
+        finally:
+            self._waiting[owner] -= 1
+            # An owner that waits no more must not keep others waiting.
+            self._changed.set()
+
+    def leave(self, owner: str = "") -> None:
+        """Count a request of `owner` as ended."""
+        self._running[owner] -= 1
         self._changed.set()
+
+    def _is_next(self, owner: str) -> bool:
+        """Return whether no owner that waits has fewer requests than this one."""
+        waiting = [other for other, number in self._waiting.items() if number > 0]
+        return all(self._running[owner] <= self._running[other] for other in waiting)
 
     def _is_open(self) -> bool:
         load, now = self._load(), self._clock()

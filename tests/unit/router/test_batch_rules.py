@@ -109,6 +109,34 @@ def test_a_request_between_two_looks_counts_as_traffic() -> None:
     asyncio.run(scenario())
 
 
+def test_a_free_place_goes_to_the_owner_with_the_fewest_requests() -> None:
+    async def scenario() -> None:
+        load, stop = RouterLoad(num_instances=1, num_running=0, num_started=0), asyncio.Event()
+        gate = LineGate(lambda: load, most=4, clock=lambda: 100.0)
+        for _ in range(4):
+            assert await gate.enter(stop, "one"), "an owner alone gets all places"
+        many = [asyncio.create_task(gate.enter(stop, "one")) for _ in range(10)]
+        await asyncio.sleep(0)
+        few = [asyncio.create_task(gate.enter(stop, "two")) for _ in range(3)]
+        await asyncio.sleep(0)
+        for number in (1, 2):
+            gate.leave("one")
+            await few[number - 1]
+            assert not any(task.done() for task in many)
+        gate.leave("one")
+        await asyncio.wait([*many, few[2]], return_when=asyncio.FIRST_COMPLETED)
+        assert not few[2].done(), "two places are the half of this owner"
+        assert gate.num_running == 4
+        few[2].cancel()
+        gate.leave("two")
+        await asyncio.wait([task for task in many if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+        assert sum(task.done() for task in many) == 2, "an owner that waits no more keeps no place free"
+        stop.set()
+        assert sum(await asyncio.gather(*many)) == 2
+
+    asyncio.run(scenario())
+
+
 def test_limits_are_waited_for_and_errors_are_final() -> None:
     def answer(status: int, retry_after_s: float | None = None) -> LineAnswer:
         return LineAnswer(status, b"{}", "r", retry_after_s)
