@@ -29,9 +29,9 @@ def names_defined_in(file: str) -> set[str]:
     return found
 
 
-def test_the_page_has_twelve_steps_and_one_hundred_and_ten_questions() -> None:
+def test_the_page_has_twelve_steps_and_one_hundred_and_twelve_questions() -> None:
     assert len(STEPS) == 12
-    assert len(ROWS) == 110
+    assert len(ROWS) == 112
 
 
 def test_every_file_exists() -> None:
