@@ -20,9 +20,10 @@ from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
 from baton_serve.engine.model.forward import TransformersForward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
-from tests.engine.conftest import ANSWER_TOKENS, References
-from tests.families import HYBRIDS
-from tests.tiny_models import write_tiny_model
+from tests.engine.conftest import ANSWER_TOKENS, References, greedy_answer
+from tests.engine.driving import make_engine, make_work, run
+from tests.families import HYBRIDS, MAX_POSITIONS
+from tests.tiny_models import load_reference, write_tiny_model
 
 BLOCK_TOKENS = 16
 BLOCKS_PER_SLOT = 10
@@ -176,3 +177,41 @@ def test_states_keep_their_precision_in_bfloat16(tmp_path: Path, family: str) ->
     # The three have the same tokens, in other chunks.
     spread = (logits - logits[0]).abs().max()
     assert spread < 0.1 * logits.abs().max()
+
+
+@pytest.mark.parametrize("num_shared", [480, 380])
+def test_prompts_that_share_a_prefix_hit_it_after_the_second(num_shared: int, references: References) -> None:
+    """The two workloads of vLLM #45238: a prefix that is 100 tokens shorter must not lose all hits.
+
+    The first prompt has a checkpoint at its own end alone. The second finds where both part, and leaves one there.
+    """
+    draw = random.Random(num_shared)
+    shared = [draw.randrange(256) for _ in range(num_shared)]
+    prompts = [shared + [draw.randrange(256) for _ in range(20)] for _ in range(66)]
+    folder = references("qwen3_next").folder
+    model = load_reference(folder)
+    with make_engine(folder, max_model_len=MAX_POSITIONS, kv_cache_bytes=32 << 20) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.add(make_work(engine, str(number), prompt, max_tokens=2))
+            before = engine.stats().prefix_hit_tokens
+            answers = run(engine)
+            hits = engine.stats().prefix_hit_tokens - before
+            assert hits == (num_shared // BLOCK_TOKENS * BLOCK_TOKENS if number >= 2 else 0), number
+            if number < 4:
+                assert answers[str(number), 0] == greedy_answer(model, prompt, 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_checkpoints_return_from_the_host_tier(family: str, references: References) -> None:
+    """The cache holds one prompt with its checkpoints. Each other prompt evicts it, with its checkpoints."""
+    reference = references(family)
+    with make_engine(reference.folder, max_model_len=128) as engine:
+        num_blocks = 128 // BLOCK_TOKENS + 2 * engine.layout.state_blocks
+    settings = {"num_gpu_blocks_override": num_blocks, "max_model_len": 128, "host_kv_bytes": 8 << 20}
+    with make_engine(reference.folder, **settings) as engine:
+        for attempt in range(2):
+            for number, (prompt, answer) in enumerate(zip(reference.prompts, reference.answers, strict=True)):
+                engine.add(make_work(engine, f"{attempt}-{number}", prompt))
+                assert run(engine)[f"{attempt}-{number}", 0] == answer
+        # The three longest prompts end behind a checkpoint at 32, 96 and 48 tokens.
+        assert engine.stats().host_hit_tokens >= 32 + 96

@@ -4,6 +4,7 @@ A layer keeps keys and values (attention), recurrent states (linear attention, s
 or neither (a layer that is an MLP or a mixture of experts only).
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,8 @@ def refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) ->
 
 def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: torch.device) -> ProbedLayers:
     """Run a few tokens through the model, to record what each layer keeps. Raises `UnsupportedModelError`."""
+    # transformers proposes packages for NVIDIA cards whenever it runs such a layer in plain torch.
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     states = StateProbe()
     attention = AttentionProbe(states)
     _run_tokens(module, name, attention, target)
