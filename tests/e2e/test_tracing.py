@@ -100,6 +100,8 @@ def test_spans_say_what_was_done(traced: Traced) -> None:
     assert top["gen_ai.usage.prompt_tokens"] == usage["prompt_tokens"]
     assert top["gen_ai.usage.completion_tokens"] == NEW_TOKENS
     assert top["gen_ai.latency.time_to_first_token"] == explained["ttft_s"]
+    times = [float(top[f"gen_ai.latency.time_in_model_{part}"]) for part in ("prefill", "decode", "inference")]
+    assert min(times) > 0 and times[2] == pytest.approx(times[0] + times[1])
     assert transfer["baton.transport"] == explained["transport"]
     assert transfer["baton.transferred_bytes"] == explained["transferred_bytes"] > 0
 

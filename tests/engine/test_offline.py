@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from baton_serve.engine import LLM, ConfigError, PoolingParams, RequestError, SamplingParams
+from baton_serve.engine import LLM, BeamSearchParams, ConfigError, PoolingParams, RequestError, SamplingParams
 from baton_serve.engine.offline.output_builder import StopSearch
 from tests.tiny_models import write_tiny_model
 from tests.tiny_pooling_models import write_pooling_model
@@ -205,6 +205,31 @@ def test_the_operators_sampling_replaces_the_models(tmp_path: Path) -> None:
     assert ended.token_ids == token_ids[: token_ids.index(token_ids[2]) + 1]
     with pytest.raises(ConfigError, match="it must be auto, vllm, or a folder"):
         LLM(str(folder), generation_config="elsewhere", **options)
+
+
+def test_without_a_tokenizer_token_ids_go_in_and_come_out(llm: LLM, folder: Path) -> None:
+    ids = llm.get_tokenizer()(PROMPTS[0])["input_ids"]
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
+    expected = llm.generate([ids], params, use_tqdm=False)[0].outputs[0]
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+    with LLM(str(folder), skip_tokenizer_init=True, **options) as bare:
+        found = bare.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0]
+        assert (found.token_ids, found.text) == (expected.token_ids, "") and expected.text
+        assert found.logprobs is not None and {one.decoded_token for one in found.logprobs[0].values()} == {None}
+        beams = bare.beam_search([ids], BeamSearchParams(beam_width=2, max_tokens=3))
+        assert [beam.text for beam in beams[0].sequences] == ["", ""]
+        for prompt, more, message in (
+            ("text", {}, "give prompt_token_ids instead of a text"),
+            (ids, {"stop": "x"}, "stop needs the text"),
+            (ids, {"bad_words": ["x"]}, "bad_words needs the text"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                bare.generate(prompt, SamplingParams(**more), use_tqdm=False)
+        with pytest.raises(ConfigError, match="there is no tokenizer"):
+            bare.get_tokenizer()
+        with pytest.raises(ConfigError, match="there is no tokenizer"):
+            bare.chat([{"role": "user", "content": "a"}], use_tqdm=False)
+    assert params.detokenize
 
 
 def test_embed_and_encode_and_score_are_those_of_sentence_transformers() -> None:

@@ -32,7 +32,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "scheduling_policy": ("fcfs", "priority"),
-    "skip_tokenizer_init": (False,),
     "tokenizer_mode": ("auto", "hf"),
     "worker_use_ray": (False,),
 }
@@ -74,6 +73,7 @@ class EngineArgs:
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
         self.tokenizer = tokenizer
         self.options = options
+        self.skip_tokenizer_init: bool = options.pop("skip_tokenizer_init", False)
         self.generation_config: str = options.pop("generation_config", None) or "auto"
         self.override_generation_config: dict[str, Any] = options.pop("override_generation_config", None) or {}
         stated = {name: options.pop(name) for name in SOURCE if name in options}
@@ -91,7 +91,8 @@ class EngineArgs:
 class OpenedModel:
     """The result of opening a model's folder; no weight is loaded yet.
 
-    `tokenizer` is of transformers, and `generation` has the default sampling parameters.
+    `tokenizer` is of transformers, or None with `skip_tokenizer_init`. `generation` has the default sampling
+    parameters.
     """
 
     config: EngineConfig
@@ -114,7 +115,7 @@ def open_model(args: EngineArgs) -> OpenedModel:
     config, folder = _config(model, args.options), model_folder(model)
     return OpenedModel(
         config=config,
-        tokenizer=_tokenizer(str(tokenizer or folder), config),
+        tokenizer=None if args.skip_tokenizer_init else _tokenizer(str(tokenizer or folder), config),
         generation=_generation(folder, args),
         kind=detect_model_kind(folder, runner=config.runner, task=config.task),
     )

@@ -28,7 +28,7 @@ from baton_serve.engine.offline.outputs import (
 from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams, default_params
 from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.progress import PromptProgressBar
-from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, parse_prompts
+from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, checked_tokenizer, parse_prompts
 from baton_serve.engine.offline.requested_adapters import LoRARequest, LoRARequests
 from baton_serve.engine.pooling.engine import PoolingEngine
 
@@ -55,6 +55,7 @@ class LLM:
         if found.kind == "generate":
             self._engine: LLMEngine | PoolingEngine = LLMEngine(found)
         else:
+            checked_tokenizer(found.tokenizer)
             # Checked before the weights are loaded, which may take minutes.
             if found.config.enable_lora:
                 raise ConfigError("enable_lora: LoRA adapters are supported for models that generate text only")
@@ -122,10 +123,10 @@ class LLM:
         from baton_serve.engine.offline.images import chat_with_images  # loads Pillow
 
         with_files = [chat_with_images(chat) for chat in chats]
-        if chat_template is None and self._tokenizer.chat_template is None:
+        if chat_template is None and self.get_tokenizer().chat_template is None:
             raise ConfigError("the model has no chat template; give chat_template")
         texts = [
-            self._tokenizer.apply_chat_template(
+            self.get_tokenizer().apply_chat_template(
                 chat,
                 tokenize=False,
                 chat_template=chat_template,
@@ -210,8 +211,8 @@ class LLM:
         return self._engine
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, of transformers."""
-        return self._tokenizer
+        """Return the tokenizer, of transformers. Raises `ConfigError` with `skip_tokenizer_init`."""
+        return checked_tokenizer(self._tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""
@@ -332,7 +333,7 @@ class LLM:
             tokens = output.prompt_token_ids + (found.token_ids[:-1] if hides_end else found.token_ids)
             sequence = BeamSearchSequence(
                 tokens=tokens,
-                text=self._tokenizer.decode(tokens),
+                text="" if self._tokenizer is None else self._tokenizer.decode(tokens),
                 logprobs=found.logprobs,
                 cum_logprob=found.cumulative_logprob,
                 finish_reason=found.finish_reason,

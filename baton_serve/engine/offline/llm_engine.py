@@ -25,7 +25,7 @@ from baton_serve.engine.offline.engine_args import (
 )
 from baton_serve.engine.offline.outputs import RequestOutput
 from baton_serve.engine.offline.params import SamplingParams, default_params
-from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, parse_prompts
+from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, checked_tokenizer, parse_prompts, without_text
 from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
 from baton_serve.engine.offline.requested_adapters import LoRARequest, RequestedAdapters
 
@@ -123,6 +123,8 @@ class LLMEngine:
         # Load first: a request that names a broken adapter must not be added.
         fingerprint = self.load_adapters([lora_request])[0]
         ids = prompt.token_ids
+        if self.tokenizer is None:
+            params = without_text(prompt, params)
         if ids is None:
             ids = self.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"]
         keep = params.truncate_prompt_tokens
@@ -272,8 +274,8 @@ class LLMEngine:
         return LoRAConfig(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, of transformers."""
-        return self.tokenizer
+        """Return the tokenizer, of transformers. Raises `ConfigError` with `skip_tokenizer_init`."""
+        return checked_tokenizer(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""

@@ -129,9 +129,13 @@ class OutputBuilder:
     def logprobs_by_token(self, token: TokenLogprobs) -> dict[int, Logprob]:
         """Return the logprobs of the chosen token and of the most likely ones, by token id."""
         return {
-            entry.token_id: Logprob(entry.logprob, entry.rank, self._tokenizer.decode([entry.token_id]))
+            entry.token_id: Logprob(entry.logprob, entry.rank, self._decoded(entry.token_id))
             for entry in [token.chosen, *token.top]
         }
+
+    def _decoded(self, token_id: int) -> str | None:
+        """Return the text of a token, or None with `skip_tokenizer_init`."""
+        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
     def _completion(self, index: int, answer: GeneratedSequence, params: SamplingParams) -> CompletionOutput:
         """Build the output of one sequence."""

@@ -12,11 +12,13 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of a token, its rank among all tokens (1 is the most likely) and its text."""
+    """The log-probability of a token, its rank among all tokens (1 is the most likely) and its text. The text is None
+    without a tokenizer.
+    """
 
     logprob: float
     rank: int
-    decoded_token: str
+    decoded_token: str | None
 
 
 Logprobs = list[dict[int, Logprob]]

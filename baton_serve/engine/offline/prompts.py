@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, cast
 
 from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.offline.params import SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -41,6 +42,29 @@ def parse_prompts(prompts: Prompts) -> list[ParsedPrompt]:
     if given and all(isinstance(item, int) for item in given):
         return [ParsedPrompt(None, cast("list[int]", given))]
     return [_one(item) for item in given]
+
+
+def checked_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer of an engine. Raises `ConfigError` if it has none."""
+    if tokenizer is None:
+        raise ConfigError("skip_tokenizer_init: there is no tokenizer; leave it out, or give token ids")
+    return tokenizer
+
+
+def without_text(prompt: ParsedPrompt, params: SamplingParams) -> SamplingParams:
+    """Return the parameters of a request to an engine without a tokenizer, whose answer has token ids alone.
+
+    Raises `ConfigError` for a text, and for parameters that need one.
+    """
+    if prompt.token_ids is None:
+        raise ConfigError("skip_tokenizer_init: the engine has no tokenizer; give prompt_token_ids instead of a text")
+    needs = {"stop": params.stops, "bad_words": params.bad_words, "structured_outputs": params.form}
+    if given := [name for name, value in needs.items() if value]:
+        raise ConfigError(f"skip_tokenizer_init: {given[0]} needs the text of the answer, and there is no tokenizer")
+    # The caller's object stays as it is.
+    params = params.clone()
+    params.detokenize = False
+    return params
 
 
 def _one(prompt: object) -> ParsedPrompt:

@@ -80,7 +80,7 @@ _VALUES = (
     ("weights are read by as many threads as the machine has cores", "--max-parallel-loading-workers"),
     ("scales of the KV cache are computed for each token and head", "--quantization-param-path"),
     ("only the files that are needed are downloaded", "--ignore-patterns"),
-    ("--otlp-traces-endpoint turns traces on, with all their details", "--collect-detailed-traces"),
+    ("spans have the times in the model without it, as in newer vLLM", "--collect-detailed-traces"),
     ("blocks are identified by one hash, which peers share", "--prefix-caching-hash-algo"),
     ("images are kept only while their requests are served", "--mm-processor-cache-gb"),
     ("instances of one pool have no ranks among each other", "--data-parallel-backend --data-parallel-address"),

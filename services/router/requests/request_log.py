@@ -42,6 +42,9 @@ def _attributes(lifecycle: RequestLifecycle) -> Iterator[tuple[str, str | int | 
     yield "gen_ai.latency.time_in_queue", timeline.queue_s
     yield "gen_ai.latency.time_in_model_prefill", timeline.prefill_s
     yield "gen_ai.latency.time_in_model_decode", timeline.decode_s
+    # As in vLLM: from the start of the computation to the last token.
+    computed = [seconds for seconds in (timeline.prefill_s, timeline.decode_s) if seconds is not None]
+    yield "gen_ai.latency.time_in_model_inference", sum(computed) if computed else None
     yield "baton.decision", timeline.decision
     yield "baton.prefill", timeline.prefill
     yield "baton.decode", timeline.decode
