@@ -64,7 +64,10 @@ class KVCacheBuilder:
 
     def make_states(self, cache: KVCache) -> StateMemory:
         """Make the memory of the recurrent states of all batch slots."""
-        return StateMemory(self._states, self._limits.max_num_seqs, cache.device_tensor)
+        # With several ranks the part of a block that a rank has in shared host memory is not contiguous. Models with
+        # states run on one rank, so that no other model needs the cache as bytes.
+        blocks = cache.device_tensor if self._states else cache.tensor.new_empty((0, 1), dtype=torch.uint8)
+        return StateMemory(self._states, self._limits.max_num_seqs, blocks)
 
     def make(self, num_blocks: int) -> KVCache:
         """Create the KV cache with this number of blocks on all ranks. In host memory, or if it has a mirror there, the
