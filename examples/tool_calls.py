@@ -1,4 +1,4 @@
-"""Let the model call a function. `tool_choice` forces the call, so that every model can do it."""
+"""Let the model call a function and answer with its result. `tool_choice="required"` makes every model call one."""
 
 import json
 import os
@@ -14,22 +14,26 @@ TOOLS = [
             "description": "Return the weather of a city.",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"enum": ["Paris", "Oslo"]}, "unit": {"enum": ["celsius", "fahrenheit"]}},
-                "required": ["city", "unit"],
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
             },
         },
     }
 ]
 
+
+def get_weather(city: str) -> str:
+    """Stand in for a service that knows the weather."""
+    return {"Paris": "sunny, 21 degrees"}.get(city, "Error: unknown city")
+
+
 with OpenAI(base_url=URL, api_key=os.environ.get("BATON_API_KEY", "none")) as client:
-    model = client.models.list().data[0].id
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "How is the weather in Paris?"}],
-        tools=TOOLS,
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        max_tokens=64,
-        temperature=0,
-    )
-    call = answer.choices[0].message.tool_calls[0].function
-    print(f"{call.name}({json.loads(call.arguments)})")
+    common = {"model": client.models.list().data[0].id, "tools": TOOLS, "max_tokens": 64, "temperature": 0}
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    asked = client.chat.completions.create(messages=messages, **common).choices[0].message
+    messages.append(asked)
+    for call in asked.tool_calls or []:
+        arguments = json.loads(call.function.arguments)
+        print(f"{call.function.name}({arguments})")
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": get_weather(**arguments)})
+    print(client.chat.completions.create(messages=messages, **common).choices[0].message.content)

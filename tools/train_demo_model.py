@@ -71,7 +71,7 @@ def _options() -> argparse.Namespace:
         default=min(14, max(1, (os.cpu_count() or 2) - 1)),
         help="number of processes that build batches",
     )
-    parser.add_argument("--vocab-size", type=int, default=2048, help="number of tokens in the vocabulary")
+    parser.add_argument("--vocab-size", type=int, default=2304, help="number of tokens in the vocabulary")
     parser.add_argument("--peak-rate", type=float, default=2e-3, help="largest learning rate")
     parser.add_argument("--evaluations", type=int, default=12, help="number of evaluations while training")
     parser.add_argument(
@@ -151,7 +151,7 @@ def _report(
     judge = Judge(options.out, device)
     accuracies = {name: _graded(judge, name, asked) for name, asked in fresh.items()}
     half = Judge(options.out, device, torch.bfloat16)
-    in_half = {name: _graded(half, name, fresh[name]) for name in ("lookup 1000", "sums")}
+    in_half = {name: _graded(half, name, fresh[name]) for name in ("lookup 1000", "sums", "call")}
     replies = judge.reply([[("user", said)] for said in SHOWN], max_new_tokens=120)
     for said, reply in zip(SHOWN, replies, strict=True):
         print(f"> {said}\n{reply}", flush=True)

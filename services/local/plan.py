@@ -12,7 +12,7 @@ from baton_serve.services.common.cpus.allocation import CpuAllocation, HostCpus,
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.settings.configuration import to_argv
 from baton_serve.services.common.settings.options import Option, Value
-from baton_serve.services.local.settings import ServeSettings
+from baton_serve.services.local.settings import DEMO_MODEL, ServeSettings
 
 # The ports are among them: instances on one machine take free ports, or Unix sockets.
 MANAGED_INSTANCE_OPTIONS = frozenset(
@@ -22,6 +22,9 @@ MANAGED_INSTANCE_OPTIONS = frozenset(
 """Options of instances that `baton serve` sets itself. They are not accepted on its command line."""
 MANAGED_ROUTER_OPTIONS = frozenset("model host port registry".split())
 """Options of the router that `baton serve` sets itself or has itself."""
+
+DEMO_OPTIONS: Mapping[str, Value] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+"""Options of the router for the bundled demo model, which was trained to call tools in this format."""
 
 GPU_MEMORY_UTILIZATION = 0.9
 """Fraction of a device's memory that the instances on it use together."""
@@ -86,6 +89,7 @@ def plan(
         "download_dir": settings.download_dir,
         "hf_token": settings.hf_token,
         "tokenizer_revision": settings.tokenizer_revision if "tokenizer" in given.values else None,
+        **(DEMO_OPTIONS if settings.model == str(DEMO_MODEL) else {}),
     }
     router = _process("router", "router", common | of_router, given, given.router)
     counts: dict[Role, int] = {

@@ -12,11 +12,13 @@ import torch
 
 from baton_serve.services.local.demo import SEEDS, make_demo_prompt
 from tools.demo_model.batches import Layout
-from tools.demo_model.corpus import Message, encode, lookup
-from tools.demo_model.evaluation import Judge
+from tools.demo_model.corpus import encode, lookup
+from tools.demo_model.evaluation import TOOL_KINDS, Judge, ToolKind, tool_question
 from tools.demo_model.lookups import Fact
 from tools.demo_model.network import TrainingForward
 from tools.demo_model.tokenization import ROLES, WordEncoder
+from tools.demo_model.tool_chats import Message, tool_exchange, tools_block
+from tools.demo_model.tool_specs import offer_tools
 
 MODEL = Path(__file__).resolve().parents[2] / "services" / "local" / "demo_model"
 BLOCK_TOKENS = 16
@@ -90,6 +92,33 @@ def test_zeroing_the_block_that_holds_the_fact_makes_the_answer_wrong(
         last = first + len(encoder.encode(fact.value)) - 1
         lost = range(first // BLOCK_TOKENS, last // BLOCK_TOKENS + 1)
         assert fact.value not in _answer_with_lost_blocks(judge, prompt, lost=lost)
+
+
+@pytest.mark.parametrize("kind", TOOL_KINDS)
+def test_19_of_20_fresh_questions_with_tools_are_right(judge: Judge, kind: ToolKind) -> None:
+    rng = Random(f"tests/{kind}")
+    wrong = judge.mistakes([tool_question(rng, kind) for _ in range(20)])
+    assert len(wrong) <= 1, wrong
+
+
+def test_the_chat_template_gives_the_tokens_of_training_for_tools(judge: Judge, encoder: WordEncoder) -> None:
+    for seed in range(40):
+        rng = Random(seed)
+        tools = offer_tools(rng, rng.randint(1, 4))
+        exchange = tool_exchange(rng, tools, is_parallel=seed % 2 == 0)
+        calls = [{"name": call.name, "arguments": call.arguments} for call in exchange.request.calls]
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": exchange.request.text},
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]},
+            *({"role": "tool", "content": content} for content in exchange.results),
+            {"role": "assistant", "content": exchange.answer},
+        ]
+        system = [{"role": "system", "content": "Be brief."}] if seed % 3 == 0 else []
+        functions = [{"type": "function", "function": dict(tool.function)} for tool in tools]
+        ids = judge.tokenizer.apply_chat_template([*system, *chat], tools=functions, return_dict=True)["input_ids"]
+        offered = tools_block([tool.function for tool in tools])
+        block = f"Be brief.\n\n{offered}" if system else offered
+        assert ids == encode(encoder, [("system", block), *exchange.messages()])[0]
 
 
 def test_the_chat_template_gives_the_tokens_of_training(

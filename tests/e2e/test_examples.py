@@ -50,11 +50,11 @@ def test_a_streamed_chat_ends_with_its_usage(demo: Cluster) -> None:
     assert "5" in text and re.fullmatch(r"\d+ tokens generated", usage)
 
 
-def test_a_forced_tool_call_follows_its_schema(demo: Cluster) -> None:
-    assert re.fullmatch(
-        r"get_weather\(\{'city': '(Paris|Oslo)', 'unit': '(celsius|fahrenheit)'\}\)",
-        run("tool_calls.py", url=demo.url).strip(),
-    )
+def test_the_model_calls_a_tool_and_answers_with_its_result(demo: Cluster) -> None:
+    assert run("tool_calls.py", url=demo.url).splitlines() == [
+        "get_weather({'city': 'Paris'})",
+        "The answer is sunny, 21 degrees.",
+    ]
 
 
 def test_a_structured_answer_follows_its_schema(demo: Cluster) -> None:

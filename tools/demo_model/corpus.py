@@ -6,10 +6,15 @@ from random import Random
 from tools.demo_model import lookups
 from tools.demo_model.arithmetic import sum_turn
 from tools.demo_model.chat import casual, chat_turn, name_turns
-from tools.demo_model.tokenization import BEGIN, END, ROLES, Encoder
+from tools.demo_model.phrases import REFUSAL
+from tools.demo_model.tokenization import BEGIN, END, FORCED, ROLES, Encoder
+from tools.demo_model.tool_chats import Message, tool_conversation
+from tools.demo_model.tool_specs import ask, offer_tools
 
-Message = tuple[str, str]  # role, content
 CONTEXT, ANSWER = 1, 2  # what a token is to the loss
+
+TOOL_SHARES = {128: 0.0, 256: 0.55, 512: 0.6, 1024: 0.25, 2048: 0.08}
+"""Shares of conversations with tools, by the length of the row."""
 
 _INTROS = (
     "",
@@ -38,13 +43,18 @@ def encode(encoder: Encoder, messages: list[Message]) -> tuple[list[int], list[i
     ids, kinds = [encoder.ids[BEGIN]], [CONTEXT]
     for role, content in messages:
         text = [*encoder.encode(content), encoder.ids[END]]
-        ids += [encoder.ids[ROLES[role]], *text]
-        kinds += [CONTEXT] + [ANSWER if role == "assistant" else CONTEXT] * len(text)
+        is_forced = role == FORCED
+        ids += [encoder.ids[ROLES["assistant" if is_forced else role]], *text]
+        marks = [ANSWER if is_forced or role == "assistant" else CONTEXT] * len(text)
+        # A grammar chooses the first token of a forced answer. The model must not learn to choose it by itself.
+        kinds += [CONTEXT, *([CONTEXT, *marks[1:]] if is_forced else marks)]
     return ids, kinds
 
 
 def conversation(rng: Random, encoder: Encoder, *, num_tokens: int) -> list[Message]:
     """Turns until the next one would not fit into `num_tokens`."""
+    if rng.random() < TOOL_SHARES.get(num_tokens, 0.0):
+        return tool_conversation(rng, encoder, num_tokens=num_tokens)
     is_lookup = num_tokens > 256 or rng.random() < 0.4
     if is_lookup:
         messages, turns = _about_a_passage(rng, encoder, num_tokens)
@@ -126,4 +136,11 @@ def _small_talk(rng: Random) -> Iterator[tuple[str, str]]:
         elif asked is not None and rng.random() < 0.4:
             yield asked
             asked = None
-        yield sum_turn(rng) if rng.random() < sums else chat_turn(rng)
+        yield _without_tools(rng) if rng.random() < 0.03 else sum_turn(rng) if rng.random() < sums else chat_turn(rng)
+
+
+def _without_tools(rng: Random) -> tuple[str, str]:
+    """Return a request for a tool although none is offered."""
+    while (tool := offer_tools(rng, 1)[0]).is_answered_without or not tool.questions:
+        pass
+    return ask(rng, tool).text, REFUSAL

@@ -7,7 +7,7 @@ with transformers through the chat template of the saved folder.
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools.demo_model.arithmetic import sum_turn
 from tools.demo_model.batches import Layout
 from tools.demo_model.chat import chat_turn
-from tools.demo_model.corpus import ANSWER, Message, encode, lookup
+from tools.demo_model.corpus import ANSWER, encode, lookup
 from tools.demo_model.lookups import RELATIONS
 from tools.demo_model.network import TrainingForward
 from tools.demo_model.tokenization import PAD, WordEncoder
+from tools.demo_model.tool_chats import Message, no_fit_turn, small_talk, tool_exchange, tools_block
+from tools.demo_model.tool_specs import offer_tools
 
 SHOWN = (
     "Hello!", "Who are you?", "What is Baton?", "What can you do?", "What is the capital of France?",
@@ -28,6 +30,10 @@ SHOWN = (
     "The code of the blue box is 4812. The code of the red box is 7730. What is the code of the blue box?",
     "Repeat after me: the green lamp is 42", "My name is Anna.", "Thanks, bye!",
 )  # fmt: skip
+
+
+ToolKind = Literal["call", "call, 8 tools", "parallel calls", "tool answer", "no call"]
+TOOL_KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,24 @@ def questions(encoder: WordEncoder, *, seed: str, count: int) -> dict[str, list[
     for name, turn in (("chat", chat_turn), ("sums", sum_turn)):
         rng = Random(f"{seed}/{name}")
         sets[name] = [Question([("user", said)], reply) for said, reply in (turn(rng) for _ in range(count))]
+    for kind in TOOL_KINDS:
+        rng = Random(f"{seed}/{kind}")
+        sets[kind] = [tool_question(rng, kind) for _ in range(count)]
     return sets
+
+
+def tool_question(rng: Random, kind: ToolKind) -> Question:
+    """Return a question with tools: for a call of one of one to three tools or of eight, for several calls, for what a
+    tool has returned, or a question that no tool answers."""
+    tools = offer_tools(rng, 8 if kind == "call, 8 tools" else rng.randint(1, 3))
+    system = ("system", tools_block([tool.function for tool in tools]))
+    if kind == "no call":
+        while (turn := no_fit_turn(rng, tools) if rng.random() < 0.5 else small_talk(rng, tools)) is None:
+            pass
+        return Question([system, ("user", turn[0])], turn[1])
+    messages = tool_exchange(rng, tools, is_parallel=kind == "parallel calls").messages()
+    last = len(messages) if kind == "tool answer" else 2
+    return _question([system, *messages[:last]])
 
 
 def forced_accuracy(

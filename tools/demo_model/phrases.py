@@ -40,7 +40,7 @@ INTENTS: tuple[Entry, ...] = (
     ),
     (
         ("What can you do?", "What do you know?", "How can you help me?", "What can I ask you?"),
-        "I can chat a little, do small sums, and find things in a long text that you give me.",
+        "I can chat a little, do small sums, call tools, and find things in a long text that you give me.",
     ),
     (
         ("Are you ChatGPT?", "Are you a large language model?", "Are you a big model?", "Are you smart?"),

@@ -12,24 +12,51 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+FORCED = "forced"
+"""Role of an answer whose form a grammar demands. It is rendered as the assistant's."""
 SPECIAL = (PAD, BEGIN, END, *ROLES.values())
 CHAT_TEMPLATE = (
+    "{%- macro shown(content) %}"
+    "{%- if content is string %}{{- content }}"
+    "{%- elif content %}"
+    "{%- for part in content if part['type'] == 'text' %}{{- part['text'] }}{%- endfor %}"
+    "{%- endif %}"
+    "{%- endmacro %}"
+    "{%- macro offered() %}"
+    "{{- 'You can call these functions:\\n<tools>' }}"
+    "{%- for tool in tools %}"
+    "{{- '\\n{\"name\": ' + (tool['function']['name'] | tojson) }}"
+    "{%- for key in ['description', 'parameters'] if tool['function'][key] %}"
+    "{{- ', \"' + key + '\": ' + (tool['function'][key] | tojson) }}"
+    "{%- endfor %}{{- '}' }}"
+    "{%- endfor %}{{- '\\n</tools>' }}"
+    "{%- endmacro %}"
     "{{- '<|begin|>' }}"
+    "{%- if tools and (not messages or messages[0]['role'] not in ['system', 'developer']) %}"
+    "{{- '<|system|>' + offered() + '<|end|>' }}{%- endif %}"
     "{%- for message in messages %}"
     "{%- if message['role'] == 'assistant' %}{{- '<|assistant|>' }}"
     "{%- elif message['role'] in ['system', 'developer'] %}{{- '<|system|>' }}"
     "{%- else %}{{- '<|user|>' }}{%- endif %}"
-    "{%- if message['content'] is string %}{{- message['content'] }}"
-    "{%- elif message['content'] %}"
-    "{%- for part in message['content'] if part['type'] == 'text' %}{{- part['text'] }}{%- endfor %}"
-    "{%- endif %}"
+    "{%- if message['role'] == 'tool' %}"
+    "{{- '<tool_response>\\n' + shown(message['content']) + '\\n</tool_response>' }}"
+    "{%- else %}{{- shown(message['content']) }}{%- endif %}"
+    "{%- if loop.first and tools and message['role'] in ['system', 'developer'] %}"
+    "{{- '\\n\\n' + offered() }}{%- endif %}"
+    "{%- for call in message['tool_calls'] or [] %}"
+    "{{- '' if loop.first and not message['content'] else '\\n' }}"
+    "{{- '<tool_call>\\n{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' }}"
+    "{{- call['function']['arguments'] if call['function']['arguments'] is string "
+    "else call['function']['arguments'] | tojson }}"
+    "{{- '}\\n</tool_call>' }}"
+    "{%- endfor %}"
     "{{- '<|end|>' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-# The pattern of GPT-2 by which the byte-level pre-tokenizer splits words between digits: needed to cache words.
-_WORD = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
-_DIGIT = re.compile(r"(\d)")
+# The pattern of GPT-2 by which the byte-level pre-tokenizer splits words, applied between digits, each of which is a
+# word: needed to cache words.
+_WORD = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+|\s+(?![^\s\d])|\s+")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -88,9 +115,9 @@ class WordEncoder:
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for piece in _DIGIT.split(text):
-            for word in _WORD.findall(piece):
-                ids += self._words.get(word) or self._encode_word(word)
+        words = self._words
+        for word in _WORD.findall(text):
+            ids += words.get(word) or self._encode_word(word)
         return ids
 
     def measure(self, text: str) -> int:

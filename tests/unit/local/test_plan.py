@@ -10,13 +10,15 @@ from baton_serve.services.common.cpus.allocation import Cpu, HostCpus
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.settings.options import Value, options_of
 from baton_serve.services.local.plan import GivenOptions, Machine, Process, plan
-from baton_serve.services.local.settings import ServeSettings
+from baton_serve.services.local.settings import DEMO_MODEL, ServeSettings
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     cluster_key_file: str | None = None
     served_model_name: list[str] = []
     api_key: list[str] = []
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
     max_model_len: int | None = None
 
 
@@ -34,6 +36,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def processes(
     *,
+    model: str = "/m",
     prefill: int = 1,
     decode: int = 1,
     threads: int | None = None,
@@ -41,7 +44,7 @@ def processes(
     sections: dict[str, dict[str, object]] | None = None,
     **values: Value,
 ) -> dict[str, Process]:
-    settings = ServeSettings(model="/m", port=80, prefill=prefill, decode=decode, threads=threads)
+    settings = ServeSettings(model=model, port=80, prefill=prefill, decode=decode, threads=threads)
     given = GivenOptions(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
     host = HostCpus(tuple(Cpu(number=number, core=number, node=0) for number in range(8)))
     machine = Machine(host, device_indexes=devices or [], core_turns="/proc/1/fd/3", cluster_key="/proc/1/fd/4")
@@ -74,6 +77,13 @@ def test_an_option_goes_to_all_who_know_it_and_to_nobody_else() -> None:
     found = processes(max_model_len=64, enforce_eager=True)
     assert all("--max-model-len=64" in process.argv for process in found.values())
     assert "--enforce-eager" in found["decode-0"].argv and "--enforce-eager" not in found["router"].argv
+
+
+def test_the_demo_model_calls_tools_unless_the_options_say_otherwise() -> None:
+    argv = processes(model=str(DEMO_MODEL))["router"].argv
+    assert {"--enable-auto-tool-choice", "--tool-call-parser=hermes"} <= set(argv)
+    assert "--tool-call-parser=mistral" in processes(model=str(DEMO_MODEL), tool_call_parser="mistral")["router"].argv
+    assert not [word for word in processes()["router"].argv if "tool" in word]
 
 
 def test_a_role_s_section_wins_over_what_was_given_for_all() -> None:
