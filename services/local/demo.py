@@ -18,7 +18,7 @@ import httpx
 from baton_serve.services.common.errors import LocalError, RemoteError
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
-from baton_serve.services.local.demo_client import DemoUsage, TimeSplit, read_health, stream_chat
+from baton_serve.services.local.demo_client import DemoUsage, TimeSplit, chat_with_tools, read_health, stream_chat
 from baton_serve.services.local.serve_process import STOP_TIMEOUT_S, BannerReader, NotStartedError, serve_command
 
 _KINDS = "red blue green black white yellow old soft rusty square".split()
@@ -91,6 +91,11 @@ def make_demo_prompt(random: Random, *, num_facts: int = NUM_FACTS) -> DemoPromp
 
 
 PROGRAM = "baton demo"
+WEATHER_TOOL = {
+    "name": "get_weather",
+    "description": "Return the weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
 START_TIMEOUT_S = 300.0
 LINK_REPORT_TIMEOUT_S = 10.0
 """Longest time to wait until a measured transfer rate appears in the router's /health."""
@@ -177,10 +182,13 @@ class ServeProcess:
 
 
 async def run_demo(url: str) -> None:
-    """Ask a short question, then two questions about one long text: the second finds that text in the prefix cache."""
+    """Ask a short question and one for a tool, then two about one long text: the second of them finds that text in the
+    prefix cache.
+    """
     prompt = make_demo_prompt(Random(random.choice(SEEDS)))
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
         await ask(client, "Hello! What is 17 + 25?", expected="42")
+        await ask_with_tool(client)
         for fact in prompt.asked:
             await ask(client, f"{prompt.text} {fact.question}", expected=fact.code)
 
@@ -204,6 +212,23 @@ async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> Non
         if split.transport is not None:
             say(f"    {'transport':<12} {await link_speed(client, split.transport)}")
     say()
+
+
+async def ask_with_tool(client: httpx.AsyncClient) -> None:
+    """Offer a tool to the model, print its call, return a result to it and print its answer."""
+    question, result = "What is the weather in Paris?", "sunny, 21 degrees"
+    say(f"> {question}   (with the tool {WEATHER_TOOL['name']})")
+    messages: list[object] = [{"role": "user", "content": question}]
+    tools = [{"type": "function", "function": WEATHER_TOOL}]
+    asked = await chat_with_tools(client, messages, tools)
+    messages.append(asked)
+    for call in asked.tool_calls:
+        say(f"    call         {call.function.name}({call.function.arguments})")
+        say(f"    result       {result}")
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    answer = (await chat_with_tools(client, messages, tools)).content or ""
+    is_right = bool(asked.tool_calls) and result in answer
+    say(f"{answer}   ({'correct' if is_right else f'WRONG: the model must call the tool and state {result!r}'})\n")
 
 
 async def link_speed(client: httpx.AsyncClient, transport: str) -> str:

@@ -1,6 +1,8 @@
-"""The demo's HTTP client: streams chat completions from a router, with the time split that `x-baton-explain` adds."""
+"""The demo's HTTP client: streams chat completions from a router, with the time split that `x-baton-explain` adds, and
+lets the model call tools."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import httpx
 import msgspec
@@ -64,6 +66,41 @@ class ChatChunk(msgspec.Struct, frozen=True):
     baton: TimeSplit | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """The function of a tool call. `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One tool call of an answer."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    """The message of an answer: a text, or tool calls."""
+
+    role: str
+    content: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
+class AnswerChoice(msgspec.Struct, frozen=True):
+    """One choice of an answer."""
+
+    message: AnswerMessage
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    """An answer that is not streamed; fields that the demo does not use are ignored."""
+
+    choices: list[AnswerChoice]
+
+
 class InstanceLinkSpeed(msgspec.Struct, frozen=True):
     """Measured rate of the transfers from `peer` to an instance."""
 
@@ -107,6 +144,17 @@ async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator
             if line.startswith("data: "):
                 yield msgspec.json.decode(line.removeprefix("data: "), type=ChatChunk)
     raise AnswerError("the stream ended before it was complete")
+
+
+async def chat_with_tools(
+    client: httpx.AsyncClient, messages: Sequence[object], tools: Sequence[dict[str, Any]]
+) -> AnswerMessage:
+    """Send a conversation that offers tools, and return the answer. Raises `AnswerError` if the status is not 200."""
+    body = {"messages": messages, "tools": tools, "max_tokens": MAX_TOKENS, "temperature": 0}
+    answer = await client.post("/v1/chat/completions", content=msgspec.json.encode(body))
+    if answer.status_code != 200:
+        raise AnswerError(f"status {answer.status_code}: {answer.text}")
+    return msgspec.json.decode(answer.content, type=ChatAnswer).choices[0].message
 
 
 async def read_health(client: httpx.AsyncClient) -> ClusterHealth:

@@ -88,8 +88,7 @@ def test_zeroing_the_block_that_holds_the_fact_makes_the_answer_wrong(
 ) -> None:
     for messages, fact in fresh[:3]:
         prompt = encode(encoder, messages[:-1])[0] + [encoder.ids[ROLES["assistant"]]]
-        first = _position(prompt, encoder.encode(fact.value))
-        last = first + len(encoder.encode(fact.value)) - 1
+        first, last = _position(prompt, [encoder.encode(fact.value), encoder.encode(f" {fact.value}")])
         lost = range(first // BLOCK_TOKENS, last // BLOCK_TOKENS + 1)
         assert fact.value not in _answer_with_lost_blocks(judge, prompt, lost=lost)
 
@@ -143,8 +142,12 @@ def test_the_training_forward_equals_transformers(judge: Judge) -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
-def _position(tokens: list[int], part: list[int]) -> int:
-    return next(i for i in range(len(tokens)) if tokens[i : i + len(part)] == part)
+def _position(tokens: list[int], forms: list[list[int]]) -> tuple[int, int]:
+    """Return the first and the last position of the part that has one of these forms: a word after a space may be other
+    tokens than the word alone."""
+    spans = ((i, i + len(part)) for part in forms for i in range(len(tokens)) if tokens[i : i + len(part)] == part)
+    first, end = next(spans)
+    return first, end - 1
 
 
 def _answer_with_lost_blocks(judge: Judge, prompt: list[int], *, lost: range) -> str:
