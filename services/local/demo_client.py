@@ -66,39 +66,39 @@ class ChatChunk(msgspec.Struct, frozen=True):
     baton: TimeSplit | None = None
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
+class DemoFunction(msgspec.Struct, frozen=True):
     """The function of a tool call. `arguments` is JSON."""
 
     name: str
     arguments: str
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class DemoToolCall(msgspec.Struct, frozen=True):
     """One tool call of an answer."""
 
     id: str
-    function: CalledFunction
+    function: DemoFunction
     type: str = "function"
 
 
-class AnswerMessage(msgspec.Struct, frozen=True):
+class DemoMessage(msgspec.Struct, frozen=True):
     """The message of an answer: a text, or tool calls."""
 
     role: str
     content: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[DemoToolCall] = []
 
 
-class AnswerChoice(msgspec.Struct, frozen=True):
+class DemoChoice(msgspec.Struct, frozen=True):
     """One choice of an answer."""
 
-    message: AnswerMessage
+    message: DemoMessage
 
 
-class ChatAnswer(msgspec.Struct, frozen=True):
+class DemoAnswer(msgspec.Struct, frozen=True):
     """An answer that is not streamed; fields that the demo does not use are ignored."""
 
-    choices: list[AnswerChoice]
+    choices: list[DemoChoice]
 
 
 class InstanceLinkSpeed(msgspec.Struct, frozen=True):
@@ -148,13 +148,13 @@ async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator
 
 async def chat_with_tools(
     client: httpx.AsyncClient, messages: Sequence[object], tools: Sequence[dict[str, Any]]
-) -> AnswerMessage:
+) -> DemoMessage:
     """Send a conversation that offers tools, and return the answer. Raises `AnswerError` if the status is not 200."""
     body = {"messages": messages, "tools": tools, "max_tokens": MAX_TOKENS, "temperature": 0}
     answer = await client.post("/v1/chat/completions", content=msgspec.json.encode(body))
     if answer.status_code != 200:
         raise AnswerError(f"status {answer.status_code}: {answer.text}")
-    return msgspec.json.decode(answer.content, type=ChatAnswer).choices[0].message
+    return msgspec.json.decode(answer.content, type=DemoAnswer).choices[0].message
 
 
 async def read_health(client: httpx.AsyncClient) -> ClusterHealth:

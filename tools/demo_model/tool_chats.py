@@ -1,7 +1,7 @@
-"""Conversations with tools: calls in the hermes form, results of tools, and answers that state the results.
+"""Conversations with tools: calls in the hermes form, results of tools, and answers with the results.
 
-The messages are those that the chat template makes of a request with `tools`, so that `corpus.encode` gives the tokens
-of such a request.
+The messages have the text that the chat template renders for a request with `tools`, so that `corpus.encode` gives the
+tokens of such a request.
 """
 
 import json

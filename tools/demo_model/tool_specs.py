@@ -1,4 +1,4 @@
-"""Random tools with their JSON schemas, and what users say to have one called, with the only right arguments.
+"""Random tools with their JSON schemas, and messages of users that demand a call, with the only right arguments.
 
 A tool comes from a domain, or has a random name. Its questions are templates, so that questions of any kind are filled
 in one way.
@@ -80,7 +80,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user says, and the calls that it demands."""
+    """The message of a user, and the right calls."""
 
     text: str
     calls: tuple[Call, ...]
