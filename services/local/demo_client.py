@@ -151,7 +151,8 @@ async def chat_with_tools(
 ) -> DemoMessage:
     """Send a conversation that offers tools, and return the answer. Raises `AnswerError` if the status is not 200."""
     body = {"messages": messages, "tools": tools, "max_tokens": MAX_TOKENS, "temperature": 0}
-    answer = await client.post("/v1/chat/completions", content=msgspec.json.encode(body))
+    headers = {"content-type": "application/json"}
+    answer = await client.post("/v1/chat/completions", content=msgspec.json.encode(body), headers=headers)
     if answer.status_code != 200:
         raise AnswerError(f"status {answer.status_code}: {answer.text}")
     return msgspec.json.decode(answer.content, type=DemoAnswer).choices[0].message

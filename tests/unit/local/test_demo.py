@@ -61,6 +61,7 @@ class FakeChat:
         self.bodies: list[dict[str, object]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        assert request.headers["content-type"] == "application/json"
         self.bodies.append(json.loads(request.content))
         if not self._messages:
             return httpx.Response(503, text="nobody is left")
