@@ -238,6 +238,32 @@ def order_after(device: torch.device, event: DeviceEvent) -> None:
     _module(device).current_stream(device).wait_event(event)
 
 
+RunBeside = Callable[[Callable[[], None]], Callable[[], None]]
+"""Runs work beside what is queued next, and returns a function that makes the main queue wait for it."""
+
+
+def beside(device: torch.device) -> RunBeside | None:
+    """Return a function that runs work in a second stream, or None if the device has none. Graphs can capture it."""
+    if not has_side_streams(device):
+        return None
+    side = SideStream(device)
+
+    def run(work: Callable[[], None]) -> Callable[[], None]:
+        side.wait(record(device))
+        with side:
+            work()
+        done, kept = side.record(), [work]
+
+        def join() -> None:
+            order_after(device, done)
+            # Until now `work` was kept with its memory: the allocator gives memory away in the main stream's order.
+            kept.clear()
+
+        return join
+
+    return run
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """A running copy to the host. `done` is None if the copy was complete when it was started."""

@@ -1,7 +1,7 @@
 """Tiny models with transformers' own greedy answers to compare with, and a way to drive engines."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from baton_serve.engine import device
 from tests.tiny_models import FAMILIES, load_reference, write_tiny_model
 
 ANSWER_TOKENS = 12
@@ -50,6 +51,36 @@ def greedy_answer(model: torch.nn.Module, prompt: list[int], num_tokens: int = A
     )
     answer: list[int] = output[0, len(prompt) :].tolist()
     return answer
+
+
+class FakeGraph:
+    """Stands in for a captured graph on the CPU: it calls the recorded function again."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.replays = 0
+        self._call = call
+
+    def replay(self) -> None:
+        self.replays += 1
+        self._call()
+
+
+class FakeCapture:
+    def __init__(self) -> None:
+        self.graphs: list[FakeGraph] = []
+
+    def __call__(self, call: Callable[[], None]) -> FakeGraph:
+        call()
+        self.graphs.append(FakeGraph(call))
+        return self.graphs[-1]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> FakeCapture:
+    capture = FakeCapture()
+    monkeypatch.setattr(device, "has_graphs", lambda _: True)
+    monkeypatch.setattr(device, "Capturing", lambda _: capture)
+    return capture
 
 
 @pytest.fixture(scope="session")

@@ -19,41 +19,13 @@ from baton_serve.engine.execution.decode_graphs import DecodeGraphs
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.forward import Forward
 from tests.devices import DEVICE
-from tests.engine.conftest import References
+from tests.engine.conftest import FakeCapture, FakeGraph, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt_oss"]),
 ]
-
-
-class FakeGraph:
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.replays = 0
-        self._call = call
-
-    def replay(self) -> None:
-        self.replays += 1
-        self._call()
-
-
-class FakeCapture:
-    def __init__(self) -> None:
-        self.graphs: list[FakeGraph] = []
-
-    def __call__(self, call: Callable[[], None]) -> FakeGraph:
-        call()
-        self.graphs.append(FakeGraph(call))
-        return self.graphs[-1]
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> FakeCapture:
-    capture = FakeCapture()
-    monkeypatch.setattr(device, "has_graphs", lambda _: True)
-    monkeypatch.setattr(device, "Capturing", lambda _: capture)
-    return capture
 
 
 def ask(engine: Engine, prompts: list[list[int]], attempt: int = 0) -> list[list[int]]:
@@ -147,6 +119,7 @@ class Halves:
 
     max_rows = 64
     is_capturable = True
+    adapter_slots = None
 
     def __init__(self, forward: Forward, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from baton_serve.bench.micro.engine_adapters import load_random_adapters
 from baton_serve.bench.micro.engine_peer import NAME as PEER_LABEL
 from baton_serve.bench.micro.engine_peer import TransformersPeer
 from baton_serve.bench.micro.engine_shapes import SHAPES, WEIGHT_BITS, Costs, costs, write_shape
@@ -74,23 +75,30 @@ class DeviceSpeeds:
 
 
 class Prompts:
-    """Generates requests with random token IDs; the same number and length give the same prompt."""
+    """Generates requests with random token IDs; the same number and length give the same prompt.
 
-    def __init__(self, engine: Engine) -> None:
-        layout = engine.layout
+    Requests use the LoRA adapters with these fingerprints in turn; "" is none.
+    """
+
+    def __init__(self, engine: Engine, adapters: Sequence[str] = ("",)) -> None:
+        self._layout = engine.layout
         self._vocab_size = engine.vocab_size
-        self._root = root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens)
+        self._adapters = adapters
         self._next = 0
 
     def work(self, number: int, length: int, max_tokens: int) -> Work:
         self._next += 1
-        draw = np.random.default_rng([number, length])
+        draw, layout = np.random.default_rng([number, length]), self._layout
+        lora = self._adapters[number % len(self._adapters)]
         return Work(
-            request_id=RequestId(f"{self._next}"),
+            request_id=RequestId(f"{id(self)}-{self._next}"),
             token_ids=draw.integers(0, self._vocab_size, length).tolist(),
             num_prompt_tokens=length,
             sampling=SamplingSpec(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-            root=self._root,
+            root=root_hash(
+                fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens, lora=lora
+            ),
+            lora=lora,
         )
 
 
@@ -233,11 +241,11 @@ class Cases:
             less_is_better=False,
         )
 
-    def decode(self, batch: int, context: int) -> CaseResult:
-        """Measure a decode step, in seconds."""
+    def decode(self, batch: int, context: int, prompts: Prompts | None = None) -> CaseResult:
+        """Measure a decode step, in seconds, of `prompts` if they are given."""
         steps = -(-self._steps // self._interleaved.rounds)
         total = steps * self._interleaved.rounds
-        with decoding(self._engine, self._prompts, batch, context, total) as timed:
+        with decoding(self._engine, prompts or self._prompts, batch, context, total) as timed:
             return self._interleaved(
                 lambda: statistics.median(timed(steps)),
                 lambda limits: limits.decode_s(self._cost, batch, context + batch // 2 + total // 2),
@@ -263,6 +271,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     with engine:
         cases = Cases(engine, cost, interleaved, options.steps)
         cases.fresh(1, min(512, engine.max_model_len - 1))  # warm up
+        adapters = load_random_adapters(
+            engine, options.shape, target, count=options.adapters, rank=options.adapter_rank
+        )
         for length in options.single:
             yield _timed_row(options, f"first token {length}", cases.first_token(length))
         for count, length in options.prefill:
@@ -275,6 +286,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                     sys.stderr.write(f"decode {batch} x {context}: skipped, its KV does not fit in the cache\n")
                     continue
                 yield _timed_row(options, f"decode {batch} x {context}", cases.decode(batch, context))
+                if adapters:
+                    taken = cases.decode(batch, context, Prompts(engine, adapters))
+                    yield _timed_row(options, f"decode {batch} x {context}, {len(adapters)} adapters", taken)
 
 
 def measure_peer(options: argparse.Namespace) -> Iterator[Row]:
@@ -332,6 +346,9 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
         async_scheduling=False if options.no_async_scheduling else None,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
+        enable_lora=options.adapters > 0,
+        max_loras=max(1, options.adapters),
+        max_lora_rank=options.adapter_rank,
     )
 
 
@@ -396,6 +413,10 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="dtype of the KV cache",
     )
+    made.add_argument(
+        "--adapters", type=int, default=0, help="also measure decode steps that mix this number of LoRA adapters"
+    )
+    made.add_argument("--adapter-rank", type=int, default=16, help="rank of the adapters")
     made.add_argument("--json", action="store_true", help="print one JSON object per row")
     return made
 

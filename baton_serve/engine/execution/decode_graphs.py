@@ -3,11 +3,13 @@
 The inputs of a graph are one small array that the host fills and the device copies, the block tables on the device, and
 the last token of each slot, which stays on the device: a step can be launched before the host knows what the previous
 step sampled. Rows beyond the batch are padding, with context 0 and slot -1. Each graph also finds the largest logit of
-each row. A caller that samples differently reads the logits and calls `set_sampled_tokens`. With several ranks each
-keeps its columns of the logits, and they are gathered only for callers that read them.
+each row. If the model has slots for LoRA adapters, each batch size has a second graph for batches with adapters in any
+mixture: the slot of each row is an input too. A caller that samples differently reads the logits and calls
+`set_sampled_tokens`. With several ranks each keeps its columns of the logits, and they are gathered only for callers
+that read them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -24,12 +26,14 @@ from baton_serve.engine.kernels import AttentionMetadata, argmax_kernel
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
+from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, sorted_rows
 
-LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS = range(7)
+LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS, ADAPTERS = range(8)
 """Rows of the input array.
 
 LAST, the last token of each batch slot, is written by the device only; the other rows are copied from the host.
-TOKEN_AT is the index of a sequence's token in the first two rows, read as one.
+TOKEN_AT is the index of a sequence's token in the first two rows, read as one. The rows from ADAPTERS on are
+those of `sorted_rows`.
 """
 
 
@@ -67,12 +71,19 @@ class DecodeArrays:
     inputs: NDArray[np.int64]  # [6, batch], rows TOKENS to CONTEXTS, the last one int32
     changes: NDArray[np.int64] | None
     """Changes of the block tables, as `BlockTables.take_changes` returns them; None: no change."""
+    adapters: Sequence[str] = ()
+    """The LoRA adapter of each sequence, by fingerprint; "" is none. Empty: no sequence has one."""
 
 
-def fits_decode_graph(plan: ScheduledBatch) -> bool:
-    """Return whether a step can be replayed: one token and one sample per sequence, no prompt logprobs, no adapter."""
+def fits_decode_graph(plan: ScheduledBatch, *, with_adapters: bool) -> bool:
+    """Return whether a step can be replayed: one token and one sample per sequence, no prompt logprobs.
+
+    `with_adapters` says that there are graphs for steps with LoRA adapters.
+    """
     return 0 < len(plan.chunks) == len(plan.rows) and all(
-        c.length == 1 and not (c.sequence.request.wants_prompt_logprobs or c.sequence.request.work.lora)
+        c.length == 1
+        and not c.sequence.request.wants_prompt_logprobs
+        and (with_adapters or not c.sequence.request.work.lora)
         for c in plan.chunks
     )
 
@@ -86,6 +97,7 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
     count, width = len(chunks), limits.max_num_seqs + 1
     for chunk in chunks:
         tables.update(chunk.sequence)
+    adapters = [c.sequence.request.work.lora for c in chunks]
     host = np.zeros((CONTEXTS + 1, count), dtype=np.int64)
     rows = np.array([c.sequence.slot for c in chunks])
     positions = np.array([c.start for c in chunks])
@@ -97,7 +109,7 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
     host[SLOTS] += positions % block_tokens
     host[TABLE_ROWS] = rows
     host[CONTEXTS].view(np.int32)[:count] = positions + 1
-    return DecodeArrays(host[TOKENS:], tables.take_changes())
+    return DecodeArrays(host[TOKENS:], tables.take_changes(), adapters if any(adapters) else ())
 
 
 class DecodeGraphs:
@@ -113,7 +125,8 @@ class DecodeGraphs:
         self._limits = limits
         self._width = limits.max_num_seqs + 1  # one column more than slots, for padding
         # Two, because the device may still be copying the previous step's inputs while the host fills the next ones.
-        self._staging = [devices.staging(device, (7, self._width), torch.int64) for _ in range(2)]
+        shape = (ADAPTERS + NUM_ROW_ARRAYS, self._width)
+        self._staging = [devices.staging(device, shape, torch.int64) for _ in range(2)]
         self._inputs = torch.zeros_like(self._staging[0], device=device)
         self.last_tokens = self._inputs[LAST]
         self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
@@ -125,6 +138,8 @@ class DecodeGraphs:
         self._logits: Tensor | None = None
         self._argmax = argmax_kernel(device)
         self._graphs: dict[int, Graph] = {}
+        self._adapter_graphs: dict[int, Graph] = {}
+        self._slots = forward.adapter_slots
         self._bucket_of: list[int] = []
 
     @torch.inference_mode()
@@ -136,20 +151,40 @@ class DecodeGraphs:
         self._fill_padding(self._staging[0].numpy(), 0, self._limits.max_num_seqs)
         # Not the first row: it holds the last tokens of the slots, which only the device writes.
         self._inputs[1:] = self._staging[0][1:]
-        graphs: dict[int, Graph] = {}
-        for size in reversed(sizes):
-            self._compute(size)  # compiles kernels and allocates what libraries keep
-            graphs[size] = capture(partial(self._compute, size))
-        self._graphs = graphs
+        self._graphs = self._capture_sizes(capture, sizes, None)
         self._bucket_of = [next(s for s in sizes if s >= n) for n in range(self._limits.max_num_seqs + 1)]
+
+    @torch.inference_mode()
+    def capture_with_adapters(self, capture: CaptureGraph) -> None:
+        """Capture a second graph for each batch size, for batches with adapters. Do nothing if the model has no slots.
+
+        Call it after `capture`. Raises `RuntimeError` if something cannot be captured, or if the kernel that adds the
+        adapters' products is wrong on this device.
+        """
+        if self._slots is None:
+            return
+        self._slots.check()
+        self._inputs[ADAPTERS:] = -1
+        sizes = list(self._graphs)[::-1]
+        try:
+            self._adapter_graphs = self._capture_sizes(capture, sizes, self._slots)
+        except RuntimeError:
+            if not self._slots.uses_two_streams:
+                raise
+            self._slots.use_one_stream()
+            self._adapter_graphs = self._capture_sizes(capture, sizes, self._slots)
 
     def release(self) -> None:
         """Free the graphs; later steps are computed without them."""
-        self._graphs = {}
+        self._graphs, self._adapter_graphs = {}, {}
 
     @property
     def are_captured(self) -> bool:
         return bool(self._graphs)
+
+    @property
+    def are_captured_with_adapters(self) -> bool:
+        return bool(self._adapter_graphs)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         """Launch a decode step without waiting for it."""
@@ -157,11 +192,17 @@ class DecodeGraphs:
         host = self._staging[0].numpy()
         count = arrays.inputs.shape[1]
         bucket = self._bucket_of[count]
-        host[TOKENS:, :count] = arrays.inputs
+        host[TOKENS:ADAPTERS, :count] = arrays.inputs
         self._fill_padding(host, count, bucket)
         self._tables.apply(arrays.changes)
-        self._inputs[1:].copy_(self._staging[0][1:], non_blocking=True)
-        self._graphs[bucket].replay()
+        end, graphs = ADAPTERS, self._graphs
+        if arrays.adapters:
+            assert self._slots is not None
+            slots = self._slots.assign(arrays.adapters) + [-1] * (bucket - count)
+            host[ADAPTERS:, :bucket] = sorted_rows(slots, self._slots.num_slots)
+            end, graphs = len(host), self._adapter_graphs
+        self._inputs[1:end].copy_(self._staging[0][1:end], non_blocking=True)
+        graphs[bucket].replay()
         assert self._logits is not None
         return DecodeResult(self._greedy[:count], self._vocab_size(self._logits))
 
@@ -189,7 +230,15 @@ class DecodeGraphs:
         host[SLOTS, start:end] = -1
         host[CONTEXTS].view(np.int32)[start:end] = 0
 
-    def _compute(self, size: int) -> None:
+    def _capture_sizes(self, capture: CaptureGraph, sizes: list[int], slots: AdapterSlots | None) -> dict[int, Graph]:
+        """Return a graph for each of these ascending batch sizes."""
+        graphs: dict[int, Graph] = {}
+        for size in reversed(sizes):
+            self._compute(size, slots)  # compiles kernels and allocates what libraries keep
+            graphs[size] = capture(partial(self._compute, size, slots))
+        return graphs
+
+    def _compute(self, size: int, slots: AdapterSlots | None) -> None:
         """The work of a graph. Every tensor here keeps its memory between replays, or is scratch."""
         inputs = self._inputs[:, :size]
         meta = AttentionMetadata(
@@ -201,7 +250,8 @@ class DecodeGraphs:
             max_context_len=self._limits.max_model_len,
         )
         tokens = self._inputs[: TOKENS + 1].view(-1).index_select(0, inputs[TOKEN_AT])
-        step = StepInputs(tokens, inputs[POSITIONS], None, meta)
+        rows = None if slots is None else slots.view(self._inputs[ADAPTERS:], size)
+        step = StepInputs(tokens, inputs[POSITIONS], None, meta, slot_rows=rows)
         greedy = self._greedy[:size]
         if self._parts is not None:
             logits = self._parts.compute(step, self._layers)

@@ -16,10 +16,12 @@ from torch import Tensor
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeGraphs, DecodeResult
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
+from baton_serve.engine.kernels import SlotRows
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.batch_inputs import StepArrays, StepStates
 from baton_serve.engine.model.forward import Forward
+from baton_serve.engine.model.lora.slots import sorted_rows
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,11 @@ class Executor(Protocol):
 
     @property
     def has_graphs(self) -> bool: ...
+
+    @property
+    def has_adapter_graphs(self) -> bool:
+        """Return whether `replay` supports decode steps with LoRA adapters."""
+        ...
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         """Compute a step, from a captured graph if one fits, and return the logits [num_logits, vocab_size].
@@ -94,14 +101,32 @@ class LocalExecutor:
     def has_graphs(self) -> bool:
         return self._graphs.are_captured
 
+    @property
+    def has_adapter_graphs(self) -> bool:
+        return self._graphs.are_captured_with_adapters
+
     @torch.inference_mode()
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         logits = self._prompts.replay(arrays)
         if logits is None:
             inputs = arrays.upload(self._device, self._graphs.last_tokens)
-            inputs = replace(inputs, after_layer=after_layer, states=self._step_states(arrays))
+            inputs = replace(
+                inputs, after_layer=after_layer, states=self._step_states(arrays), slot_rows=self._slot_rows(arrays)
+            )
             logits = self._forward(inputs, self._layers)
         return logits
+
+    def _slot_rows(self, arrays: StepArrays) -> SlotRows | None:
+        """Return the adapter slots of a step's rows, or None if torch multiplies adapter by adapter.
+
+        That takes thousands of launches for several adapters, but large products are fast for one that has all rows.
+        """
+        slots = self._forward.adapter_slots
+        if slots is None or not self.has_adapter_graphs or not arrays.adapters or arrays.adapters[0][1] is None:
+            return None
+        count = len(arrays.tokens)
+        array = sorted_rows(slots.slots_of(arrays.adapters, count), slots.num_slots)
+        return slots.view(torch.from_numpy(array).to(self._device, non_blocking=True), count)
 
     @torch.inference_mode()
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
@@ -129,6 +154,10 @@ class LocalExecutor:
         except RuntimeError as error:
             logger.warning("cannot capture graphs for decode steps, small batches will be slower: %s", error)
             return
+        try:
+            self._graphs.capture_with_adapters(capture)
+        except RuntimeError as error:
+            logger.warning("cannot capture graphs for LoRA adapters, steps with one will be slower: %s", error)
         try:
             self._prompts.capture(capture)
         except RuntimeError as error:

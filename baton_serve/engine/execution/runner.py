@@ -110,7 +110,8 @@ class ModelRunner:
         # constraints.
         constraints = None if ahead else self._masking.begin(plan.rows)
         images = [] if self._images is None else self._images.rows(plan)
-        if self._executor.has_graphs and not images and fits_decode_graph(plan):
+        with_adapters = self._executor.has_adapter_graphs
+        if self._executor.has_graphs and not images and fits_decode_graph(plan, with_adapters=with_adapters):
             result = self._executor.replay(build_inputs(plan, self._tables, self._limits))
             return LaunchedForward(plan, None, result.greedy, None, constraints, result.vocab_size)
         inputs = self._inputs.build_inputs(plan, images)

@@ -17,7 +17,7 @@ from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.state_memory import row_bytes
 from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
-from baton_serve.engine.model.lora.store import AdapterStore
+from baton_serve.engine.model.lora.store import AdapterStore, SlotSettings
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
 
@@ -75,6 +75,7 @@ class EngineSetup:
                 max_adapters=config.max_adapters,
                 dtype=model.dtype if config.lora_dtype == "auto" else devices.DTYPES[config.lora_dtype],
                 model_dtype=model.dtype,
+                slots=_slot_settings(config, device),
                 device=device,
             )
         self.images: PromptImages | None = load_images(config, device, model.dtype) if config.reads_images else None
@@ -87,6 +88,13 @@ class EngineSetup:
             adapter = replace(read, base_model_name=given.base_model_name)
             self.adapters.register(adapter)
             self.adapters.keep(adapter, in_use=(), pinned=())
+
+
+def _slot_settings(config: EngineConfig, device: torch.device) -> SlotSettings | None:
+    """Return the settings of the adapter slots that captured graphs need, or None if nothing is captured."""
+    if config.enforce_eager or not devices.has_graphs(device):
+        return None
+    return SlotSettings(min(config.max_loras, config.max_num_seqs), devices.beside(device))
 
 
 def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:

@@ -3,6 +3,7 @@ specifies the right result.
 """
 
 from baton_serve.engine.kernels.metadata import (
+    GROUP_ROWS,
     Activations,
     AttentionBackend,
     AttentionMetadata,
@@ -12,12 +13,22 @@ from baton_serve.engine.kernels.metadata import (
     Linear,
     NewHeads,
     Norm,
+    SlotRows,
+    SlotWeights,
     Weight,
+    no_work,
 )
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
-from baton_serve.engine.kernels.selection import argmax_kernel, attention_backend, layer_kernels, row_kernel
+from baton_serve.engine.kernels.selection import (
+    adapter_kernels,
+    argmax_kernel,
+    attention_backend,
+    layer_kernels,
+    row_kernel,
+)
 
 __all__ = [
+    "GROUP_ROWS",
     "Activations",
     "AttentionBackend",
     "AttentionMetadata",
@@ -28,10 +39,14 @@ __all__ = [
     "NewHeads",
     "Norm",
     "QuantizedWeight",
+    "SlotRows",
+    "SlotWeights",
     "StackedWeight",
     "Weight",
+    "adapter_kernels",
     "argmax_kernel",
     "attention_backend",
     "layer_kernels",
+    "no_work",
     "row_kernel",
 ]

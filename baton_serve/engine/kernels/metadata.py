@@ -5,6 +5,7 @@ Nothing here knows of requests, schedulers or models. The engine builds one `Att
 layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -113,6 +114,10 @@ class AttentionBackend(Protocol):
         ...
 
 
+def no_work() -> None:
+    """Do nothing, where a function is expected."""
+
+
 class PackedWeight(Protocol):
     """A weight in the order in which the kernels of one device read it. Only these kernels read its parts."""
 
@@ -149,6 +154,53 @@ class Linear:
 
     weight: Weight
     bias: Tensor | None
+
+
+GROUP_ROWS = 16
+"""Rows of an operand of a matrix unit; fewer rows cost the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWeights:
+    """The LoRA matrices of one product in all adapter slots, padded with zeros to one rank. They are multiplied in
+    their own dtype, which may differ from the model's.
+
+    A product may consist of up to three parts side by side, such as query, key and value, which have `down` matrices of
+    their own.
+    """
+
+    down: Tensor  # [num_slots, num_parts * rank, inputs]
+    up: Tensor  # [num_slots, outputs, rank], with the scale
+    ends: tuple[int, ...]
+    """The column behind the last one of each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """The adapter slot of each row of a step, and groups of rows with one slot, all int64. Slot -1 means no adapter.
+
+    A group has up to `GROUP_ROWS` rows. If the step has no more than that, each slot has one group.
+    """
+
+    slots: Tensor  # [num_tokens]
+    order: Tensor  # [num_tokens], numbers of rows, sorted by slot
+    groups: Tensor  # [3, num_groups]: slot, or -1 for no group, first position in `order`, and end
+
+
+class AdapterKernels(Protocol):
+    """Adds the products of LoRA adapters in two steps. Their work depends on shapes only, so graphs can capture it."""
+
+    def low_rank(self, x: Tensor, weights: SlotWeights) -> Tensor:
+        """Return memory for the result of `shrink` for x [num_tokens, inputs], not filled."""
+        ...
+
+    def shrink(self, low: Tensor, x: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
+        """Multiply x by `down` of each row's slot, and store the result in `low`, in the order that `expand` reads."""
+        ...
+
+    def expand(self, output: Tensor, low: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
+        """Multiply `low` by `up`, and add the result to `output` [num_tokens, outputs]."""
+        ...
 
 
 class LayerKernels(Protocol):
@@ -194,10 +246,19 @@ class LayerKernels(Protocol):
         ...
 
     def linear_norm(
-        self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+        self,
+        x: Activations,
+        product: Linear,
+        residual: Tensor,
+        norm: Norm,
+        then: Weight | None = None,
+        *,
+        before_norm: Callable[[], None] = no_work,
     ) -> Activations:
         """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. The
         result is in the form in which `linear` reads it fastest for the weight `then`.
+
+        `before_norm` is called after the product and before `residual` is read, which it may change.
         """
         ...
 

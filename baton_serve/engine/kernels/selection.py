@@ -11,7 +11,14 @@ from torch import Tensor
 from baton_serve.engine.kernels.cpu.attention import CpuAttention
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, CpuLayers
-from baton_serve.engine.kernels.metadata import AttentionBackend, AttentionSpec, LayerKernels, RowKernel, RowLayer
+from baton_serve.engine.kernels.metadata import (
+    AdapterKernels,
+    AttentionBackend,
+    AttentionSpec,
+    LayerKernels,
+    RowKernel,
+    RowLayer,
+)
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
@@ -62,6 +69,14 @@ def row_kernel(
     module = importlib.import_module("baton_serve.engine.kernels.triton.row.layers")
     made: RowKernel | None = module.row_layers(layers, specs, head_dim, kv_heads)
     return made
+
+
+def adapter_kernels(device: torch.device) -> AdapterKernels:
+    """Return the kernels that add the products of LoRA adapters in slots."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return reference_layers
+    kernels: AdapterKernels = importlib.import_module("baton_serve.engine.kernels.triton.adapters")
+    return kernels
 
 
 def argmax_kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
-from baton_serve.engine.kernels import AttentionMetadata
+from baton_serve.engine.kernels import AttentionMetadata, SlotRows
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.block_tables import BlockTables
 
@@ -55,6 +55,8 @@ class StepInputs:
     """
     states: StepStates | None = None
     """It is None for models without recurrent states."""
+    slot_rows: SlotRows | None = None
+    """The adapters of the step in slots, instead of `adapters`."""
 
 
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:

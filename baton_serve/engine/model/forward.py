@@ -15,6 +15,7 @@ from baton_serve.engine.model import fused_lora as fused_adapted
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
+from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.paged_attention import PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
@@ -62,6 +63,11 @@ class Forward(Protocol):
         """
         ...
 
+    @property
+    def adapter_slots(self) -> AdapterSlots | None:
+        """The slots of LoRA adapters for `StepInputs.slot_rows`, or None if this forward does not read them."""
+        ...
+
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """Compute logits [num_logits, vocab_size]. `layers` are the KV cache's views, one for each layer."""
         ...
@@ -72,6 +78,7 @@ class TransformersForward:
 
     is_capturable = False
     parts = None
+    adapter_slots = None
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, adapters: AdapterStore | None = None) -> None:
         self._model = model

@@ -25,6 +25,7 @@ from baton_serve.engine.kernels import (
 )
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
 from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.mixture_of_experts import Mixture, pack_mixture
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear, can_merge, install, merge
 
@@ -106,6 +107,7 @@ class FusedForward:
         self._row = None
         if model.is_whole:
             self._row = row_kernel(self._like.device, self._layers, self._specs, self._head_dim, self._num_kv_heads)
+        self.adapter_slots: AdapterSlots | None = None
         # A module of transformers may read values back from the device, as its mixtures of experts do.
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 

@@ -55,6 +55,7 @@ class CpuForward:
 
     is_capturable = False
     parts = None
+    adapter_slots = None
 
     def __init__(self, model: LoadedModel, kernels: CpuLayers) -> None:
         module = cast(Any, model.module)

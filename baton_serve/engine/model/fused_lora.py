@@ -1,22 +1,25 @@
 """Fused layers with LoRA adapters.
 
 Steps without an adapter run as in `FusedForward`. Others run product by product, since the adapter's part must be added
-before the next kernel uses the output.
+before the next kernel uses the output. On devices with captured graphs, kernels add the parts of all adapters from
+their slots. Elsewhere, and if all rows have one adapter and no graph fits, torch multiplies adapter by adapter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from baton_serve.engine.collectives.backends import Collectives
-from baton_serve.engine.kernels import AttentionBackend, LayerKernels
+from baton_serve.engine.kernels import AttentionBackend, LayerKernels, SlotRows
 from baton_serve.engine.kernels.metadata import Linear, Norm
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
 from baton_serve.engine.model.fused import FusedForward, Layer
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import OutputSlice, add_products, output_slices
+from baton_serve.engine.model.lora.slots import AdaptedProduct, AdapterSlots
 from baton_serve.engine.model.lora.store import AdapterRows, AdapterStore
 
 OutputSlices = tuple[OutputSlice, ...]
@@ -32,6 +35,10 @@ class LayerParts:
     output: OutputSlices
     gate_up: OutputSlices
     down: OutputSlices
+
+    def products(self) -> list[OutputSlices]:
+        """Return the products that adapters can change, in their order."""
+        return [parts for parts in (self.qkv, self.output, self.gate_up, self.down) if parts]
 
 
 class AdaptedForward(FusedForward):
@@ -49,14 +56,27 @@ class AdaptedForward(FusedForward):
         module: Any = model.module
         self._store = store
         self._parts = [_parts_of(layer, f"model.layers.{i}.") for i, layer in enumerate(module.model.layers)]
-        for parts in self._parts:
-            for part in (*parts.qkv, *parts.output, *parts.gate_up, *parts.down):
-                inputs = int(module.get_submodule(part.module).in_features)
+        products: list[AdaptedProduct] = []
+        for parts in (product for layer in self._parts for product in layer.products()):
+            inputs = int(module.get_submodule(parts[0].module).in_features)
+            products.append(AdaptedProduct(parts, inputs))
+            for part in parts:
                 store.offer(part.module, inputs=inputs, outputs=part.end - part.start)
         super().__init__(model, backend, kernels, collectives)
+        if store.slots is not None and self.is_capturable:
+            self.adapter_slots = AdapterSlots(
+                products,
+                store.weights,
+                store.slots,
+                max_rank=store.max_rank,
+                dtype=store.dtype,
+                device=store.device,
+            )
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """Compute logits [num_logits, vocab_size], with the adapters of the step."""
+        if inputs.slot_rows is not None and self.adapter_slots is not None:
+            return self._compute_slots(inputs, layers, self.adapter_slots, inputs.slot_rows)
         step = self._store.rows(inputs.adapters)
         if not step:
             return super().__call__(inputs, layers)
@@ -78,6 +98,56 @@ class AdaptedForward(FusedForward):
             hidden = self._norm(output, norm, residual)
         return self._kernels.linear(hidden, self._head.weight, self._head.bias)
 
+    def _compute_slots(self, inputs: StepInputs, layers: list[Tensor], slots: AdapterSlots, rows: SlotRows) -> Tensor:
+        """Compute logits [num_logits, vocab_size] with the adapters in slots. The work depends on shapes only."""
+        residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
+        rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
+        hidden = self._norm(residual, self._layers[0].input_norm)
+        first = 0  # number of the layer's first product
+        for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):
+            heads = slots.product(first, hidden, rows, partial(self._linear_of, hidden, layer.qkv))
+            attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
+            if inputs.after_layer is not None:
+                inputs.after_layer(number)
+            # The norm adds its input to the residual anyway. Adding the adapters' part there leaves product and norm
+            # fused.
+            join = slots.add_beside(first + 1, residual, attended, rows)
+            hidden = self._plain_norm(attended, layer.output, residual, layer.mlp_norm, join)
+            is_last = number + 1 == len(self._layers)
+            norm = self._final_norm if is_last else self._layers[number + 1].input_norm
+            last_rows = inputs.logit_rows if is_last else None
+            if layer.gate_up is None or layer.down is None:
+                hidden = self._norm_of_rows(self._mlp(layer, hidden), residual, norm, last_rows)
+            else:
+                gate_up = slots.product(first + 2, hidden, rows, partial(self._linear_of, hidden, layer.gate_up))
+                gated = self._kernels.silu_mul(gate_up)
+                join = slots.add_beside(first + 3, residual, gated, rows)
+                if last_rows is None:
+                    hidden = self._plain_norm(gated, layer.down, residual, norm, join)
+                else:
+                    output = self._linear_of(gated, layer.down)
+                    join()
+                    hidden = self._norm_of_rows(output, residual, norm, last_rows)
+            first += len(parts.products())
+        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
+
+    def _norm_of_rows(self, output: Tensor, residual: Tensor, norm: Norm, rows: Tensor | None) -> Tensor:
+        """Return the norm of `output` plus `residual`, of `rows` only if they are given."""
+        if rows is not None:
+            output, residual = output[rows], residual[rows]
+        return self._norm(output, norm, residual)
+
+    def _linear_of(self, x: Tensor, linear: Linear) -> Tensor:
+        return self._kernels.linear(x, linear.weight, linear.bias)
+
+    def _plain_norm(
+        self, x: Tensor, product: Linear, residual: Tensor, norm: Norm, before_norm: Callable[[], None]
+    ) -> Tensor:
+        """Return the norm of a product plus `residual` as a plain tensor, which adapters can multiply too."""
+        hidden = self._kernels.linear_norm(x, product, residual, norm, before_norm=before_norm)
+        assert isinstance(hidden, Tensor)  # it is prepared only for a weight that is named
+        return hidden
+
     def _adapted_mlp(self, layer: Layer, hidden: Tensor, parts: LayerParts, step: Sequence[AdapterRows]) -> Tensor:
         """Compute the MLP of a layer with its adapters."""
         if layer.gate_up is None or layer.down is None:
@@ -87,7 +157,7 @@ class AdaptedForward(FusedForward):
 
     def _product(self, x: Tensor, linear: Linear, parts: OutputSlices, step: Sequence[AdapterRows]) -> Tensor:
         """Compute a product and add what the adapters contribute."""
-        output = self._kernels.linear(x, linear.weight, linear.bias)
+        output = self._linear_of(x, linear)
         add_products(output, x, parts, step)
         return output
 

@@ -42,6 +42,10 @@ class TPExecutor:
     def has_graphs(self) -> bool:
         return self._own.has_graphs
 
+    @property
+    def has_adapter_graphs(self) -> bool:
+        return self._own.has_adapter_graphs
+
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         # The command goes out first, so that all ranks start the step at about the same time.
         self._ranks.send_command(compute_command(arrays))

@@ -5,12 +5,13 @@ Tensors are converted to pointers and strides here. Inputs that the library does
 """
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from baton_serve.engine.kernels.cpu.linear import Matrix, PackedLinear, can_pack, embed, has_packed_linear, pack_codes
-from baton_serve.engine.kernels.metadata import Activations, Experts, Linear, Norm, Weight
+from baton_serve.engine.kernels.metadata import Activations, Experts, Linear, Norm, Weight, no_work
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
 
@@ -164,9 +165,17 @@ class CpuLayers:
         return self.rms_norm(x, norm.weight, norm.eps, residual=residual)
 
     def linear_norm(
-        self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+        self,
+        x: Activations,
+        product: Linear,
+        residual: Tensor,
+        norm: Norm,
+        then: Weight | None = None,
+        *,
+        before_norm: Callable[[], None] = no_work,
     ) -> Activations:
         output = self.linear(x, product.weight, product.bias)
+        before_norm()
         return self.rms_norm(output, norm.weight, norm.eps, residual=residual)
 
     def rms_norm(

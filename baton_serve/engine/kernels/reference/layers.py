@@ -1,20 +1,24 @@
 """The plain-torch twins of `kernels.triton.layers`: specification and test oracle, on any device and dtype."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from baton_serve.engine.kernels import kv_codes, quantized
-from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, Weight
+from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, SlotRows, SlotWeights, Weight, no_work
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference.experts import mix, route
 
 __all__ = [
     "argmax",
     "embed",
+    "expand",
     "gated_linear",
     "linear",
     "linear_norm",
+    "low_rank",
     "mix",
     "norm_for",
     "pack",
@@ -22,6 +26,7 @@ __all__ = [
     "rotary_store",
     "rotation",
     "route",
+    "shrink",
     "silu_mul",
 ]
 
@@ -44,6 +49,31 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
         return quantized.linear(x, weight, bias)
     assert isinstance(weight, Tensor)
     return functional.linear(x, weight, bias)
+
+
+def low_rank(x: Tensor, weights: SlotWeights) -> Tensor:
+    """Return memory for the result of `shrink`; see `AdapterKernels.low_rank`."""
+    return x.new_empty((x.shape[0], weights.down.shape[1]), dtype=torch.float32)
+
+
+def shrink(low: Tensor, x: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
+    """Multiply each row by its slot's `down`; see `AdapterKernels.shrink`. Every slot multiplies all rows."""
+    for slot, down in enumerate(weights.down):
+        multiplied = functional.linear(x.to(down.dtype).float(), down.float())
+        low.copy_(torch.where((rows.slots == slot)[:, None], multiplied, low))
+
+
+def expand(output: Tensor, low: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
+    """Add the product of each row with its slot's `up`; see `AdapterKernels.expand`. It is rounded once."""
+    wide, rank, starts = output.float(), weights.up.shape[2], (0, *weights.ends[:-1])
+    rounded = low.to(weights.up.dtype).float()
+    for slot, up in enumerate(weights.up):
+        added = [
+            functional.linear(rounded[:, part * rank : (part + 1) * rank], up[start:end].float())
+            for part, (start, end) in enumerate(zip(starts, weights.ends, strict=True))
+        ]
+        wide = torch.where((rows.slots == slot)[:, None], wide + torch.cat(added, dim=1), wide)
+    output.copy_(wide)
 
 
 def argmax(logits: Tensor, out: Tensor) -> Tensor:
@@ -72,10 +102,18 @@ def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = N
 
 
 def linear_norm(
-    x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+    x: Activations,
+    product: Linear,
+    residual: Tensor,
+    norm: Norm,
+    then: Weight | None = None,
+    *,
+    before_norm: Callable[[], None] = no_work,
 ) -> Activations:
     """Return the RMSNorm of a product and `residual`, which is updated in place; see `LayerKernels.linear_norm`."""
-    return rms_norm(linear(x, product.weight, product.bias), norm.weight, norm.eps, residual=residual)
+    output = linear(x, product.weight, product.bias)
+    before_norm()
+    return rms_norm(output, norm.weight, norm.eps, residual=residual)
 
 
 def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:

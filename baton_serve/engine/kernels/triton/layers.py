@@ -5,13 +5,15 @@ rounds once. Each kernel reads its input once and writes its output once; none w
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.kv_codes import MAX_CODE_VALUE, is_coded
-from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, Weight
+from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, Weight, no_work
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference.layers import embed
 from baton_serve.engine.kernels.triton import split as triton_split
@@ -98,7 +100,13 @@ def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = N
 
 
 def linear_norm(
-    x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None = None
+    x: Activations,
+    product: Linear,
+    residual: Tensor,
+    norm: Norm,
+    then: Weight | None = None,
+    *,
+    before_norm: Callable[[], None] = no_work,
 ) -> Activations:
     """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`.
 
@@ -107,12 +115,16 @@ def linear_norm(
     """
     weight = product.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and _is_split(x, weight, product.bias):
-        return triton_split.linear_norm(x, weight, residual, norm.weight, norm.eps)
+        summands = triton_split.product_parts(x, weight)
+        before_norm()
+        return triton_split.norm_of_parts(summands, residual, norm.weight, norm.eps)
     if isinstance(weight, QuantizedWeight) and product.bias is None and residual.is_contiguous():
         parts = triton_quant.parts(x, weight)
         if parts is not None:
+            before_norm()
             return _norm_of_parts(parts, residual, norm, then)
     output = linear(x, weight, product.bias)
+    before_norm()
     if then is not None:
         return norm_for(output, norm, then, residual=residual)
     return rms_norm(output, norm.weight, norm.eps, residual=residual)

@@ -23,7 +23,7 @@ INTERPRETED = DeviceLimits(processors=1, shared_bytes=0, descriptors=False)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `linear_norm` supports x [rows, inputs] and weight [outputs, inputs]."""
+    """Return whether `product_parts` supports x [rows, inputs] and weight [outputs, inputs]."""
     if not 1 < x.shape[0] <= MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
     outputs, inputs = weight.shape
@@ -32,10 +32,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return is_whole and x.is_contiguous() and weight.is_contiguous()
 
 
-def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of x @ weight.T + `residual` [rows, outputs], and store that sum in `residual`. Call it only
-    if `fits` is True.
-    """
+def product_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Return float32 [parts, rows, outputs], whose sum over the parts is x @ weight.T. Call it only if `fits`."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
     tiles = _tiles(outputs, inputs, x.device)
     parts = torch.empty((tiles.splits, rows, outputs), dtype=torch.float32, device=x.device)
@@ -53,7 +51,7 @@ def linear_norm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    return norm_of_parts(parts, residual, norm_weight, eps)
+    return parts
 
 
 def norm_of_parts(parts: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Keeps the names of adapters, and the weights of the most recently used ones, beside a model."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,12 +21,23 @@ class AdapterRows:
     rows: Tensor | None  # int64 [count]
 
 
+@dataclass(frozen=True, slots=True)
+class SlotSettings:
+    """The settings of `AdapterSlots`. `run_beside` runs work in a second stream of the device, and returns a function
+    that waits for it; None: the device has no second stream.
+    """
+
+    num_slots: int
+    run_beside: Callable[[Callable[[], None]], Callable[[], None]] | None
+
+
 class AdapterStore:
     """The names of adapters, and a cache of their weights on the device. Engine thread only, except `read`.
 
     When the model is built, it offers the products that adapters may change. Then adapters are loaded. `max_adapters`
     limits the adapters whose weights are kept. An adapter without weights keeps its name and can be read again. `dtype`
-    is that of the adapters, which may differ from `model_dtype`.
+    is that of the adapters, which may differ from `model_dtype`. Without `slots`, steps with adapters use no
+    captured graphs.
     """
 
     def __init__(
@@ -34,16 +45,15 @@ class AdapterStore:
         *,
         max_rank: int,
         max_adapters: int,
+        slots: SlotSettings | None,
         dtype: torch.dtype,
         model_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._max_rank = max_rank
-        self.max_adapters = max_adapters
-        self._dtype = dtype
+        self.max_rank, self.max_adapters, self.slots = max_rank, max_adapters, slots
+        self.dtype, self.device = dtype, device
         self._own_dtype = "" if dtype == model_dtype else str(dtype).removeprefix("torch.")
         """Part of the fingerprints: with another dtype an adapter computes another KV."""
-        self._device = device
         self._sizes: dict[str, tuple[int, int]] = {}
         self._by_name: dict[str, AdapterRecord] = {}
         self._weights: OrderedDict[str, Adapter] = OrderedDict()
@@ -58,10 +68,10 @@ class AdapterStore:
 
         Callable from any thread. Raises `AdapterError`.
         """
-        adapter = read_adapter(name, Path(folder), dtype=self._dtype, at_run_time=at_run_time)
-        if adapter.rank > self._max_rank:
+        adapter = read_adapter(name, Path(folder), dtype=self.dtype, at_run_time=at_run_time)
+        if adapter.rank > self.max_rank:
             raise AdapterError(
-                f"adapter {name} has rank {adapter.rank}, the limit is {self._max_rank} (--max-lora-rank)"
+                f"adapter {name} has rank {adapter.rank}, the limit is {self.max_rank} (--max-lora-rank)"
             )
         for module, product in adapter.products.items():
             size = self._sizes.get(module)
@@ -97,7 +107,7 @@ class AdapterStore:
                 if (victim := self._victim(in_use, pinned)) is None:
                     return False
                 del self._weights[victim]
-            self._weights[adapter.fingerprint] = adapter.to(self._device)
+            self._weights[adapter.fingerprint] = adapter.to(self.device)
         return True
 
     def _victim(self, in_use: Collection[str], pinned: Collection[str]) -> str | None:
@@ -142,6 +152,10 @@ class AdapterStore:
     def records(self) -> list[AdapterRecord]:
         """Return the adapters that have a name."""
         return list(self._by_name.values())
+
+    def weights(self, fingerprint: str) -> Adapter:
+        """Return the weights of an adapter of the step, which the scheduler has found."""
+        return self._weights[fingerprint]
 
     def rows(self, step: Iterable[tuple[str, Tensor | None]]) -> Sequence[AdapterRows]:
         """Return each adapter of a step with the rows that it applies to.
