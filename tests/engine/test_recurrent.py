@@ -20,6 +20,7 @@ from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
 from baton_serve.engine.model.forward import TransformersForward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
+from baton_serve.engine.model.recurrent import StateProbe
 from tests.engine.conftest import ANSWER_TOKENS, References, greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import HYBRIDS, MAX_POSITIONS
@@ -215,3 +216,9 @@ def test_checkpoints_return_from_the_host_tier(family: str, references: Referenc
                 assert run(engine)[f"{attempt}-{number}", 0] == answer
         # The three longest prompts end behind a checkpoint at 32, 96 and 48 tokens.
         assert engine.stats().host_hit_tokens >= 32 + 96
+
+
+def test_an_older_transformers_is_named_as_the_reason(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(StateProbe, "get_conv_state")
+    with pytest.raises(UnsupportedModelError, match=r"use transformers 5\.23 or later"):
+        make_engine(references("lfm2").folder)

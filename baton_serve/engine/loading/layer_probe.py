@@ -98,6 +98,12 @@ def _run_tokens(module: nn.Module, name: str, attention: AttentionProbe, target:
     except UnsupportedModelError as exc:
         raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
+        if isinstance(exc, AttributeError) and isinstance(exc.obj, StateProbe):
+            # Up to transformers 5.17, recurrent layers change their cache in ways that cannot be replaced.
+            raise UnsupportedModelError(
+                f"{name} cannot be served with this version of transformers: its recurrent layers use their cache as"
+                f" older versions do ({exc.name}); use transformers 5.23 or later"
+            ) from exc
         raise UnsupportedModelError(f"{name} cannot run on paged attention: {first_line(exc)}") from exc
 
 
