@@ -92,6 +92,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Equal for instances that can share memory with each other."""
     load: Load
     draining: bool = False
+    sleeping: bool = False
+    """True while the instance has freed its weights and its KV cache. Such a record is `draining` too."""
     model_aliases: list[str] = []
     adapters: list[AdapterRecord] = []
     reads_images: bool = False

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from baton_serve.contracts.device import LoadFormat
 from baton_serve.contracts.events import Tier
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
@@ -167,13 +168,33 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=T
 
 
 EngineAction = Literal["reset_prefix_cache", "start_profile", "stop_profile"]
+"""Actions of the engine, between two steps."""
+ModelAction = Literal["pause", "resume", "check_weights", "sleep", "wake_up", "update_weights", "restore_weights"]
+"""Actions that free or replace the model. `pause` refuses new requests and waits for the running ones; the next action,
+or a deadline, ends it. `restore_weights` undoes the last `update_weights`."""
+
+
+class WeightsSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights that an instance loads. `version` identifies one update of weights; it is empty for those of the
+    start. KV of different versions has different block hashes."""
+
+    model: str
+    """Folder on the instance's host."""
+    load_format: LoadFormat
+    version: str = ""
 
 
 class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command", kw_only=True):
-    """An operator's command to the engine of an instance, which answers with `EngineCommandDone`."""
+    """An operator's command to an instance, which answers with `EngineCommandDone`.
+
+    `timeout_s` is the time in which a `pause` waits for running requests. `weights` belong to `check_weights` and
+    `update_weights`.
+    """
 
     request_id: RequestId
-    action: EngineAction
+    action: EngineAction | ModelAction
+    timeout_s: float = 0.0
+    weights: WeightsSource | None = None
 
 
 class MigrationTickets(msgspec.Struct, frozen=True, tag="heirs"):
@@ -352,10 +373,14 @@ class AdapterChanged(msgspec.Struct, frozen=True, tag="adapter_changed", kw_only
 
 
 class EngineCommandDone(msgspec.Struct, frozen=True, tag="engine_command_done", kw_only=True):
-    """The answer to `EngineCommand`. `error` is None on success; then `result` is a text for the operator."""
+    """The answer to `EngineCommand`. `error` is None on success; then `result` is a text for the operator.
+
+    With `is_conflict` the error depends on what the instance does now, such as running requests.
+    """
 
     request_id: RequestId
     error: str | None = None
+    is_conflict: bool = False
     result: str = ""
 
 

@@ -76,6 +76,8 @@ class EngineConfig:
     """Seed of random weights (`load_format` dummy), and of requests of the offline API that state none."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of earlier requests with the same beginning."""
+    weights_version: str = ""
+    """Part of the block hashes; each update of the weights gives another one. Files need not differ in it."""
     load_format: LoadFormat = "auto"
     """Kind of weight files. `auto`: safetensors, else GGUF, else PyTorch's; `npcache` is `pt`, whose files are mapped
     without a cache; `bitsandbytes` rounds to NF4; `dummy` draws random weights, for tests and benchmarks.

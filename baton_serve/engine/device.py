@@ -4,12 +4,13 @@ Features are detected by looking for the function that is needed, never by compa
 first. On older Arc installs, importing intel-extension-for-pytorch adds the same names to torch.
 """
 
+import ctypes
 import importlib
 import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -315,6 +316,14 @@ def reset_peak(device: torch.device) -> int:
     _module(device).empty_cache()
     _module(device).reset_peak_memory_stats(device)
     return int(_module(device).memory_allocated(device))
+
+
+def release_unused(device: torch.device) -> None:
+    """Return memory that torch or the C library keeps for reuse, on the device and in this process."""
+    if device.type != "cpu":
+        _module(device).empty_cache()
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -346,6 +346,7 @@ class Engine:
 
     def close(self) -> None:
         """End threads and other ranks, and free the memory."""
+        self._profiler.close()
         self._steps.close()
         self._masking.close()
         self.adapters.close()

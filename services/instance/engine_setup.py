@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 import torch
@@ -84,15 +85,18 @@ def model_kind(settings: InstanceSettings) -> ModelKind:
     return detect_model_kind(model_folder(settings.model), runner=settings.runner, task=settings.task)
 
 
-def build_engine(settings: InstanceSettings, role: Role, on_lost: Callable[[str], None]) -> Engine:
+def build_engine(
+    settings: InstanceSettings, role: Role, on_lost: Callable[[str], None], weights_version: str = ""
+) -> Engine:
     """Build the engine of a generating model. Call it in the engine thread.
 
     `on_lost` is called from another thread with the reason if the engine cannot continue. Raises
     `engine.errors.EngineError`.
     """
     _set_threads(settings)
+    config = replace(engine_config(settings, role), weights_version=weights_version)
     with ProgressBar() as progress:
-        engine = Engine(engine_config(settings, role), progress=progress, on_lost=on_lost)
+        engine = Engine(config, progress=progress, on_lost=on_lost)
     renice_threads(settings)
     return engine
 

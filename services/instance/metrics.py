@@ -28,7 +28,9 @@ class EngineCollector(Collector):
         stats: Callable[[], EngineStats],
         load: Callable[[], Load],
         links: Callable[[], Sequence[LinkStatus]],
+        is_sleeping: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_sleeping = is_sleeping
         self._model = model
         self._stats = stats
         self._load = load
@@ -89,6 +91,7 @@ class EngineCollector(Collector):
             "KV blocks that can be allocated now, including cached blocks that no request uses.",
             stats.free_blocks,
         )
+        yield self._sleep_state()
         yield self._gauge("baton:total_blocks", "KV blocks of the cache on the device.", stats.total_blocks)
         yield self._gauge("baton:host_used_blocks", "KV blocks stored in the host tier.", stats.host_used_blocks)
         yield self._gauge("baton:host_total_blocks", "Capacity of the host tier in KV blocks.", stats.host_total_blocks)
@@ -120,6 +123,18 @@ class EngineCollector(Collector):
         )
         yield self._counter("baton:engine_steps", "Number of steps that the engine has run.", stats.steps)
         yield from self._link_speeds()
+
+    def _sleep_state(self) -> Metric:
+        metric = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the present state: awake, or discard_all after /sleep, whose two levels free the weights and the KV"
+            " cache here.",
+            labels=["model_name", "sleep_state"],
+        )
+        is_sleeping = self._is_sleeping()
+        for state, is_true in (("awake", not is_sleeping), ("weights_offloaded", False), ("discard_all", is_sleeping)):
+            metric.add_metric([self._model, state], float(is_true))
+        return metric
 
     def _gauge(self, name: str, documentation: str, value: float) -> Metric:
         metric = GaugeMetricFamily(name, documentation, labels=["model_name"])

@@ -215,7 +215,7 @@ class PoolingServer(DrainableServer):
             instance=self._identity.instance,
             generation=self._identity.generation,
             load=self.load(),
-            draining=self.is_draining,
+            draining=self.refuses_new,
         )
 
 

@@ -39,6 +39,7 @@ class Registration:
         self._ttl_s = ttl_s
         self._on_superseded = on_superseded
         self._sleep = sleep
+        self._one_at_a_time = asyncio.Lock()
         self._is_away = False
         self._is_superseded = False
         self._renewing: asyncio.Task[None] | None = None
@@ -71,6 +72,11 @@ class Registration:
 
     async def _renew(self) -> bool:
         """Register the record once. Return False if it must never be renewed again."""
+        # One at a time: the record of an older generation must not arrive behind that of a newer one.
+        async with self._one_at_a_time:
+            return await self._register()
+
+    async def _register(self) -> bool:
         if self._is_superseded:
             return False
         try:

@@ -261,7 +261,7 @@ class RequestServer(DrainableServer):
             generation=self._identity.generation,
             load=self.load(),
             links=self._links.links(),
-            draining=self.is_draining,
+            draining=self.refuses_new,
             adapters=self.adapters(),
         )
 

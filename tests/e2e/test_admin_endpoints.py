@@ -44,4 +44,4 @@ def test_prefixes_are_forgotten_and_traces_are_written(
         assert traces.keys() == {"prefill-0", "decode-0"} and len(set(traces.values())) == 2
         for trace in traces.values():
             assert json.loads(Path(trace).read_text())["traceEvents"]
-        assert post("/sleep").status_code == 400
+        assert post("/collective_rpc").status_code == 400

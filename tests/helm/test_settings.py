@@ -107,6 +107,7 @@ def everything_set() -> list[Manifest]:
     router |= {"overrideGenerationConfig": {"temperature": 0.5}, "seed": 7}
     router |= {"models": {"small": {"model": "/s"}}, "jointPrefillMinTokens": 4096}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50, "loraResolverFolder": "/adapters"}
+    router |= {"updateWeightsFolder": "/weights"}
     router |= {"enableAutoToolChoice": True, "toolCallParser": "hermes", "reasoningParser": "qwen3", "maxLogLen": 200}
     tls = {"secretName": "tls"}
     return objects(

@@ -162,7 +162,10 @@ class KVCache:
                 self._mapping.madvise(mmap.MADV_REMOVE, block * self.block_bytes, self.block_bytes)
 
     def close(self) -> None:
-        """Close the descriptor. The memory is freed with the last tensor that uses it."""
+        """Close the descriptor. Shared memory is freed at once, other memory with the last tensor that uses it."""
+        # Other processes may have mapped the file, and would keep its memory as long as they do.
+        if self.host_view is not None:
+            self._mapping.madvise(mmap.MADV_REMOVE)
         if self.shared_fd is not None:
             os.close(self.shared_fd)
             self.shared_fd = None

@@ -50,6 +50,17 @@ def dummy_fingerprint(folder: Path, variant: str, *, seed: int, device: str) -> 
     return digest.hexdigest()[:32]
 
 
+def versioned(fingerprint: str, version: str) -> str:
+    """Return the fingerprint of weights that an update has loaded; `version` is empty for those of the start.
+
+    The samples of `weights_fingerprint` may miss a small change of the weights, and the KV of before it must not be
+    used after it.
+    """
+    if not version:
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint}:{version}".encode()).hexdigest()[:32]
+
+
 def _config_digest(folder: Path, variant: str) -> "hashlib._Hash":
     """Return a hash of the config, to be continued with the weights."""
     config = json.loads((folder / "config.json").read_text())

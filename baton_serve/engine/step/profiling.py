@@ -35,6 +35,12 @@ class TorchProfiler:
         self._folder, self._profile = folder, torch.profiler.profile(activities=activities)
         self._profile.start()
 
+    def close(self) -> None:
+        """Stop to record, without a trace. There is one profiler in a process, which the next engine may need."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+
     def stop(self) -> Path:
         """Stop to record, write the trace and return its path. Raises `UsageError` if nothing is recorded."""
         if self._profile is None:

@@ -22,6 +22,8 @@ class DrainableServer(ABC):
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
+        self.pause_reason = ""
+        """Text for the routers why this instance accepts no requests for a while; empty if it accepts them."""
 
     @property
     @abstractmethod
@@ -38,6 +40,30 @@ class DrainableServer(ABC):
         """Send a `LoadReport` to every connected router now, before its next heartbeat asks for one."""
         for router in self._router.routers():
             self._router.send(router, self._load_report())
+
+    @property
+    def refuses_new(self) -> bool:
+        """Return whether new requests are refused, because of a drain or a pause."""
+        return self.is_draining or bool(self.pause_reason)
+
+    def pause(self, reason: str) -> None:
+        """Refuse new requests until `resume`, and report that to all connected routers."""
+        self.pause_reason = reason
+        self.send_load_reports()
+
+    def resume(self) -> None:
+        """Accept requests again after `pause`, and report that to all connected routers."""
+        self.pause_reason = ""
+        self.send_load_reports()
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no request runs, at most `timeout_s` seconds. Return whether none runs."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def fail_all(self, reason: str) -> None:
         """End all requests because the engine has stopped, and refuse new ones."""
@@ -68,7 +94,8 @@ class DrainableServer(ABC):
             await self._idle.wait()
 
     def _refused(self, request_id: RequestId) -> Failed | None:
-        """Return the answer to a new request while draining, or None if the request is accepted."""
-        if not self.is_draining:
+        """Return the answer to a new request while draining or paused, or None if the request is accepted."""
+        if not self.refuses_new:
             return None
-        return Failed(request_id=request_id, code="draining", message="the instance is shutting down")
+        reason = self.pause_reason or "the instance is shutting down"
+        return Failed(request_id=request_id, code="draining", message=reason)

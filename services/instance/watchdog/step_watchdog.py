@@ -205,7 +205,8 @@ class HangReport:
     `begin` belongs to the event loop. `leave_registry` is set by the owner when the instance has registered.
     """
 
-    def __init__(self, serving: RefusingServer, rpc: InstanceServer, reported: threading.Event) -> None:
+    def __init__(self, serving: Callable[[], RefusingServer], rpc: InstanceServer, reported: threading.Event) -> None:
+        """`serving` returns the present server of the instance."""
         self._serving = serving
         self._rpc = rpc
         self._reported = reported
@@ -214,7 +215,7 @@ class HangReport:
 
     def begin(self, _: None) -> None:
         """Start to report the hang; the event `reported` is set at the end."""
-        self._serving.is_draining = True
+        self._serving().is_draining = True
         self._task = asyncio.create_task(self._leave(), name="hang report")
 
     async def _leave(self) -> None:

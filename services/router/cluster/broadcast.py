@@ -34,9 +34,15 @@ class Broadcast(Generic[A]):
         self._pending: dict[tuple[RequestId, InstanceId], asyncio.Future[A | None]] = {}
 
     async def send(
-        self, workers: Sequence[WorkerState], message: Callable[[RequestId], ToInstance]
+        self,
+        workers: Sequence[WorkerState],
+        message: Callable[[RequestId], ToInstance],
+        *,
+        timeout_s: float | None = None,
     ) -> Mapping[InstanceId, A | TimeoutError | None]:
         """Send a message to all `workers` and return their answers, by instance. `message` gets the request id.
+
+        `timeout_s` replaces that of the constructor.
 
         The value is a `TimeoutError` for an instance that did not answer in time, and None for one whose connection was
         lost meanwhile.
@@ -52,7 +58,7 @@ class Broadcast(Generic[A]):
             for worker in workers:
                 worker.send(message(request_id))
             if futures:
-                await asyncio.wait(futures.values(), timeout=self._timeout_s)
+                await asyncio.wait(futures.values(), timeout=self._timeout_s if timeout_s is None else timeout_s)
         finally:
             remove_listener()
             for instance in futures:

@@ -157,12 +157,12 @@ class Cluster:
     def expects_instances(self, *, within_s: float) -> bool:
         """Return whether an instance that accepts no requests now may soon do so.
 
-        That is the case while a known instance is connecting, lost or draining, and for `within_s` seconds after this
-        router started or an instance was removed. Later it is assumed that no other instance will come. It is also the
-        case while a prefill instance may soon generate.
+        That is the case while a known instance is connecting, lost or draining (but not while it sleeps), and for
+        `within_s` seconds after this router started or an instance was removed. Later it is assumed that no other
+        instance will come. It is also the case while a prefill instance may soon generate.
         """
         # A request that waits then is placed when the fallback begins, which calls the listeners.
-        if self._fallback.is_pending or any(not worker.takes_work for worker in self._workers.values()):
+        if self._fallback.is_pending or any(worker.is_expected for worker in self._workers.values()):
             return True
         return self._clock() - self._expecting_since < within_s
 
@@ -224,7 +224,11 @@ class Cluster:
         self._turn += 1
         routable_workers = self.routable_workers().serving(model, lora, has_images=has_images).with_allowed_traffic(now)
         candidates = routable_workers.candidates(block_hashes, self.index, now)
-        return ClusterView(candidates, self._turn, self._fallback.is_allowed)
+        is_asleep = not candidates and any(
+            worker.record.sleeping and (model is None or serves_model(worker.record, model))
+            for worker in self._workers.values()
+        )
+        return ClusterView(candidates, self._turn, self._fallback.is_allowed, is_asleep)
 
     def _refresh(self) -> None:
         """Add and remove workers as the registry's records have changed."""
@@ -236,7 +240,10 @@ class Cluster:
             if record is None:
                 self._remove_when_idle(worker)
             elif record.generation != worker.record.generation:
-                self._remove(worker, "a new process has registered with the same id")
+                # One that begins to sleep comes back when an operator wakes it up, which may take hours.
+                expecting_since = self._expecting_since if record.sleeping else self._clock()
+                self._remove(worker, "it has registered again, as a new process or with another model")
+                self._expecting_since = expecting_since
             else:
                 worker.renew(record)
         new = [record for instance, record in records.items() if instance not in self._workers]
@@ -363,7 +370,8 @@ class Cluster:
             logger.warning("another process answers at the address of instance %s", record.instance)
             self._on_lost(worker, "another process answers at its address")
             return
-        has_other_adapters = report.adapters != record.adapters
+        # Requests may wait for an instance that accepts them again, or for one with an adapter.
+        is_notable = report.adapters != record.adapters or (worker.draining and not report.draining)
         worker.report(report, self._clock())
         self._routable_workers = None
         if worker.state == "connecting":
@@ -377,7 +385,7 @@ class Cluster:
             self._index_sync.start(worker)
             load_missing_adapters(worker, others)
             self._notify()
-        elif has_other_adapters:
+        elif is_notable:
             self._notify()
         # The end of the last request of an instance without a record calls nothing here, so each report checks it.
         if not worker.load_estimates and record.instance not in {r.instance for r in self._registry.records()}:

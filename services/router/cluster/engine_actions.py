@@ -1,25 +1,35 @@
-"""Lets all engines of a model do what an operator asks for: forget cached prefixes, or record a profile."""
+"""Lets all instances of a model do what an operator asks for: forget cached prefixes, or record a profile."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from baton_serve.contracts.messages import EngineAction, EngineCommand, EngineCommandDone
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.messages import EngineAction, EngineCommand, EngineCommandDone, ModelAction, WeightsSource
 from baton_serve.services.router.cluster.broadcast import Broadcast
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.worker_state import WorkerState
-from baton_serve.services.router.protocol.errors import BadRequestError, DeadlineError, UnavailableError
+from baton_serve.services.router.protocol.errors import (
+    ApiError,
+    BadRequestError,
+    ConflictError,
+    DeadlineError,
+    UnavailableError,
+)
 
 ACTION_TIMEOUT_S = 120.0
 """Time in which every instance must answer. It is long because the trace of a long profile is written slowly."""
 
+Answer = EngineCommandDone | TimeoutError | None
+"""The answer of an instance: a `TimeoutError` if none came in time, and None if the connection was lost."""
+
 
 class EngineActions:
-    """Sends the commands of operators to instances, one after another. Event loop only."""
+    """Sends the commands of operators to instances. Event loop only."""
 
     def __init__(self, cluster: Cluster, *, timeout_s: float = ACTION_TIMEOUT_S) -> None:
         self._broadcast = Broadcast[EngineCommandDone](cluster, timeout_s=timeout_s)
-        # Two operators must not start and stop profiles of the same instances at once.
-        self._one_at_a_time = asyncio.Lock()
+        self.one_at_a_time = asyncio.Lock()
+        """Held while an action runs: two operators must not change the same instances at once."""
         cluster.on_engine_command_done = self._on_done
 
     async def run(self, workers: Sequence[WorkerState], action: EngineAction) -> Mapping[str, str]:
@@ -28,19 +38,51 @@ class EngineActions:
         Raises `BadRequestError` if an instance refuses it, after all have answered. Raises `DeadlineError` if one does
         not answer in time, and `UnavailableError` if one was lost.
         """
-        async with self._one_at_a_time:
-            answers = await self._broadcast.send(workers, lambda id: EngineCommand(request_id=id, action=action))
-        done: dict[str, str] = {}
-        for instance, answer in answers.items():
-            if isinstance(answer, TimeoutError):
-                raise DeadlineError(f"{action} timed out on {instance}; other instances may have executed it")
-            if answer is None:
-                raise UnavailableError(f"{action}: the connection to {instance} was lost: retry", retry_after_s=1.0)
-            if answer.error is not None:
-                raise BadRequestError(f"{instance}: {answer.error}")
-            done[instance] = answer.result
-        return done
+        async with self.one_at_a_time:
+            return results(action, await self.ask(workers, action))
+
+    async def ask(
+        self,
+        workers: Sequence[WorkerState],
+        action: EngineAction | ModelAction,
+        *,
+        weights: WeightsSource | None = None,
+        work_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Mapping[InstanceId, Answer]:
+        """Send a command to all `workers` and return their answers. The caller holds `one_at_a_time`.
+
+        `work_s` is the time that the command itself names, and `timeout_s` the time in which answers must come.
+        """
+        return await self._broadcast.send(
+            workers,
+            lambda id: EngineCommand(request_id=id, action=action, weights=weights, timeout_s=work_s),
+            timeout_s=timeout_s,
+        )
 
     def _on_done(self, worker: WorkerState, answer: EngineCommandDone) -> None:
         # An answer after the deadline has no receiver any more.
         self._broadcast.on_answer(worker, answer)
+
+
+def results(action: str, answers: Mapping[InstanceId, Answer]) -> dict[str, str]:
+    """Return the texts of all answers. Raises an `ApiError` for the first instance that has not executed the action."""
+    done: dict[str, str] = {}
+    for instance, answer in answers.items():
+        if (problem := problem_of(action, instance, answer)) is not None:
+            raise problem
+        assert isinstance(answer, EngineCommandDone)
+        done[instance] = answer.result
+    return done
+
+
+def problem_of(action: str, instance: InstanceId, answer: Answer) -> ApiError | None:
+    """Return the error of an instance that has not executed an action, or None if it has."""
+    if isinstance(answer, TimeoutError):
+        return DeadlineError(f"{action} timed out on {instance}; other instances may have executed it")
+    if answer is None:
+        return UnavailableError(f"{action}: the connection to {instance} was lost: retry", retry_after_s=1.0)
+    if answer.error is None:
+        return None
+    message = f"{instance}: {answer.error}"
+    return ConflictError(message) if answer.is_conflict else BadRequestError(message)

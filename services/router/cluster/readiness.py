@@ -44,11 +44,21 @@ def fallback_warning(cluster: WatchedCluster) -> str | None:
     return "no decode or unified instance is ready: prefill instances generate the answers (--decode-fallback)"
 
 
+def sleep_warning(cluster: HasWorkers) -> str | None:
+    """Return the text for the operator while instances sleep, or else None."""
+    sleeping = [w.record.instance for w in cluster.workers() if w.state == "ready" and w.record.sleeping]
+    return f"{len(sleeping)} instances sleep (POST /wake_up): {', '.join(sleeping)}" if sleeping else None
+
+
 def empty_pools_reason(cluster: WatchedCluster) -> str | None:
-    """Return the reason why no request can be served now, without names of instances, or None if requests can be."""
+    """Return the reason why no request can be served now, without names of instances, or None if requests can be, or if
+    instances sleep."""
     workers, pools = cluster.workers(), count_pools(cluster)
     computes_vectors = any(w.state == "ready" and w.takes_work and w.record.pooling is not None for w in workers)
     if pools["decode"] or pools["unified"] or computes_vectors or fallback_warning(cluster) is not None:
+        return None
+    # A router whose instances sleep works: if probes ended it or took it out, no operator could wake the instances.
+    if any(worker.state == "ready" and worker.record.sleeping for worker in workers):
         return None
     empty = [name for name, size in pools.items() if not size]
     return f"no instance can generate an answer: empty pools are {', '.join(empty)}"

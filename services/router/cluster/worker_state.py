@@ -149,6 +149,14 @@ class WorkerState:
         """Whether new requests may be placed there: it is connected and not draining."""
         return self.state == "ready" and not self.draining and not self.record.draining
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether it accepts no requests now, but may soon do so: it is connecting, lost or draining.
+
+        An instance that sleeps is not expected: nobody knows when an operator will wake it up.
+        """
+        return not self.takes_work and not self.record.sleeping
+
     def prepare(self, message: ToInstance) -> Sending:
         """Encode `message` and return a function that sends it.
 

@@ -17,6 +17,7 @@ from baton_serve.services.router.cluster.readiness import (
     count_pools,
     empty_pools_reason,
     fallback_warning,
+    sleep_warning,
     unready_reason,
 )
 from baton_serve.services.router.cluster.worker_state import WorkerState
@@ -62,6 +63,7 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     http_address: str
     draining: bool
+    sleeping: bool
     running: int
     waiting: int
     free_blocks: int
@@ -161,7 +163,7 @@ def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> Router
         generated_tokens=sum(sibling.metrics.generated_tokens for sibling in service.siblings)
         + sum(other.generated_tokens for other in others),
         handoffs=handoffs,
-        warning=fallback_warning(cluster) or warning_of(handoffs),
+        warning=sleep_warning(cluster) or fallback_warning(cluster) or warning_of(handoffs),
         instances=[_instance_health(worker) for worker in ready],
         unreached=[UnreachableInstance(record.instance, record.role, record.http_address) for record in unreached],
     )
@@ -176,6 +178,7 @@ def _instance_health(worker: WorkerState) -> InstanceHealth:
         host=record.host,
         http_address=record.http_address,
         draining=not worker.takes_work,
+        sleeping=record.sleeping,
         running=load.running,
         waiting=load.waiting,
         free_blocks=load.free_blocks,

@@ -176,6 +176,8 @@ class ClusterView(msgspec.Struct, frozen=True):
     """Number of the view, which grows by one each time: the state of the policies `round_robin` and `random`."""
     allows_prefill_fallback: bool = False
     """True if prefill instances may generate answers when the view has no decode or unified instance."""
+    is_asleep: bool = False
+    """True if an instance that could serve the request sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +281,7 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
         if option is not None and (best is None or option.predicted_ttft_s < best.predicted_ttft_s):
             best = option
     if best is None:
-        return NoCapacity("empty_pool", _no_capacity_message(candidates, demand))
+        return NoCapacity("empty_pool", _no_capacity_message(candidates, demand, is_asleep=cluster.is_asleep))
     is_miss = _misses_handoff(best, demand, policy, candidates, groups)
     return msgspec.structs.replace(best, misses_handoff=True) if is_miss else best
 
@@ -472,8 +474,10 @@ _PICKS: dict[PolicyName, tuple[_Pick, _Pick]] = {
 """For each policy, how it picks the prefill and the decode instance among candidates of one role and layout."""
 
 
-def _no_capacity_message(candidates: Sequence[Candidate], demand: Demand) -> str:
+def _no_capacity_message(candidates: Sequence[Candidate], demand: Demand, *, is_asleep: bool) -> str:
     """Return the text for the client that says which pool has no ready instance."""
+    if is_asleep:
+        return "the model sleeps: an operator must wake it up (POST /wake_up)"
     roles = {c.role for c in candidates}
     if not roles:
         return "no instance is ready: the prefill, decode and unified pools are empty"

@@ -13,6 +13,7 @@ RouterError
     ├── ModelNotFoundError        404
     ├── NotFoundError             404
     ├── RequestTimeoutError       408  the client did not send its body in time
+    ├── ConflictError             409
     ├── RequestTooLargeError      413
     ├── MediaTypeError            415  the Content-Type is not JSON
     ├── RateLimitError            429  has a Retry-After header
@@ -132,6 +133,14 @@ class NotFoundError(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class ConflictError(ApiError):
+    """The present state of the server does not allow the request, such as running requests or a model that sleeps."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
 
 
 class RequestTimeoutError(ApiError):

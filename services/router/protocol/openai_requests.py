@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from baton_serve.contracts.device import LoadFormat
 from baton_serve.services.router.protocol.bounds import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_CHARS,
@@ -101,6 +102,18 @@ class LoadAdapterRequest(AdapterRequest):
 
 class UnloadAdapterRequest(AdapterRequest):
     """`POST /v1/unload_lora_adapter`."""
+
+
+class UpdateWeightsRequest(_Request):
+    """`POST /update_weights_from_disk`, as in SGLang. Every instance must be able to read the folder `model_path`."""
+
+    model_path: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+    load_format: LoadFormat = "auto"
+    model: Name | None = None
+    flush_cache: Literal[True] | None = None
+    """The cache is always emptied: its blocks belong to the old weights."""
+    abort_all_requests: Literal[False] | None = None
+    """Running requests always finish first."""
 
 
 class GenerationRequest(_Request):

@@ -95,10 +95,17 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     enable_admin_endpoints: Annotated[
         bool,
         Meta(
-            description="serve /reset_prefix_cache, /start_profile and /stop_profile, which every API key may then"
-            " call; for development"
+            description="serve /reset_prefix_cache, /start_profile, /stop_profile, /sleep and /wake_up, which every"
+            " API key may then call; for development"
         ),
     ] = False
+    update_weights_folder: Annotated[
+        str | None,
+        Meta(
+            description="folder from which POST /update_weights_from_disk may load weights, with"
+            " --enable-admin-endpoints; workers must see it under this path"
+        ),
+    ] = None
     lora_resolver_folder: Annotated[
         str | None,
         Meta(

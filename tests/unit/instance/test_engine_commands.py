@@ -7,11 +7,13 @@ from typing import Any, cast
 import torch
 
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.messages import EngineAction, EngineCommand, EngineCommandDone
+from baton_serve.contracts.messages import EngineAction, EngineCommand, EngineCommandDone, ModelAction
+from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.step.profiling import TorchProfiler
 from baton_serve.services.instance.engine_commands import EngineCommands
 from baton_serve.services.instance.engine_thread import EngineThread
-from tests.unit.instance.fakes import ROUTER, FakeEngine, FakeRouterPort, run
+from baton_serve.services.instance.model_switch import ModelConflict
+from tests.unit.instance.fakes import ROUTER, FakeEngine, FakeRouterPort, run, settle
 
 
 class CachingEngine(FakeEngine):
@@ -39,7 +41,8 @@ def test_commands_are_executed_in_the_engines_thread_and_answered(tmp_path: Path
         await thread.start()
         thread.attach(on_step_result=ignore, on_stats=ignore, on_broken=ignore)
         try:
-            commands = EngineCommands(cast(Any, thread), router=router, profile_folder=str(tmp_path / "traces"))
+            present, switch = lambda: cast(Any, thread), cast(Any, FakeSwitch(router))
+            commands = EngineCommands(present, switch, router=router, profile_folder=str(tmp_path / "traces"))
             assert (await ask(commands, router, "reset_prefix_cache")).result.startswith("blocks that requests use")
             engine.is_used = False
             assert (await ask(commands, router, "reset_prefix_cache")).result == "no block is cached"
@@ -48,10 +51,10 @@ def test_commands_are_executed_in_the_engines_thread_and_answered(tmp_path: Path
             assert "is running" in str((await ask(commands, router, "start_profile")).error)
             written = Path((await ask(commands, router, "stop_profile")).result)
             assert [written] == list((tmp_path / "traces").iterdir())
-            without = EngineCommands(cast(Any, thread), router=router, profile_folder="")
+            without = EngineCommands(present, switch, router=router, profile_folder="")
             assert "VLLM_TORCH_PROFILER_DIR" in str((await ask(without, router, "start_profile")).error)
-            pooling = EngineCommands(None, router=router, profile_folder="")
-            assert "computes vectors" in str((await ask(pooling, router, "reset_prefix_cache")).error)
+            asleep = EngineCommands(no_engine, switch, router=router, profile_folder="")
+            assert "the model is not loaded" in str((await ask(asleep, router, "reset_prefix_cache")).error)
             await commands.close()
         finally:
             await thread.stop()
@@ -59,7 +62,50 @@ def test_commands_are_executed_in_the_engines_thread_and_answered(tmp_path: Path
     run(scenario())
 
 
-async def ask(commands: EngineCommands, router: FakeRouterPort, action: EngineAction) -> EngineCommandDone:
+def no_engine() -> Any:
+    raise ConfigError("the model is not loaded")
+
+
+class FakeSwitch:
+    """Refuses to sleep, and remembers in `log` what it was asked for."""
+
+    def __init__(self, router: FakeRouterPort) -> None:
+        self.log: list[str] = []
+        self.router = router
+
+    async def run(self, command: EngineCommand) -> str:
+        self.log.append(command.action)
+        if command.action == "sleep":
+            raise ModelConflict("2 requests still run")
+        return "awake"
+
+    async def publish(self) -> None:
+        self.log.append(f"publish after {len(self.router.sent)} answers")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def test_a_changed_model_is_shown_after_the_answer_and_a_conflict_is_marked() -> None:
+    async def scenario() -> None:
+        router = FakeRouterPort()
+        switch = FakeSwitch(router)
+        commands = EngineCommands(no_engine, cast(Any, switch), router=router, profile_folder="")
+        awake = await ask(commands, router, "wake_up")
+        await settle()
+        assert (awake.result, awake.error) == ("awake", None)
+        assert switch.log == ["wake_up", "publish after 1 answers"]
+        refused = await ask(commands, router, "sleep")
+        assert refused.is_conflict and refused.error == "2 requests still run"
+        await commands.close()
+        assert switch.log[-1] == "close"
+
+    run(scenario())
+
+
+async def ask(
+    commands: EngineCommands, router: FakeRouterPort, action: EngineAction | ModelAction
+) -> EngineCommandDone:
     router.has_sent.clear()
     commands.on_message(ROUTER, EngineCommand(request_id=RequestId("r"), action=action))
     await asyncio.wait_for(router.has_sent.wait(), 10)

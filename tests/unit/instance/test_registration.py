@@ -103,3 +103,28 @@ def test_an_instance_is_notified_when_its_name_was_taken_over() -> None:
         assert registry.registered == [0]
 
     run(test())
+
+
+def test_records_are_sent_one_after_another() -> None:
+    class SlowRegistry(FakeRegistry):
+        """Answers when the test says so."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.answer = asyncio.Event()
+
+        async def register(self, record: InstanceRecord, ttl_s: float) -> None:
+            await super().register(record, ttl_s)
+            await self.answer.wait()
+
+    async def scenario() -> None:
+        registry = SlowRegistry()
+        m = member(registry, Clock(), [])
+        first, second = asyncio.create_task(m.announce()), asyncio.create_task(m.announce())
+        await settle()
+        assert registry.registered == [0]
+        registry.answer.set()
+        await asyncio.gather(first, second)
+        assert registry.registered == [0, 1]
+
+    run(scenario())

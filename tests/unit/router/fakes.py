@@ -112,6 +112,8 @@ class FakeInstance:
         self.draining = False
         self.command_error: str | None = ""
         """Error with which operators' commands are refused, empty for none; None: they get no answer."""
+        self.on_command: Callable[[EngineCommand], None] | None = None
+        """Executes operators' commands in place of this class."""
         self.answer_with: list[float] | None = None
         """Scores of classes to answer with."""
         self.cached: list[BlockHash] = []
@@ -180,6 +182,8 @@ class FakeInstance:
     def _operate(self, message: LoadAdapter | UnloadAdapter | EngineCommand) -> None:
         if not isinstance(message, EngineCommand):
             self._change_adapter(message)
+        elif self.on_command is not None:
+            self.on_command(message)
         elif self.command_error is not None:
             error, result = self.command_error or None, f"did {message.action}"
             self.send(EngineCommandDone(request_id=message.request_id, error=error, result=result))

@@ -1,0 +1,265 @@
+"""The model of an instance process and its server, which may be freed and replaced while the process runs.
+
+Each change ends with a new generation: routers and peers then drop what they know of the old model, such as the blocks
+that it has cached and the connections for KV transfer, as after a restart of the process.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import torch
+
+from baton_serve.contracts.identity import InstanceId, new_generation
+from baton_serve.contracts.instance import InstanceRecord, LinkStatus
+from baton_serve.contracts.messages import ToInstance, WeightsSource
+from baton_serve.engine import Engine
+from baton_serve.engine.device import release_unused
+from baton_serve.engine.errors import ConfigError, ModelError
+from baton_serve.engine.loading.replacement import check_replacement
+from baton_serve.engine.pooling.engine import PoolingEngine
+from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.instance.addresses import advertised, shared_memory_host
+from baton_serve.services.instance.components import InstanceService
+from baton_serve.services.instance.engine_thread import EngineThread
+from baton_serve.services.instance.errors import InstanceError
+from baton_serve.services.instance.model_parts import AnyEngineThread, ModelConnections, ModelParts, ProcessParts
+from baton_serve.services.instance.request_server import Identity
+from baton_serve.services.instance.settings import model_names
+from baton_serve.services.instance.sleeping_server import SleepingServer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Addresses of an instance process that do not depend on its model, as the registry shows them."""
+
+    rpc: str
+    http: str
+
+
+class InstanceModel:
+    """Owns the loaded model, or the server that stands in for it. Event loop only; implements `ModelHost`.
+
+    `serving` is the server that the routers see. After `load` it stays the stand-in until `publish`, so that the old
+    generation does not answer for the new model.
+    """
+
+    serving: InstanceService
+    device: torch.device
+    _last_record: InstanceRecord
+
+    def __init__(self, process: ProcessParts, instance: InstanceId, on_fatal: Callable[[Exception], None]) -> None:
+        """Load nothing yet. `on_fatal` ends the process. Raises as `ModelParts` does."""
+        self._process = process
+        self._on_fatal = on_fatal
+        self.weights = WeightsSource(model=process.settings.model, load_format=process.settings.load_format)
+        self.identity = Identity(instance, new_generation())
+        self._model: ModelParts | None = ModelParts(process, self.identity, self.weights)
+        self._thread: AnyEngineThread | None = self._model.thread
+        self.is_sleeping = False
+        self.on_published: Callable[[], Awaitable[None]] = _do_nothing
+        """Called after each change of the model, when `serving` and `record` show it. The owner sets it."""
+        self.on_serving_changed: Callable[[], None] = lambda: None
+        """Called whenever `serving` is another server. The owner sets it, and drops the old one."""
+
+    async def start(self, connections: ModelConnections) -> None:
+        """Load the model that the settings name. Raises as `ModelParts.start` does; the caller calls `close` then."""
+        self._connections = connections
+        assert self._model is not None
+        await self._model.start(connections)
+        self.serving = self._model.serving
+        self.device = self._model.device()
+
+    async def close(self) -> None:
+        """Close the model, if one is loaded."""
+        model, self._model = self._model, None
+        if model is not None:
+            await model.close()
+
+    @property
+    def is_loading(self) -> bool:
+        """Return whether the engine thread is still alive after the shutdown: it is loading then, and cannot be
+        stopped."""
+        return self._thread is not None and self._thread.is_alive
+
+    @property
+    def model(self) -> ModelParts | None:
+        """Return the model that requests use; None while the instance sleeps or loads."""
+        return self._model if self._model is not None and self._model.identity == self.identity else None
+
+    def engine_thread(self) -> EngineThread[Engine]:
+        """Return the thread of an engine that generates text. Raises `ConfigError` if there is none."""
+        model = self.model
+        if model is None:
+            raise ConfigError("the model is not loaded: the instance sleeps or loads new weights")
+        if isinstance(model.engine, PoolingEngine):
+            raise ConfigError("this model computes vectors: its engine has no prefix cache and records no profiles")
+        return cast("EngineThread[Engine]", model.thread)
+
+    def on_message(self, router: RouterId, message: ToInstance) -> None:
+        """Pass a router's message to the model, or to the server that stands in for it."""
+        if (model := self.model) is not None:
+            model.on_message(router, message)
+        else:
+            self.serving.on_message(router, message)
+
+    def record(self, addresses: Addresses) -> InstanceRecord:
+        """Return the registry record of the instance, with its present load. `addresses` are those of the process."""
+        if (model := self.model) is None:
+            # Routers of versions before `sleeping` place nothing on an instance that drains.
+            return msgspec.structs.replace(
+                self._last_record,
+                generation=self.identity.generation,
+                load=self.serving.load(),
+                draining=True,
+                sleeping=self.is_sleeping,
+                adapters=[],
+            )
+        settings, engine = self._process.settings, model.engine
+        name, *aliases = model_names(settings)
+        self._last_record = InstanceRecord(
+            instance=self.identity.instance,
+            generation=self.identity.generation,
+            role=self._process.role,
+            model=name,
+            model_aliases=aliases,
+            layout=engine.layout,
+            max_model_len=engine.max_model_len,
+            rpc_address=addresses.rpc,
+            transfer_address=advertised(settings, model.transfer.address) if model.transfer is not None else "",
+            events_address=advertised(settings, model.events.address),
+            http_address=addresses.http,
+            host=shared_memory_host(),
+            load=self.serving.load(),
+            draining=self.serving.is_draining,
+            adapters=model.adapters(),
+            reads_images=isinstance(engine, Engine) and engine.image_reader is not None,
+            can_generate=isinstance(engine, Engine),
+            pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
+        )
+        return self._last_record
+
+    def links(self) -> Sequence[LinkStatus]:
+        """Return the links to other instances; none without a model."""
+        return self.model.links() if self.model is not None else []
+
+    def kill_ranks(self) -> None:
+        """Kill the other ranks of the engine, if there are any. Any thread may call it."""
+        if self._model is not None:
+            self._model.kill_ranks()
+
+    async def migrate_out(self) -> None:
+        """Hand the most used blocks to another instance, if there are blocks."""
+        if self.model is not None:
+            await self.model.migrate_out()
+
+    def deliver(self, callback: Callable[[None], None]) -> None:
+        """Call `callback(None)` on the event loop. Any thread may call it."""
+        if self._thread is not None:
+            self._thread.deliver(callback, None)
+
+    @property
+    def num_requests(self) -> int:
+        return self.serving.num_requests
+
+    @property
+    def is_draining(self) -> bool:
+        return self.serving.is_draining
+
+    def pause(self, reason: str) -> None:
+        """Refuse new requests for this reason."""
+        self.serving.pause(reason)
+
+    def resume(self) -> None:
+        """Accept new requests again after `pause`."""
+        self.serving.resume()
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no request runs; return False after `timeout_s` seconds."""
+        return await self.serving.idle(timeout_s)
+
+    async def check(self, loaded: WeightsSource, weights: WeightsSource) -> None:
+        """Check that `weights` can replace those of `loaded`. Raises `EngineError`."""
+        if not weights.version:
+            raise ConfigError("new weights need a version, or KV of the old ones could be used with them")
+        await asyncio.to_thread(check_replacement, loaded.model, weights.model, weights.load_format)
+
+    async def unload(self, reason: str) -> None:
+        """Close the model and free its memory on the device and in this process. No request may run.
+
+        Peers that fetch blocks get an error and compute them. `serving` refuses requests for `reason` from now on.
+        """
+        model = self.model
+        assert model is not None and not self.serving.num_requests
+        server = SleepingServer(self.identity, stats=self.serving.stats, router=self._connections.rpc, reason=reason)
+        self._model, self.serving = None, server
+        self.on_serving_changed()
+        await model.close()
+        # The thread refers to its engine. One that is stuck is kept for `is_loading`.
+        self._thread = model.thread if model.thread.is_alive else None
+        del model
+        # At the end of the start all objects were frozen, among them those of the model, which refer to each other.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        release_unused(self.device)
+
+    async def load(self, weights: WeightsSource) -> None:
+        """Load a model of the same shape, and start its parts under a new generation; `publish` shows it.
+
+        After an error nothing is loaded. Raises `EngineError`, `InstanceError`, `TransferError`, `OSError` or
+        `zmq.ZMQError`.
+        """
+        model = ModelParts(self._process, Identity(self.identity.instance, new_generation()), weights)
+        self._model, self._thread = model, model.thread
+        try:
+            await model.start(self._connections)
+            self._check_shape(model, weights)
+            # As at the end of the start of the process.
+            gc.collect()
+            gc.freeze()
+        except BaseException:
+            # Half of the parts may run, and hold the memory that the next attempt needs.
+            await self.close()
+            raise
+
+    async def publish(self, *, is_sleeping: bool, pause_reason: str) -> None:
+        """Show the present model to the routers, under its generation, or under a new one without a model.
+
+        The model refuses requests if `pause_reason` is not empty.
+        """
+        self.is_sleeping = is_sleeping
+        if self._model is not None:
+            self.identity, self.serving = self._model.identity, self._model.serving
+            self.serving.pause_reason = pause_reason
+            self.on_serving_changed()
+        else:
+            self.identity = Identity(self.identity.instance, new_generation())
+            assert isinstance(self.serving, SleepingServer)
+            self.serving.identity = self.identity
+        await self.on_published()
+
+    def give_up(self, reason: str) -> None:
+        """End the process: it has no model any more."""
+        self._on_fatal(InstanceError(reason))
+
+    def _check_shape(self, model: ModelParts, weights: WeightsSource) -> None:
+        """Raise `ModelError` if blocks or prompts of the new model have another shape."""
+        before, after = self._last_record, model.engine
+        if msgspec.structs.replace(after.layout, fingerprint=before.layout.fingerprint) != before.layout:
+            raise ModelError(f"{weights.model} needs other KV blocks than the loaded model: {after.layout}")
+        if after.max_model_len != before.max_model_len:
+            raise ModelError(
+                f"{weights.model} allows {after.max_model_len} tokens, and the loaded model {before.max_model_len}: set"
+                " --max-model-len of the workers"
+            )
+
+
+async def _do_nothing() -> None:
+    """Stand in for the owner's reaction to a change."""

@@ -1,0 +1,283 @@
+"""The parts of an instance process that exist while its model is loaded: engine, KV transfer and request server.
+
+A process that sleeps has none of them. A process whose weights are replaced closes them and starts new ones, under a
+new generation: for its routers and peers it looks like a process that has restarted, so that nothing of the old KV
+cache can be used.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import torch
+
+from baton_serve.contracts.instance import AdapterRecord, LinkStatus, Role
+from baton_serve.contracts.messages import (
+    AdapterChanged,
+    LoadAdapter,
+    MigrateIn,
+    MigrationTickets,
+    ToInstance,
+    UnloadAdapter,
+    WeightsSource,
+)
+from baton_serve.engine import Engine
+from baton_serve.engine.pooling.engine import PoolingEngine
+from baton_serve.kvtransfer import NodePorts, PeerAccess, TransferNode, TransferSettings
+from baton_serve.services.common.cluster_key import ClusterKey
+from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.common.rpc.links import InstanceServer, RouterId
+from baton_serve.services.common.settings.configuration import environment
+from baton_serve.services.common.tracing import Tracing
+from baton_serve.services.common.zmq.block_events import EventPublisher
+from baton_serve.services.instance.adapter_loader import AdapterLoader
+from baton_serve.services.instance.addresses import tcp
+from baton_serve.services.instance.components import InstanceService, MakeHandler, RoleDependencies
+from baton_serve.services.instance.cpu_sharing.time_slicing import TimeSlicer
+from baton_serve.services.instance.drain.migration import DrainMigration
+from baton_serve.services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
+from baton_serve.services.instance.engine_thread import EngineThread
+from baton_serve.services.instance.errors import EngineBroken, StartFailed
+from baton_serve.services.instance.kv_sharing.pulling import Puller
+from baton_serve.services.instance.kv_sharing.serving import KVSharing
+from baton_serve.services.instance.metrics import TransferMetrics
+from baton_serve.services.instance.pooling_server import PoolingServer
+from baton_serve.services.instance.request_server import Identity, RequestServer
+from baton_serve.services.instance.settings import InstanceSettings, peer_access
+from baton_serve.services.instance.traced_role import TracedRole
+from baton_serve.services.instance.watchdog.step_watchdog import StepWatchdog
+
+AnyEngineThread = EngineThread[Engine] | EngineThread[PoolingEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessParts:
+    """The parts of an instance process that its model uses, and that outlive it."""
+
+    settings: InstanceSettings
+    role: Role
+    make_handler: MakeHandler
+    watchdog: StepWatchdog
+    slicer: TimeSlicer
+    counter: TransferMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConnections:
+    """The connections of an instance process that its model uses. `announce` shows changed adapters to the routers, and
+    `on_broken` is called if the engine cannot continue."""
+
+    rpc: InstanceServer
+    key: ClusterKey | None
+    tracing: Tracing
+    announce: Callable[[], Awaitable[None]]
+    on_broken: Callable[[EngineBroken], None]
+
+
+class ModelParts:
+    """Owns the parts from `start` until `close`. Event loop only.
+
+    `engine`, `serving`, `events` and `transfer` exist after `start`; `transfer` is None if the model computes vectors.
+    """
+
+    engine: Engine | PoolingEngine
+    serving: InstanceService
+    events: EventPublisher
+
+    def __init__(self, process: ProcessParts, identity: Identity, weights: WeightsSource) -> None:
+        """Load nothing yet. Raises `StartFailed` or `EngineError` if a flag or the role does not fit the model."""
+        self._process = process
+        self.identity = identity
+        # The process keeps its own settings: its name in requests must not follow the folder of new weights.
+        self._settings = msgspec.structs.replace(process.settings, model=weights.model, load_format=weights.load_format)
+        self.thread = engine_thread(self._settings, process, weights.version)
+        self.transfer: TransferNode | None = None
+        self._drain_migration: DrainMigration | None = None
+        self._adapter_loader: AdapterLoader | None = None
+        self._parts = Lifecycle()
+        """The started parts, to be stopped in reverse order."""
+
+    async def start(self, connections: ModelConnections) -> None:
+        """Load the model and start all parts. After any exception the caller must call `close`.
+
+        Raises `EngineError`, `TransferError` or `zmq.ZMQError`.
+        """
+        engine = self.engine = await self.thread.start()
+        self._parts.on_stop("engine", self.thread.stop)
+        await self._start_events(connections.key)
+        if isinstance(engine, Engine):
+            self.serving = await self._generation(engine, connections)
+        else:
+            self.serving = self._pooling(engine, connections.rpc)
+        serving = self.serving
+
+        def on_broken(error: EngineBroken) -> None:
+            # Routers get `Failed` for their requests before the shutdown closes the connections, so that they replay at
+            # once.
+            serving.fail_all(str(error))
+            connections.on_broken(error)
+
+        self.thread.attach(on_step_result=serving.on_step_result, on_stats=serving.on_stats, on_broken=on_broken)
+
+    async def close(self) -> None:
+        """Stop all parts and free the memory. Each part has a deadline."""
+        await self._parts.stop_all()
+
+    def on_message(self, router: RouterId, message: ToInstance) -> None:
+        """Pass a router's message to the part that handles it."""
+        match message:
+            case MigrateIn() if self._drain_migration is not None:
+                self._drain_migration.on_migrate_in(message, is_draining=self.serving.refuses_new)
+            case MigrationTickets() if self._drain_migration is not None:
+                self._drain_migration.on_migration_tickets(message)
+            case LoadAdapter() | UnloadAdapter() if self._adapter_loader is not None:
+                self._adapter_loader.on_message(router, message)
+            case LoadAdapter() | UnloadAdapter():
+                refused = "this model computes vectors; LoRA adapters are only supported for models that generate text"
+                self._rpc.send(
+                    router, AdapterChanged(request_id=message.request_id, refusal="invalid", message=refused)
+                )
+            # Pooling engines have no KV blocks to fetch or to hand to others.
+            case MigrateIn() | MigrationTickets():
+                return
+            case _:
+                self.serving.on_message(router, message)
+
+    async def migrate_out(self) -> None:
+        """Hand the most used blocks to another instance, if there are blocks."""
+        if self._drain_migration is not None:
+            await self._drain_migration.migrate_out()
+
+    def links(self) -> Sequence[LinkStatus]:
+        """Return the links to other instances; empty for a pooling engine, which has no KV transfer."""
+        return self.transfer.links() if self.transfer is not None else []
+
+    def adapters(self) -> list[AdapterRecord]:
+        """Return the LoRA adapters that requests may name."""
+        return self.engine.adapters.records() if isinstance(self.engine, Engine) else []
+
+    def kill_ranks(self) -> None:
+        """Kill the other ranks of the engine, if there are any. Any thread may call it."""
+        if isinstance(self.engine, Engine):
+            self.engine.kill_ranks()
+
+    def device(self) -> torch.device:
+        """Return the device of the engine, or of its first rank."""
+        engine = self.engine
+        return engine.device if isinstance(engine, PoolingEngine) else engine.kv.device
+
+    async def _start_events(self, key: ClusterKey | None) -> None:
+        """Open the port on which changes of the KV cache are published."""
+        self.events = EventPublisher(
+            instance=self.identity.instance,
+            generation=self.identity.generation,
+            bind_address=tcp(self._settings, self._settings.events_port),
+            key=key,
+        )
+        await self.events.start()
+        self._parts.on_stop("events", self.events.close)
+
+    async def _generation(self, engine: Engine, connections: ModelConnections) -> RequestServer:
+        """Start the parts that only a generating model needs (KV transfer, drain migration, LoRA changes) and return
+        its server."""
+        settings, identity, rpc, parts = self._settings, self.identity, connections.rpc, self._parts
+        self._rpc = rpc
+        counter = self._process.counter
+        self.transfer = transfer = TransferNode(
+            instance=identity.instance,
+            generation=identity.generation,
+            layout=engine.layout,
+            memory=engine.kv,
+            settings=transfer_settings(settings, connections.key, peer_access(environment()), parts=engine.tail_parts),
+            ports=NodePorts(observer=counter),
+        )
+        await transfer.start()
+        # The thread has just built this `engine`, so its type is known here.
+        thread = cast("EngineThread[Engine]", self.thread)
+        sharing = KVSharing(thread, transfer)
+        # Registered before the transfer node, so it stops after it: closing the node ends all transfers, for which
+        # `sharing.close` then waits.
+        parts.on_stop("sharing", sharing.close)
+        parts.on_stop("transfer", transfer.close)
+        puller = Puller(thread, transfer, block_tokens=engine.layout.block_tokens, counter=counter)
+        self._drain_migration = DrainMigration(
+            identity,
+            engine=thread,
+            router=rpc,
+            sharing=sharing,
+            puller=puller,
+            timeout_s=settings.drain_handover_s,
+            max_blocks=int(settings.drain_handover_gb * (1 << 30)) // engine.layout.block_bytes,
+        )
+        # Stops before the transfer node: fetches of a drain migration write to the KV cache and use the node.
+        parts.on_stop("drain migration", self._drain_migration.close)
+        role = self._process.make_handler(RoleDependencies(thread, transfer, rpc, counter, puller, engine.image_reader))
+        serving = RequestServer(
+            identity,
+            role=TracedRole(role, connections.tracing),
+            engine=thread,
+            stats=engine.stats(),
+            router=rpc,
+            events=self.events,
+            links=transfer,
+        )
+        serving.adapters = engine.adapters.records
+        self._adapter_loader = AdapterLoader(engine.adapters, engine=thread, router=rpc, announce=connections.announce)
+        parts.on_stop("adapters", self._adapter_loader.close)
+        # The engine calls this from another thread: `deliver` passes it on to the event loop.
+        engine.on_layer_groups(lambda tail: thread.deliver(serving.on_layer_groups, tail))
+        return serving
+
+    def _pooling(self, engine: PoolingEngine, rpc: InstanceServer) -> PoolingServer:
+        """Return the server of an engine that computes vectors."""
+        self._rpc = rpc
+        thread = cast("EngineThread[PoolingEngine]", self.thread)
+        return PoolingServer(self.identity, engine=thread, stats=engine.stats(), router=rpc, events=self.events)
+
+
+def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_version: str = "") -> AnyEngineThread:
+    """Return the thread that builds and runs the engine for this kind of model.
+
+    Raises `StartFailed` if a flag or the role does not fit the model.
+    """
+    kind, role, slicer, watchdog = model_kind(settings), process.role, process.slicer, process.watchdog
+    if kind == "generate":
+        thread: EngineThread[Engine] = EngineThread(
+            lambda: build_engine(settings, role, thread.give_up, weights_version), slicer, watchdog
+        )
+        return thread
+    if settings.tensor_parallel_size > 1:
+        raise StartFailed(
+            f"{settings.model} computes vectors (--task {kind}), which is supported on one device only: remove"
+            " --tensor-parallel-size and start more instances instead"
+        )
+    if settings.enable_lora:
+        raise StartFailed(
+            f"--enable-lora is only supported for models that generate text, and {settings.model} computes vectors"
+        )
+    if role == "decode":
+        raise StartFailed(
+            f"{settings.model} computes vectors (--task {kind}), which only prefill and unified instances do:"
+            " start a unified instance instead, or set --runner generate"
+        )
+    return EngineThread(lambda: build_pooling_engine(settings, role, kind), slicer, watchdog)
+
+
+def transfer_settings(
+    settings: InstanceSettings, key: ClusterKey | None = None, access: PeerAccess = "", *, parts: int = 1
+) -> TransferSettings:
+    """Return the settings of the transfer node. `parts` is the number of layer groups that the engine reports."""
+    return TransferSettings(
+        bind=tcp(settings, settings.transfer_port, any_port="*"),
+        advertise_host=settings.advertise_host,
+        transports=(settings.kv_transport,),
+        peer_access=access,
+        run_dir=settings.kv_run_dir,
+        parts=parts,
+        checksum=settings.kv_checksum,
+        zeromq_connections=settings.kv_zeromq_connections,
+        lease_s=settings.kv_lease_s,
+        curve_secret_key=key.secret if key is not None else b"",
+        curve_public_key=key.public if key is not None else b"",
+    )

@@ -1,0 +1,99 @@
+"""Answers the routers of an instance that has no model now: it sleeps, or it loads new weights."""
+
+from dataclasses import replace
+
+from baton_serve.contracts.identity import InstanceId, RequestId
+from baton_serve.contracts.instance import Load
+from baton_serve.contracts.messages import (
+    AdapterChanged,
+    Decode,
+    ErrorCode,
+    Generate,
+    Heartbeat,
+    LoadAdapter,
+    LoadReport,
+    Pool,
+    Prefill,
+    Snapshot,
+    SnapshotRequest,
+    ToInstance,
+    UnloadAdapter,
+)
+from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.instance.engine_thread import TimedStepResult
+from baton_serve.services.instance.ports import EngineStats, RouterPort
+from baton_serve.services.instance.request_server import Identity, load_of
+
+
+class SleepingServer(DrainableServer):
+    """Refuses every request with `pause_reason`; implements `services.instance.components.InstanceService`."""
+
+    def __init__(self, identity: Identity, *, stats: EngineStats, router: RouterPort, reason: str) -> None:
+        """`stats` are the last ones of the model. Their counters stay, and their gauges become 0."""
+        super().__init__(router)
+        self.identity = identity
+        self.pause_reason = reason
+        self.stats = replace(
+            stats,
+            free_blocks=0,
+            total_blocks=0,
+            cached_blocks=0,
+            held_blocks=0,
+            running=0,
+            waiting=0,
+            held=0,
+            reserved=0,
+            queued_tokens=0,
+            host_used_blocks=0,
+            host_total_blocks=0,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return 0
+
+    def load(self) -> Load:
+        """Return a load without blocks."""
+        return load_of(self.stats, num_queued=0)
+
+    def on_message(self, router: RouterId, message: ToInstance) -> None:
+        """Refuse requests, and answer heartbeats."""
+        match message:
+            case Prefill() | Decode() | Generate():
+                self._refuse(router, message.work.request_id)
+            case Pool():
+                self._refuse(router, message.request_id)
+            case LoadAdapter() | UnloadAdapter():
+                refused = AdapterChanged(request_id=message.request_id, refusal="invalid", message=self.pause_reason)
+                self._router.send(router, refused)
+            case Heartbeat():
+                self._router.send(router, self._load_report())
+            case SnapshotRequest():
+                self._router.send(router, self._snapshot())
+
+    def on_router_lost(self, router: RouterId) -> None:
+        """Do nothing: no request runs."""
+
+    def on_step_result(self, step: TimedStepResult) -> None:
+        """Do nothing: no engine runs."""
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Do nothing: no engine runs."""
+
+    def _refuse(self, router: RouterId, request_id: RequestId) -> None:
+        refused = self._refused(request_id)
+        assert refused is not None  # `pause_reason` is never empty here
+        self._router.send(router, refused)
+
+    def _end_all(self, code: ErrorCode, reason: str) -> None:
+        """Do nothing: no request runs."""
+
+    def _snapshot(self) -> Snapshot:
+        instance: InstanceId = self.identity.instance
+        return Snapshot(instance=instance, generation=self.identity.generation, sequence=0, device=[])
+
+    def _load_report(self) -> LoadReport:
+        return LoadReport(
+            instance=self.identity.instance, generation=self.identity.generation, load=self.load(), draining=True
+        )
