@@ -21,7 +21,7 @@ FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 
-.PHONY: setup setup-tests demo test test-computations test-processes test-intel fuzz fuzz-bodies check house format clean bench
+.PHONY: setup setup-tests demo test test-computations test-processes test-intel fuzz fuzz-bodies check house sweep format clean bench
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make fuzz    strange bytes into the decoders of the wire, for FUZZ_SECONDS (60), in a .venv-fuzz of its own"
 	@echo "make fuzz-bodies  requests that cost a router too much time or memory, searched for FUZZ_SECONDS (60)"
 	@echo "make house   the figures of the code's structure and prose, each with its target"
+	@echo "make sweep   tiny models of every family of transformers, compared with transformers; then their page is generated"
 	@echo "make check   ruff, mypy --strict, import-linter, structure tests"
 
 $(BIN)/python:
@@ -111,6 +112,11 @@ house: setup-tests
 format: setup-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# About ten minutes on two cores.
+sweep: setup-tests
+	$(BIN)/python -m tools.sweep_families
+	$(BIN)/python -m tools.models_page
 
 clean:
 	rm -rf $(VENV) $(INTEL) $(FUZZ) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Write docs/reference/models.md from the families that tests compare with transformers; `--check` only compares."""
+"""Write docs/reference/models.md from the families that tests compare with transformers, and from the verdicts of
+`tools/sweep_families.py`; `--check` only compares.
+"""
 
 import contextlib
 import importlib
@@ -14,6 +16,8 @@ from baton_serve.engine import EngineConfig
 from baton_serve.engine.model import fused
 from baton_serve.engine.model.loaded_model import LoadedModel
 from tests.families import FAMILIES, IN_PROCESSES, REFUSED, Family
+from tools.model_verdicts import VERDICTS, Verdict, read_verdicts
+from tools.sweep_families import attention_kinds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -60,18 +64,25 @@ configuration class`. An image that is sent to a model without a vision tower ge
 | Models | `model_type` | |
 |---|---|---|
 {refused}
-| MPT | `mpt` | refused at start: its forward needs a mask |
-| encoder-decoders, state-space and linear-attention layers, bidirectional attention | | refused, by name |
 
 Models that transformers does not contain bring Python code (`auto_map`). An instance reports this and ends. With
 `--trust-remote-code` it runs that code, and serves the model if it attends through transformers' attention interface.
 Some models, such as GLM-4 (`glm`), are also published in transformers' own format, which is served.
 
-A class that is not in the tables is served if all its layers use that interface with one shape of K and V. Nobody has
-compared such a class.
-
 Layers with a sliding window keep their whole KV, because a block holds all layers ([what freeing it would
 take](../log/sliding-window.md#kv-beyond-a-sliding-window)).
+
+## Every family of transformers
+
+`make sweep` serves a tiny random model of each family with which transformers {version} generates text, and compares
+greedy tokens and their logprobs with transformers in float32 on prompts that exceed every window, in chunks that end
+at odd places and with a prefix hit: {counts}. *Not built*: no tiny model could be made here. A family with the word
+*window* was also compared with the sliding window that its default config switches off. Of families with images, the
+text is compared.
+
+| `model_type` | Class | Verdict | Layers | Attention, or why not |
+|---|---|---|---|---|
+{verdicts}
 """
 
 
@@ -86,14 +97,25 @@ def main() -> int:
 def build() -> str:
     rows = [row(name, family) for name, family in FAMILIES.items()]
     refused = "\n".join(f"| {models} | `{kind}` | not in transformers |" for kind, models in REFUSED.items())
-    return HEAD.format(version=_series()) + "\n".join(rows) + "\n" + TAIL.format(refused=refused)
+    swept = read_verdicts()
+    counts = ", ".join(f"{sum(v.verdict == kind for v in swept.families.values())} {kind}" for kind in VERDICTS[:3])
+    verdicts = "\n".join(verdict_row(kind, verdict) for kind, verdict in swept.families.items())
+    tail = TAIL.format(refused=refused, version=swept.transformers, counts=counts, verdicts=verdicts)
+    return HEAD.format(version=_series()) + "\n".join(rows) + "\n" + tail
+
+
+def verdict_row(model_type: str, verdict: Verdict) -> str:
+    """Return the line of a family that the sweep has compared."""
+    window = ", window" if verdict.window == "equal" else ""
+    shown = verdict.attention + window if verdict.verdict == "equal" else verdict.why.replace("|", "/")
+    return f"| `{model_type}` | `{verdict.model_class}` | {verdict.verdict} | {verdict.layers} | {shown} |"
 
 
 def row(name: str, family: Family) -> str:
     model = load(family)
     layers = "fused" if fused.fits(model.module) else "transformers"
     process = "●" if name in IN_PROCESSES else ""
-    return f"| {family.models} | `{type(model.module).__name__}` | {layers} | {attention(model)} | {process} |"
+    return f"| {family.models} | `{type(model.module).__name__}` | {layers} | {attention_kinds(model)} | {process} |"
 
 
 def load(family: Family) -> LoadedModel:
@@ -107,20 +129,6 @@ def load(family: Family) -> LoadedModel:
         settings = EngineConfig(model=folder, device="cpu", dtype="float32", load_format="dummy")
         model: LoadedModel = loader.load_model(settings, device.select_device("cpu"), lambda what, fraction: None)
     return model
-
-
-def attention(model: LoadedModel) -> str:
-    """Return the kinds of attention of a model, for the table."""
-    kinds = [] if model.num_planes == 2 else ["latent (MLA)"]
-    specs = model.specs
-    if any(spec.sliding_window is not None for spec in specs):
-        everywhere = all(spec.sliding_window is not None for spec in specs)
-        kinds.append("sliding window" if everywhere else "sliding window in some layers")
-    kinds += [word for field, word in WORDS.items() if any(getattr(spec, field) is not None for spec in specs)]
-    return ", ".join(kinds) or "full"
-
-
-WORDS = {"softcap": "soft cap", "sinks": "sinks", "alibi": "ALiBi"}
 
 
 def _series() -> str:

@@ -1,6 +1,7 @@
 """Every family through router, prefill, transfer and decode: greedy tokens equal `transformers.generate`."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from baton_serve.services.common.local_model import unpack_gguf
 from baton_serve.services.local.settings import DEMO_MODEL
 from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
-from tests.families import FAMILIES
+from tests.families import FAMILIES, MAX_POSITIONS
 from tests.gguf_files import Kind, write_lone_gguf
 from tests.tiny_models import write_tiny_model
+from tools.model_verdicts import generating_families
+from tools.tiny_families import write_family
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +52,34 @@ def test_a_gguf_file_is_served_as_the_numbers_it_stands_for(tmp_path: Path) -> N
     answers = asyncio.run(ask(served_file, "usm", {**PROMPTS, TEXT: TEXT}))
     assert {case: tokens_of(answer) for case, answer in answers.items()} == expected
     assert {answer["baton"]["decision"] for answer in answers.values()} == {"disaggregated"}
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "qwen2_5_vl"])
+def test_the_text_of_a_multimodal_model_is_served_and_its_images_are_refused(model_type: str, tmp_path: Path) -> None:
+    model = write_family(model_type, generating_families()[model_type], tmp_path)
+    shorten_context(tmp_path / "config.json")
+    expected = {case: greedy(model, prompt, NEW_TOKENS) for case, prompt in PROMPTS.items()}
+    answers, refusal = asyncio.run(ask_with_image(tmp_path))
+    assert {case: tokens_of(answer) for case, answer in answers.items()} == expected
+    assert refusal.status_code == 400
+    assert "image" in refusal.json()["error"]["message"]
+
+
+def shorten_context(config: Path) -> None:
+    """The defaults of these families are longer than a small KV cache."""
+    stated = json.loads(config.read_text())
+    stated["text_config"]["max_position_embeddings"] = MAX_POSITIONS
+    config.write_text(json.dumps(stated))
+
+
+async def ask_with_image(model: Path) -> tuple[dict[str, dict[str, Any]], httpx.Response]:
+    """The answers to text, and the response to a conversation with an image."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture]}]
+    async with asyncio.timeout(60), served(model, transport="usm") as client:
+        await until_ready(client)
+        answers = {case: await complete(client, prompt) for case, prompt in PROMPTS.items()}
+        return answers, await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 4})
 
 
 async def ask(

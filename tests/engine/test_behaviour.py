@@ -125,6 +125,12 @@ def test_min_tokens_suppresses_stop_tokens(engine: Engine, reference: Reference)
     assert answer[1] not in tokens[:4]
 
 
+def test_min_tokens_suppresses_the_end_of_sequence_even_if_it_is_ignored(engine: Engine) -> None:
+    answer = ask(engine, "a", logit_bias={256: 100.0}, ignore_eos=True, min_tokens=4)
+    assert 256 not in answer[:4]
+    assert answer[4:] == [256] * 8
+
+
 def test_ignoring_the_end_of_sequence_writes_all_tokens(engine: Engine) -> None:
     forced = {256: 100.0}
     assert ask(engine, "a", logit_bias=forced) == [256]

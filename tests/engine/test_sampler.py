@@ -28,7 +28,8 @@ def make_row(prompt: list[int], output: list[int] | None = None, *, index: int =
         sampling=SamplingSpec(**values),
         root=BlockHash(b""),
     )
-    request = Request(work, "generate", 0, 0, 0.0, frozenset(work.sampling.stop_token_ids), 999)
+    stops = frozenset(work.sampling.stop_token_ids)
+    request = Request(work, "generate", 0, 0, 0.0, stops, stops, 999)
     return SampleRow(0, Sequence(request, index, prompt + (output or [])), index)
 
 

@@ -95,7 +95,7 @@ class RequestTable:
         if work.request_id in self.requests:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
         sampling = work.sampling
-        stop_token_ids = frozenset(sampling.stop_token_ids)
+        end_token_ids = self._eos_token_ids.union(sampling.stop_token_ids)
         request = Request(
             work=work,
             mode=mode,
@@ -103,7 +103,8 @@ class RequestTable:
             + (DUE_TOKENS_PER_PROMPT_TOKEN * len(work.token_ids) if mode == "prefill" else 0),
             order=self._next_arrival,
             arrived_at=now,
-            stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | self._eos_token_ids,
+            stop_token_ids=frozenset(sampling.stop_token_ids) if sampling.ignore_eos else end_token_ids,
+            end_token_ids=end_token_ids,
             max_model_len=self.limits.max_model_len,
             unstarted=list(work.sequences),
         )

@@ -63,6 +63,9 @@ class Request:
     order: int
     arrived_at: float
     stop_token_ids: frozenset[int]
+    """Tokens that end a sequence."""
+    end_token_ids: frozenset[int]
+    """Tokens that `min_tokens` forbids: stop tokens and, even with `ignore_eos`, the model's end tokens, as in vLLM."""
     max_model_len: int
     unstarted: list[int] = field(default_factory=list)
     """Indexes of sequences that have no token of their own yet."""

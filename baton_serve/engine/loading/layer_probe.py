@@ -13,6 +13,7 @@ from torch import nn
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart
+from baton_serve.engine.loading.refusals import INSTEAD, refuse_type
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
 from baton_serve.engine.model.recurrent import StateProbe
 from baton_serve.engine.model_folder import HfConfig, first_line
@@ -49,17 +50,16 @@ class ProbedLayers:
     states: tuple[StatePart, ...]
 
 
-def refuse_unsupported(name: str, hf_config: HfConfig, text_config: HfConfig) -> None:
-    """Raise `UnsupportedModelError` for architectures that cannot be served, as far as their config shows it."""
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders can be served")
+def refuse_unsupported(name: str, text_config: HfConfig) -> None:
+    """Raise `UnsupportedModelError` for decoders that cannot be served, as far as their config shows it."""
+    refuse_type(text_config)
     if others := set(_layer_types(text_config) or []) - SUPPORTED_LAYERS:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(sorted(others))}; supported are"
-            f" {', '.join(sorted(SUPPORTED_LAYERS))} only"
+            f" {', '.join(sorted(SUPPORTED_LAYERS))} only: {INSTEAD}"
         )
     if getattr(text_config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served")
+        raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served: {INSTEAD}")
 
 
 def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: torch.device) -> ProbedLayers:
@@ -96,7 +96,7 @@ def _run_tokens(module: nn.Module, name: str, attention: AttentionProbe, target:
             logits_to_keep=torch.tensor([1], device=target),
         )
     except UnsupportedModelError as exc:
-        raise UnsupportedModelError(f"{name} cannot be served: {exc}") from exc
+        raise UnsupportedModelError(f"{name} cannot be served: {exc}; {INSTEAD}") from exc
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as exc:
         if isinstance(exc, AttributeError) and isinstance(exc.obj, StateProbe):
             # Up to transformers 5.17, recurrent layers change their cache in ways that cannot be replaced.
@@ -104,7 +104,7 @@ def _run_tokens(module: nn.Module, name: str, attention: AttentionProbe, target:
                 f"{name} cannot be served with this version of transformers: its recurrent layers use their cache as"
                 f" older versions do ({exc.name}); use transformers 5.23 or later"
             ) from exc
-        raise UnsupportedModelError(f"{name} cannot run on paged attention: {first_line(exc)}") from exc
+        raise UnsupportedModelError(f"{name} cannot run on paged attention: {first_line(exc)}; {INSTEAD}") from exc
 
 
 def _layer_types(text_config: HfConfig) -> list[str] | None:
@@ -123,7 +123,7 @@ def _check_states(name: str, types: list[str], parts: tuple[StatePart, ...]) -> 
     if hidden:
         raise UnsupportedModelError(
             f"{name} cannot be served: layer {hidden[0]} is {types[hidden[0]]}, but keeps its states outside of"
-            " transformers' cache"
+            f" transformers' cache: {INSTEAD}"
         )
 
 
@@ -134,18 +134,21 @@ def _uniform_shapes(probe: AttentionProbe, name: str, kv_layers: tuple[int, ...]
     Raises `UnsupportedModelError` for layers with their own attention, or of mixed shapes, and for models without KV.
     """
     if not kv_layers:
-        raise UnsupportedModelError(f"{name} has no layer with attention, without which models are not supported")
+        raise UnsupportedModelError(
+            f"{name} has no layer with attention, without which models are not supported: {INSTEAD}"
+        )
     # The KV cache has one entry for each of these layers, in order.
     if sorted(probe.shapes) != list(kv_layers) or any(len(s) != 1 for s in probe.shapes.values()):
         raise UnsupportedModelError(
             f"{name} cannot be served: {len(probe.shapes)} of its {len(kv_layers)} layers with attention use"
-            " transformers' attention interface; attention of their own is not supported"
+            f" transformers' attention interface; attention of their own is not supported: {INSTEAD}"
         )
     shapes = [probe.shapes[layer][0] for layer in kv_layers]
     sizes = {(s.num_kv_heads, s.key_dim, s.value_dim, s.is_latent) for s in shapes}
     if len(sizes) > 1 or shapes[0].key_dim != shapes[0].value_dim:
         raise UnsupportedModelError(
             f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
-            " KV heads, key and value size, latent), as mixed layers and unknown kinds of latent attention (MLA) have"
+            " KV heads, key and value size, latent), as mixed layers and unknown kinds of latent attention (MLA) have:"
+            f" {INSTEAD}"
         )
     return shapes

@@ -24,7 +24,9 @@ from baton_serve.engine.loading.layer_probe import probe_layers, refuse_unsuppor
 from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
+from baton_serve.engine.loading.refusals import refuse_type
 from baton_serve.engine.loading.shard_weights import load_shard, make_dummy_shard
+from baton_serve.engine.loading.text_decoders import known_decoder
 from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model import rotary
@@ -35,7 +37,7 @@ from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.online import QuantizationPlan
 from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
-from baton_serve.engine.model.vision.decoder import decoder_config, reads_images
+from baton_serve.engine.model.vision.decoder import decoder_config, holds_more
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
@@ -56,10 +58,10 @@ def load_model(
     """Load a decoder, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder, gguf = model_folder(config.model), gguf_file(config)
     ModelRegistry.make_known(folder, config.plugins)
-    hf_config = decoder_config(read_config(folder, config))
+    hf_config = _read_decoder(folder, config)
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
-    refuse_unsupported(name, hf_config, text_config)
+    refuse_unsupported(name, text_config)
     check_shardable(name, text_config, shard.size)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     max_model_len = max_model_len_of(config, text_config)
@@ -118,6 +120,16 @@ def load_model(
         kv_layers=layers.kv_layers,
         states=layers.states,
     )
+
+
+def _read_decoder(folder: Path, config: EngineConfig) -> HfConfig:
+    """Return the config of the decoder in a folder, for which transformers has a class.
+
+    Raises `ModelError`, or `UnsupportedModelError` if no part of the model can be served as text.
+    """
+    whole = read_config(folder, config)
+    refuse_type(whole)
+    return known_decoder(decoder_config(whole), whole.model_type)
 
 
 def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) -> CheckpointFormat | None:
@@ -334,8 +346,8 @@ def _load_weights(
     Raises `ModelError` if weights are missing or have other shapes.
     """
     try:
-        # The files also have the tower's tensors; only the decoder is loaded here.
-        if state is None and (reads_images(folder) or config.load_format == "sharded_state"):
+        # The files also have the towers' tensors; only the decoder is loaded here.
+        if state is None and (holds_more(folder, hf_config) or config.load_format == "sharded_state"):
             state = map_tensors(folder, config.load_format, config.loader.pattern)
         module, report = _class_of(hf_config, state).from_pretrained(
             folder if state is None else None,

@@ -134,6 +134,17 @@ def _falcon(module: Module) -> None:
     module.forward = forward
 
 
+def _masked_window(module: Module) -> None:
+    """Let a module pass the window that its model puts into the mask, which paged attention does not see."""
+    # Modules of families with several types of layers have a window of their own, others only that of the config.
+    module.baton_window = getattr(module, "sliding_window", None)
+
+
+def _phimoe(module: Module) -> None:
+    module.sliding_window = module.config.sliding_window
+    _masked_window(module)
+
+
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return the ALiBi slopes, float32 [num_heads]: how much each head's scores change from one position
     to the next.
@@ -156,4 +167,6 @@ _ADAPTERS: dict[str, Callable[[Module], None]] = {
     "Glm4MoeLiteAttention": _mla,
     "KimiLinearAttention": _mla,
     "MiniCPM3Attention": _mla,
+    "PhimoeAttention": _phimoe,
+    "Qwen2MoeAttention": _masked_window,
 }

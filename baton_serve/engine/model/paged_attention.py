@@ -180,7 +180,7 @@ def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> Attenti
     """Return the rules of a layer. Raises `UnsupportedModelError` if it is not causal."""
     if getattr(module, "is_causal", True) is False or rules.get("is_causal") is False:
         raise UnsupportedModelError(f"{type(module).__name__} is not causal")
-    scaling, window = rules.get("scaling"), rules.get("sliding_window")
+    scaling, window = rules.get("scaling"), rules.get("sliding_window", getattr(module, "baton_window", None))
     softcap, sinks, alibi = rules.get("softcap"), rules.get("s_aux"), rules.get("alibi")
     return AttentionSpec(
         scale=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,

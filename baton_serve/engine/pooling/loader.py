@@ -91,7 +91,8 @@ def load_pooling_model(
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{architecture_of(folder)} is an encoder-decoder; pooling models must be encoders or decoders"
+            f"{architecture_of(folder)} is an encoder-decoder; pooling models must be encoders or decoders:"
+            " docs/reference/models.md lists the models that are served"
         )
     if config.tensor_parallel_size > 1:
         raise ConfigError(

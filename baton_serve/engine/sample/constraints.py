@@ -144,7 +144,7 @@ class ConstraintBuilder:
         # Before min_tokens the end of sequence is forbidden, unless the grammar allows nothing else.
         if len(generated) < request.work.sampling.min_tokens:
             longer = mask.copy()
-            _clear(longer, self._in_vocabulary(request.stop_token_ids))
+            _clear(longer, self._in_vocabulary(request.end_token_ids))
             mask = longer if longer.any() else mask
         return mask
 

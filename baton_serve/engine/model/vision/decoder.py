@@ -1,4 +1,7 @@
-"""The decoder of a model with a vision tower, as a model of its own. Instances without images load only this."""
+"""The decoder of a model with towers for images or sound, as a model of its own.
+
+Of LLaVA, instances without images load only this; of all other multimodal models, every instance, which serves text.
+"""
 
 import json
 import re
@@ -14,11 +17,10 @@ T = TypeVar("T")
 _CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in TEXT_TYPES}
 """Class of the decoder, by the type of the text model."""
 
-_DECODER = re.compile(r"^(model\.)?language_model\.(model\.)?(?=layers\.|embed_tokens\.|norm\.)")
-"""Names of the decoder's tensors in all layouts that transformers has written."""
-_HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
-_OTHERS = re.compile(r"^(model\.|language_model\.)?(vision_tower\.|multi_modal_projector\.|image_newline$)")
-"""Names of tensors that do not belong to the decoder."""
+_NESTED = re.compile(r"^(model\.)?(language_model|text_model)\.")
+"""Names of the decoder's tensors beside towers, in all layouts that transformers has written."""
+_TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
+"""Names of a tower's tensors in checkpoints whose decoder has the names of a plain one, such as Qwen2-VL."""
 
 
 def profile_of(folder: Path) -> VisionProfile | None:
@@ -35,35 +37,57 @@ def reads_images(folder: Path) -> bool:
 
 
 def decoder_config(hf_config: HfConfig) -> HfConfig:
-    """Return the config of the decoder alone; of a model without tower, its config.
+    """Return the config of the decoder alone; of a model without towers, its config.
 
     Raises `UnsupportedModelError` for an unsupported combination of tower and decoder.
     """
-    if hf_config.model_type not in MODEL_TYPES:
-        return hf_config
-    if vision_profile(hf_config.to_dict()) is None:
+    if hf_config.model_type in MODEL_TYPES and vision_profile(hf_config.to_dict()) is None:
         tower, text = hf_config.vision_config.model_type, hf_config.text_config.model_type
         raise UnsupportedModelError(
             f"{hf_config.model_type} with a vision tower of type {tower} and a decoder of type {text} cannot be served;"
             f" {SERVED}"
         )
-    text = hf_config.text_config
-    text.architectures = [_CLASSES[text.model_type]]
+    text = hf_config.get_text_config()
+    if text is hf_config or getattr(hf_config, "is_encoder_decoder", False):
+        return hf_config
+    text.architectures = [_CLASSES.get(text.model_type, f"{_family_of(text)}ForCausalLM")]
     if getattr(text, "dtype", None) is None:
         text.dtype = getattr(hf_config, "dtype", None)
-    text.tie_word_embeddings = bool(text.tie_word_embeddings or hf_config.tie_word_embeddings)
+    if getattr(text, "quantization_config", None) is None and hasattr(hf_config, "quantization_config"):
+        text.quantization_config = hf_config.quantization_config
+    # Which of the two configs counts has changed between versions of transformers.
+    text.tie_word_embeddings = any(getattr(part, "tie_word_embeddings", False) for part in (text, hf_config))
     return text
 
 
+def _family_of(text: HfConfig) -> str:
+    """Return the name of a text model's family, which its classes in transformers begin with."""
+    return type(text).__name__.removesuffix("Config").removesuffix("Text")
+
+
+def holds_more(folder: Path, decoder: HfConfig) -> bool:
+    """Return whether the model in a folder has parts beside the decoder with this config of `decoder_config`."""
+    try:
+        stated = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False  # loading the decoder reports what is wrong
+    return bool(stated.get("model_type") != decoder.model_type)
+
+
 def decoder_tensors(stored: dict[str, T]) -> dict[str, T]:
-    """Return the decoder's tensors under the names of a plain decoder; of a model without tower, all tensors as they
+    """Return the decoder's tensors under the names of a plain decoder; of a model without towers, all tensors as they
     are.
     """
-    if not any(_OTHERS.match(name) for name in stored):
-        return stored
-    return {_own_name(name): tensor for name, tensor in stored.items() if not _OTHERS.match(name)}
+    if not any(_NESTED.match(name) for name in stored):
+        return {name: tensor for name, tensor in stored.items() if not _TOWER.match(name)}
+    named = ((_own_name(name), tensor) for name, tensor in stored.items())
+    return {name: tensor for name, tensor in named if name is not None}
 
 
-def _own_name(name: str) -> str:
-    """Return a tensor's name in a plain decoder."""
-    return _HEAD.sub("", _DECODER.sub("model.", name))
+def _own_name(name: str) -> str | None:
+    """Return a tensor's name in a plain decoder; None for one of another part of the model."""
+    match = _NESTED.match(name)
+    if match is None:
+        return name if name.startswith("lm_head.") else None
+    rest = name[match.end() :]
+    return rest if rest.startswith(("lm_head.", "model.")) else f"model.{rest}"

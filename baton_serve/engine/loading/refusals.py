@@ -1,0 +1,98 @@
+"""Decides by a model's config alone whether paged attention can serve it, before its weights are read.
+
+A refusal is one sentence: what the model has that is not supported, and what to use instead.
+"""
+
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.model_folder import HfConfig
+
+INSTEAD = "docs/reference/models.md lists the models that are served"
+"""The end of a refusal without a better remedy."""
+
+_ENCODER = (
+    "is an encoder, whose tokens attend in both directions: use a decoder such as Qwen 3 for text, and this model for"
+    " embeddings (--runner pooling)"
+)
+_CROSS = (
+    "is the decoder of an encoder-decoder, which reads an encoder's output and counts positions itself: use a decoder"
+    " such as Qwen 3"
+)
+_OWN = (
+    "computes attention itself, without transformers' attention interface, as older classes do: use a newer decoder"
+    " such as Qwen 3"
+)
+_AUDIO = "generates codes of audio with more than one stream of tokens: use a model that generates text"
+_DRAFT = "drafts tokens for another model, whose keys and values it reads: load that model instead"
+_FORMAT = "stores its text part in a way that only its own class reads: use a plain text model"
+_SPARSE = "chooses the tokens that it attends to with an indexer (sparse attention), which is not supported"
+_DYNAMIC = "adds a mask to its scores that depends on the values of the tokens, which paged attention does not support"
+
+_REASONS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xlnet",
+            "xmod",
+        ),
+        _ENCODER,
+    ),
+    **dict.fromkeys(
+        (
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+            "trocr",
+            "whisper",
+        ),
+        _CROSS,
+    ),
+    **dict.fromkeys(
+        ("cpmant", "ctrl", "diffllama", "git", "gpt_neox_japanese", "mpt", "openai-gpt", "reformer", "xglm"), _OWN
+    ),
+    **dict.fromkeys(("moshi", "musicgen", "musicgen_melody"), _AUDIO),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFT),
+    **dict.fromkeys(
+        ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
+        "has no layer with attention, without which models are not supported: use a hybrid such as Qwen 3.5",
+    ),
+    **dict.fromkeys(("cosmos3_edge", "cosmos3_omni", "minimax_m3_vl", "molmo2", "qianfan_ocr"), _FORMAT),
+    "diffusion_gemma": "writes blocks of tokens by diffusion, not one token after another: use Gemma 3",
+    "doge": _DYNAMIC,
+    "glm5_next": _SPARSE,
+    "blt": "predicts bytes with three models and cross-attention between them: use a decoder of tokens such as Qwen 3",
+    "hrm_text": "computes each layer several times for each token, and the KV cache holds one computation",
+}
+"""Why families cannot be served, by model type; the end of a sentence that starts with the class."""
+
+
+def refuse_type(hf_config: HfConfig) -> None:
+    """Raise `UnsupportedModelError` for types of models of which no part can be served as text."""
+    name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
+    if reason := _REASONS.get(hf_config.model_type):
+        raise UnsupportedModelError(f"{name} {reason}; {INSTEAD}")
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder; only decoders can be served, such as Qwen 3: {INSTEAD}"
+        )

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Serve a tiny random model of every causal decoder of the installed transformers, and compare it with transformers.
+
+    python -m tools.sweep_families                 all families; the result replaces tools/model_verdicts.json
+    python -m tools.sweep_families llama phimoe    some families, whose verdicts are replaced in it
+
+`make sweep` runs it in at most 20 minutes on two cores. Each family runs in a process of its own, forked from one that
+has imported torch and transformers, with one thread and a time limit. `tools/models_page.py` generates
+docs/reference/models.md from the result, and tests/structure/test_model_verdicts.py checks that it has every family.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import transformers
+
+from baton_serve.engine import LLM, EngineConfig, SamplingParams
+from baton_serve.engine.errors import EngineError
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.loading.refusals import refuse_type
+from baton_serve.engine.model import fused
+from baton_serve.engine.model.loaded_model import LoadedModel
+from tools.model_verdicts import VERDICTS, Verdict, Verdicts, generating_families, read_verdicts, write_verdicts
+from tools.tiny_families import PROMPT_TOKENS, VOCAB_SIZE, write_family
+
+FAMILY_TIMEOUT_S = 120.0
+"""Longest time for one family, of which most need three to eight seconds."""
+ANSWER_TOKENS = 8
+CHUNK_TOKENS = 23
+"""Tokens of a step: an odd number, so that chunks of prompts end within blocks and within windows."""
+LARGEST_DIFFERENCE = 2e-3
+"""Largest difference of a token's logprob from transformers', of which float32 explains about a hundredth."""
+
+
+class Family(NamedTuple):
+    """A model type of transformers, and its class for text generation."""
+
+    model_type: str
+    model_class: str
+
+
+def judge(family: Family, folder: Path) -> Verdict:
+    """Return the verdict of a family, with its window if it has one."""
+    verdict = judge_config(family, folder / "default", has_window=False)
+    if verdict.verdict in ("equal", "different"):
+        other = judge_config(family, folder / "window", has_window=True)
+        if other is not NO_WINDOW:
+            verdict = msgspec.structs.replace(verdict, window=other.verdict)
+            if other.verdict not in ("equal", "refused"):
+                return msgspec.structs.replace(verdict, verdict=other.verdict, why=f"with a window: {other.why}")
+    return verdict
+
+
+NO_WINDOW = Verdict("not built", "the config has no window that is switched off")
+
+
+def judge_config(family: Family, folder: Path, *, has_window: bool) -> Verdict:
+    """Return the verdict of one config of a family."""
+    if refusal := refused_by_type(family):
+        return refusal
+    try:
+        reference = write_family(family.model_type, family.model_class, folder, has_window=has_window)
+    # Whatever the class of any author raises is the reason why it cannot be built.
+    except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
+        return Verdict("not built", described(exc), family.model_class)
+    if reference is None:
+        return NO_WINDOW
+    try:
+        llm = LLM(
+            str(folder),
+            device="cpu",
+            dtype="float32",
+            max_model_len=256,
+            max_num_seqs=4,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            kv_cache_memory_bytes=64 << 20,
+        )
+    except EngineError as exc:
+        return Verdict("refused", str(exc).replace(str(folder), "FOLDER"), family.model_class)
+    except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
+        return Verdict("crash", described(exc), family.model_class)
+    with llm:
+        model = load_again(folder)
+        layers = "fused" if fused.fits(model.module) else "transformers"
+        verdict = Verdict("equal", "", family.model_class, layers, attention_kinds(model))
+        try:
+            found = compare(llm, reference)
+        except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
+            return msgspec.structs.replace(verdict, verdict="crash", why=described(exc))
+        if found:
+            return msgspec.structs.replace(verdict, verdict="different", why="; ".join(found))
+        return verdict
+
+
+def refused_by_type(family: Family) -> Verdict | None:
+    """Return the refusal of a family whose type alone is the reason; None if there is none."""
+    try:
+        refuse_type(SimpleNamespace(model_type=family.model_type, architectures=[family.model_class]))
+    except EngineError as exc:
+        return Verdict("refused", str(exc), family.model_class)
+    return None
+
+
+def described(exc: BaseException) -> str:
+    """Return an error's type and first line."""
+    lines = str(exc).strip().splitlines()
+    return f"{type(exc).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def prompts() -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts for a first and a second call; one of the second repeats 90 tokens of the first call."""
+    draw = torch.Generator().manual_seed(5)
+    first = [torch.randint(*PROMPT_TOKENS, (length,), generator=draw).tolist() for length in (5, 37, 100, 131)]
+    return first, [first[3][:90] + first[1], first[2]]
+
+
+@torch.inference_mode()
+def compare(llm: LLM, reference: Any) -> list[str]:
+    """Return what differs from transformers: answers, or the logprobs of their tokens."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=1)
+    found: list[str] = []
+    for call in prompts():
+        outputs = llm.generate(prompt_token_ids=call, sampling_params=greedy, use_tqdm=False)
+        for prompt, output in zip(call, outputs, strict=True):
+            found += differences(reference, prompt, output.outputs[0])
+    return found
+
+
+def differences(reference: Any, prompt: list[int], answer: Any) -> list[str]:
+    """Return what differs between one answer of the engine and that of transformers."""
+    ids = torch.tensor([prompt])
+    expected: list[int] = []
+    # Caches of transformers lose the window of some families, whose answers without a cache are right.
+    for use_cache in (True, False):
+        expected = reference.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=ANSWER_TOKENS,
+            do_sample=False,
+            use_cache=use_cache,
+        )[0, len(prompt) :].tolist()
+        if list(answer.token_ids) == expected:
+            break
+    else:
+        return [f"answer to {len(prompt)} tokens: {list(answer.token_ids)} instead of {expected}"]
+    whole = torch.tensor([prompt + expected])
+    logits = reference(input_ids=whole, attention_mask=torch.ones_like(whole)).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits[:, :VOCAB_SIZE].float(), -1)
+    apart = max(
+        abs(float(logprobs[at, token]) - entry[token].logprob)
+        for at, (token, entry) in enumerate(zip(expected, answer.logprobs, strict=True))
+    )
+    # Written so that NaN is a difference too.
+    if not apart <= LARGEST_DIFFERENCE:
+        return [f"logprobs of the answer to {len(prompt)} tokens are {apart:.4f} apart"]
+    return []
+
+
+def load_again(folder: Path) -> LoadedModel:
+    """Load a family as transformers' module, to see its layers and its attention."""
+    settings = EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=256)
+    return load_model(settings, torch.device("cpu"), lambda what, fraction: None)
+
+
+WORDS = {"softcap": "soft cap", "sinks": "sinks", "alibi": "ALiBi"}
+"""Kinds of attention by field of `AttentionSpec`."""
+
+
+def attention_kinds(model: LoadedModel) -> str:
+    """Return the kinds of attention of a model, for the table."""
+    kinds = [] if model.num_planes == 2 else ["latent (MLA)"]
+    specs = model.specs
+    if any(spec.sliding_window is not None for spec in specs):
+        everywhere = all(spec.sliding_window is not None for spec in specs)
+        kinds.append("sliding window" if everywhere else "sliding window in some layers")
+    kinds += [word for field, word in WORDS.items() if any(getattr(spec, field) is not None for spec in specs)]
+    return ", ".join(kinds) or "full"
+
+
+def run_alone(family: Family) -> Verdict:
+    """Judge a family in a forked process, which is killed after `FAMILY_TIMEOUT_S`."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(family, writer))
+    process.start()
+    writer.close()
+    try:
+        if not reader.poll(FAMILY_TIMEOUT_S):
+            return Verdict("crash", f"no result within {FAMILY_TIMEOUT_S:.0f} s", family.model_class)
+        return msgspec.json.decode(reader.recv_bytes(), type=Verdict)
+    except EOFError:
+        process.join(10)
+        return Verdict("crash", f"the process ended with {process.exitcode}", family.model_class)
+    finally:
+        process.kill()
+        process.join()
+        reader.close()
+
+
+def _child(family: Family, writer: Connection) -> None:
+    """Judge a family and send the verdict, without output of the libraries."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="sweep") as folder:
+        writer.send_bytes(msgspec.json.encode(judge(family, Path(folder))))
+
+
+def sweep(chosen: list[Family], workers: int) -> dict[str, Verdict]:
+    """Judge families, `workers` at a time, and print each verdict."""
+
+    def one(family: Family) -> tuple[str, Verdict]:
+        start = time.monotonic()
+        verdict = run_alone(family)
+        took = time.monotonic() - start
+        print(f"{family.model_type:<28}{verdict.verdict:<10}{took:5.1f} s  {verdict.window} {verdict.why}", flush=True)
+        return family.model_type, verdict
+
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(pool.map(one, chosen))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("families", nargs="*", help="model types of transformers; default: all")
+    parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    asked = parser.parse_args()
+    families = [Family(*named) for named in generating_families().items()]
+    verdicts = sweep([one for one in families if not asked.families or one.model_type in asked.families], asked.workers)
+    counts = {kind: sum(v.verdict == kind for v in verdicts.values()) for kind in VERDICTS}
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    known = read_verdicts().families if asked.families else {}
+    write_verdicts(Verdicts(transformers.__version__, dict(sorted({**known, **verdicts}.items()))))
+    return 1 if counts["different"] or counts["crash"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
