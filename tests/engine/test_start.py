@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton_serve.engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
 from baton_serve.engine.kv.capacity import check_host
+from baton_serve.engine.model import attention_adapters
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import MAX_POSITIONS, REFUSED, SLIDING_WINDOW
 from tests.tiny_models import write_tiny_model
@@ -285,3 +286,11 @@ def test_longrope_is_chosen_once_from_the_longest_length(tmp_path: Path) -> None
         assert run(engine)["alone", 0] == together["short", 0]
     with make_engine(folder, max_model_len=64) as engine:
         assert engine.layout.fingerprint != long_fingerprint
+
+
+def test_a_window_that_only_the_mask_of_a_model_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers to longer prompts would differ from transformers' without an error."""
+    folder = write_tiny_model(tmp_path, "phimoe", sliding_window=24)
+    monkeypatch.delitem(attention_adapters._ADAPTERS, "PhimoeAttention")
+    with pytest.raises(UnsupportedModelError, match=r"PhimoeForCausalLM .* sliding window of 24 tokens"):
+        make_engine(folder)

@@ -75,6 +75,7 @@ def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: to
     _check_states(name, types, parts)
     kv_layers = tuple(i for i, kind in enumerate(types) if kind in ATTENTION_LAYERS | MIXED_LAYERS)
     shapes = _uniform_shapes(attention, name, kv_layers)
+    _check_window(name, text_config, types, shapes)
     return ProbedLayers(
         shape=shapes[0],
         specs=[shape.spec for shape in shapes],
@@ -124,6 +125,22 @@ def _check_states(name: str, types: list[str], parts: tuple[StatePart, ...]) -> 
         raise UnsupportedModelError(
             f"{name} cannot be served: layer {hidden[0]} is {types[hidden[0]]}, but keeps its states outside of"
             f" transformers' cache: {INSTEAD}"
+        )
+
+
+def _check_window(name: str, text_config: HfConfig, types: list[str], shapes: list[LayerShape]) -> None:
+    """Raise `UnsupportedModelError` if the config states a sliding window, but no layer passes one to attention.
+
+    Such a model puts the window into a mask of its own, which paged attention does not see: its answers would differ
+    silently.
+    """
+    window = getattr(text_config, "sliding_window", None)
+    is_used = isinstance(window, int) and window > 0 and getattr(text_config, "use_sliding_window", True) is not False
+    has_layers = getattr(text_config, "layer_types", None) is None or "sliding_attention" in types
+    if is_used and has_layers and all(shape.spec.sliding_window is None for shape in shapes):
+        raise UnsupportedModelError(
+            f"{name} cannot be served: its config states a sliding window of {window} tokens, which its layers do not"
+            f" pass to attention: {INSTEAD}"
         )
 
 
