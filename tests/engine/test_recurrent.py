@@ -11,13 +11,15 @@ from torch import Tensor
 
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import EngineConfig
+from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.kernels import AttentionMetadata, attention_backend
+from baton_serve.engine.kernels import AttentionMetadata, attention_backend, layer_kernels
+from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateMemory
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
-from baton_serve.engine.model.forward import TransformersForward
+from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
 from baton_serve.engine.model.recurrent import StateProbe
@@ -49,7 +51,7 @@ class PackedSequence:
 class PackedModel:
     """A model with KV blocks and state slots, of which each sequence has its own."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, *, uses_kernels: bool = True) -> None:
         self.model = model
         layout = KVLayout(
             fingerprint="",
@@ -61,7 +63,9 @@ class PackedModel:
             num_planes=model.num_planes,
         )
         self._cache = KVCache(layout, NUM_SLOTS * BLOCKS_PER_SLOT, CPU, place="device")
-        self._forward = TransformersForward(model, attention_backend(CPU, model.dtype))
+        kernels = layer_kernels(CPU, model.dtype) if uses_kernels else reference_layers
+        backend = attention_backend(CPU, model.dtype)
+        self._forward = choose_forward(model, backend, kernels, SingleRank())
         self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor)
 
     def step(self, chunks: Sequence[tuple[PackedSequence, int]]) -> Tensor:
@@ -129,11 +133,12 @@ def answers(packed: PackedModel, prompts: list[list[int]], schedule: Schedule, n
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_steps_with_odd_chunks_equal_generate(references: References, family: str) -> None:
     reference = references(family)
-    packed = PackedModel(load(reference.folder))
     assert len({tuple(answer) for answer in reference.answers}) > 3
     schedule = Schedule(family)
-    # Twice: the second round finds slots with old states, which `clear` removes.
-    for _ in range(2):
+    for uses_kernels in (True, False):
+        packed = PackedModel(load(reference.folder), uses_kernels=uses_kernels)
+        # These slots have states, which `clear` must remove.
+        packed.step([(PackedSequence(slot, [slot] * 5, 5), 5) for slot in range(NUM_SLOTS)])
         assert answers(packed, reference.prompts, schedule, ANSWER_TOKENS) == reference.answers
 
 

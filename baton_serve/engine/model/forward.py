@@ -10,6 +10,7 @@ from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionBackend, LayerKernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
+from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
 from baton_serve.engine.model import fused, fused_cpu
 from baton_serve.engine.model import fused_lora as fused_adapted
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
@@ -20,7 +21,7 @@ from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.paged_attention import PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
-from baton_serve.engine.model.recurrent import PackedMixers
+from baton_serve.engine.model.recurrent import PackedMixers, install_steps
 
 
 class LogitParts(Protocol):
@@ -143,4 +144,6 @@ def choose_forward(
             f"{model.name}: quantized experts are supported only with fused layers, which do not support this model"
         )
     install(model.module, kernels)
+    if model.states and isinstance(kernels, CpuLayers):
+        install_steps(model.module, CpuRecurrentSteps(kernels.library))
     return TransformersForward(model, backend, adapters)

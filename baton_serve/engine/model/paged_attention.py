@@ -28,7 +28,7 @@ class MixerContext(Protocol):
     def run(self, mixer: "Mixer", arguments: dict[str, object]) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mixer:
     """A layer with recurrent states: its module's own forward, and how that is called."""
 
@@ -39,6 +39,8 @@ class Mixer:
     """The forward's arguments in order."""
     cache_name: str
     """The argument for the cache."""
+    step: Callable[..., Any] | None = None
+    """The forward for one token of each sequence whose cache returns states in slots (`recurrent_steps.py`)."""
 
 
 class AttentionContext(Protocol):

@@ -10,18 +10,20 @@ pad with zeros, and their recurrences start at zero.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps, SlotState
 from baton_serve.engine.kv.state_memory import StateKind, StatePart, StateViews
 from baton_serve.engine.model.batch_inputs import StepStates
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS, SequenceStates, number_layers
 from baton_serve.engine.model.paged_attention import Mixer, StepHolder
+from baton_serve.engine.model.recurrent_steps import step_forward
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
@@ -128,6 +130,26 @@ class SlotStates:
 
 
 @dataclass(frozen=True, slots=True)
+class InPlaceStates:
+    """The states of a batch of sequences for a mixer's step, which changes them in their slots."""
+
+    views: StateViews
+    slots: Tensor  # int64 [batch]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> SlotState:
+        return SlotState(self.views[layer_idx]["conv", state_idx], self.slots)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> SlotState:
+        return SlotState(self.views[layer_idx]["recurrent", state_idx], self.slots)
+
+    def update_recurrent_state(self, recurrent_states: SlotState, layer_idx: int, state_idx: int = 0) -> SlotState:
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences that run as one batch. `rows` are their tokens in the step."""
 
@@ -160,10 +182,13 @@ class PackedMixers:
 
     def _run_group(self, mixer: Mixer, arguments: dict[str, object], group: _Group) -> Any:
         """Run the module on the sequences of a group, and return its output with their tokens one after another."""
-        cache = SlotStates(self._views, group.slots)
         parts = {name: _rows(value, group.rows, self._num_tokens, group.length) for name, value in arguments.items()}
-        output = _call(mixer, parts, cache)
-        cache.store()
+        if group.length == 1 and mixer.step is not None:
+            output = mixer.step(**parts, **{mixer.cache_name: InPlaceStates(self._views, group.slots)})
+        else:
+            cache = SlotStates(self._views, group.slots)
+            output = _call(mixer, parts, cache)
+            cache.store()
         if isinstance(output, tuple):
             return (output[0].flatten(0, 1)[None], *output[1:])
         return output.flatten(0, 1)[None]
@@ -238,6 +263,14 @@ def adapt_mixers(module: nn.Module) -> None:
             _replace_forward(part, mixer)
 
 
+def install_steps(module: nn.Module, steps: CpuRecurrentSteps) -> None:
+    """Let the model's mixers compute steps of one token with kernels, after `adapt_mixers`."""
+    for part in cast(Iterable[Module], module.modules()):
+        mixer = getattr(part, "baton_mixer", None)
+        if isinstance(mixer, Mixer):
+            mixer.step = step_forward(part, steps)
+
+
 def _replace_forward(part: Module, mixer: Mixer) -> None:
     ignored = {*CACHE_NAMES, "baton", "use_cache"}
 
@@ -248,6 +281,7 @@ def _replace_forward(part: Module, mixer: Mixer) -> None:
         return holder.context.mixers.run(mixer, {k: v for k, v in named.items() if k not in ignored})
 
     part.forward = forward
+    part.baton_mixer = mixer
 
 
 def _mixer_of(part: Module) -> Mixer | None:

@@ -56,10 +56,47 @@ struct AttendArguments {
   float scale, softcap;
 };
 
+// States lie in batch slots: that of a sequence begins at states + slots[sequence] * state_stride. Strides count
+// elements from one sequence to the next; heads and channels are contiguous. Outputs are contiguous.
+struct DeltaArguments {
+  const void *query, *key, *value;  // [num_seqs, num_key_heads, key_size] twice, [num_seqs, num_heads, value_size]
+  const float *decay, *beta;        // logarithm of the decay, [num_seqs, num_heads(, key_size)]; [num_seqs, num_heads]
+  float* states;                    // [num_heads, key_size, value_size]
+  const int64_t* slots;
+  void* output;
+  int64_t query_stride, key_stride, value_stride, state_stride, num_seqs;
+  int32_t num_heads, num_key_heads, key_size, value_size, dtype, num_threads;
+  int32_t has_channel_decay, normalizes;  // normalizes: query and key are divided by their lengths
+  float scale;                            // of the query
+};
+
+struct StateSpaceArguments {
+  const void *input, *input_map, *output_map;  // x [num_seqs, num_heads, head_dim]; B and C [num_seqs, num_groups, state_size]
+  const float *step, *decay;     // dt and exp(dt * A), [num_seqs, num_heads]
+  const float* skip;             // D [num_heads]
+  float* states;                 // [num_heads, head_dim, state_size]
+  const int64_t* slots;
+  void* output;
+  int64_t input_stride, input_map_stride, output_map_stride, state_stride, num_seqs;
+  int32_t num_heads, num_groups, head_dim, state_size, dtype, num_threads;
+};
+
+struct ConvolutionArguments {
+  const void *input, *weight, *bias;  // [num_seqs, num_channels], [num_channels, taps], [num_channels] or null
+  void* states;                       // [num_channels, taps], of the input's dtype
+  const int64_t* slots;
+  void* output;
+  int64_t input_stride, state_stride, num_seqs;
+  int32_t num_channels, taps, dtype, num_threads, has_silu;
+};
+
 // 0: done; 1: this build has no code for the dtype; 2: out of memory (attention alone).
 int baton_rms_norm(const NormArguments*);
 int baton_silu_mul(const GateArguments*);
 int baton_store(const StoreArguments*);
 int baton_attend(const AttendArguments*);
+int baton_delta_step(const DeltaArguments*);
+int baton_state_space_step(const StateSpaceArguments*);
+int baton_convolution_step(const ConvolutionArguments*);
 
 }  // extern "C"

@@ -1,0 +1,211 @@
+"""Calls the C++ steps of recurrent layers: one token for each of many sequences, whose states lie in batch slots.
+
+Each state is read and written once and in place. transformers' functions copy the states several times. Inputs that the
+library does not support return None, and the caller uses transformers' function.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+MIN_PARALLEL_ELEMENTS = 1 << 16
+"""Elements of states below which a second thread costs more time than it saves."""
+
+
+class _DeltaArguments(ctypes.Structure):
+    """`DeltaArguments` of src/arguments.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value", "decay", "beta", "states", "slots", "output")),
+        *((name, _LONG) for name in ("query_stride", "key_stride", "value_stride", "state_stride", "num_seqs")),
+        *((name, _INT) for name in ("num_heads", "num_key_heads", "key_size", "value_size", "dtype", "num_threads")),
+        *((name, _INT) for name in ("has_channel_decay", "normalizes")),
+        ("scale", _FLOAT),
+    )
+
+
+class _StateSpaceArguments(ctypes.Structure):
+    """`StateSpaceArguments` of src/arguments.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input", "input_map", "output_map", "step", "decay")),
+        *((name, _POINTER) for name in ("skip", "states", "slots", "output")),
+        *((name, _LONG) for name in ("input_stride", "input_map_stride", "output_map_stride")),
+        *((name, _LONG) for name in ("state_stride", "num_seqs")),
+        *((name, _INT) for name in ("num_heads", "num_groups", "head_dim", "state_size", "dtype", "num_threads")),
+    )
+
+
+class _ConvolutionArguments(ctypes.Structure):
+    """`ConvolutionArguments` of src/arguments.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input", "weight", "bias", "states", "slots", "output")),
+        *((name, _LONG) for name in ("input_stride", "state_stride", "num_seqs")),
+        *((name, _INT) for name in ("num_channels", "taps", "dtype", "num_threads", "has_silu")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """One state of a layer for some sequences: the rows `slots` of `states` [num_slots, *shape]."""
+
+    states: Tensor
+    slots: Tensor  # int64 [num_seqs]
+
+    def to(self, *_: object, **__: object) -> "SlotState":
+        """Return the state itself: modules convert new states to float32, which these are already."""
+        return self
+
+    def load(self) -> Tensor:
+        """Copy the states of the sequences."""
+        return self.states.index_select(0, self.slots)
+
+    def store(self, states: Tensor) -> None:
+        """Copy new states of the sequences to their slots."""
+        self.states.index_copy_(0, self.slots, states.to(self.states.dtype))
+
+
+class CpuRecurrentSteps:
+    """Computes one token of recurrent layers. `library` is the result of `load_kernels`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._delta = library.baton_delta_step
+        self._delta.argtypes = [ctypes.POINTER(_DeltaArguments)]
+        self._state_space = library.baton_state_space_step
+        self._state_space.argtypes = [ctypes.POINTER(_StateSpaceArguments)]
+        self._convolution = library.baton_convolution_step
+        self._convolution.argtypes = [ctypes.POINTER(_ConvolutionArguments)]
+
+    def delta_rule(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: SlotState, normalizes: bool
+    ) -> Tensor | None:
+        """Compute the gated delta rule (https://arxiv.org/abs/2412.06464) and return [num_seqs, num_heads, value_size].
+
+        `query` and `key` are [num_seqs, num_key_heads, key_size], `value` [num_seqs, num_heads, value_size]. `decay` is
+        the logarithm for each head or, for KDA, for each channel of the key.
+        """
+        num_seqs, num_heads, value_size = value.shape
+        dtype = DTYPE_CODES.get(value.dtype)
+        rows = [_heads(one) for one in (query, key, value)]
+        if dtype is None or state.states.dtype != torch.float32 or {query.dtype, key.dtype} != {value.dtype}:
+            return None
+        output = torch.empty(num_seqs, num_heads, value_size, dtype=value.dtype)
+        decay, beta = decay.float().contiguous(), beta.float().contiguous()
+        arguments = _DeltaArguments(
+            query=rows[0].data_ptr(),
+            key=rows[1].data_ptr(),
+            value=rows[2].data_ptr(),
+            decay=decay.data_ptr(),
+            beta=beta.data_ptr(),
+            states=state.states.data_ptr(),
+            slots=state.slots.data_ptr(),
+            output=output.data_ptr(),
+            query_stride=rows[0].stride(0),
+            key_stride=rows[1].stride(0),
+            value_stride=rows[2].stride(0),
+            state_stride=state.states.stride(0),
+            num_seqs=num_seqs,
+            num_heads=num_heads,
+            num_key_heads=key.shape[1],
+            key_size=key.shape[2],
+            value_size=value_size,
+            dtype=dtype,
+            num_threads=_num_threads(num_seqs * state.states[0].numel()),
+            has_channel_decay=decay.dim() == 3,
+            normalizes=normalizes,
+            scale=key.shape[2] ** -0.5,
+        )
+        return output if self._delta(arguments) == 0 else None
+
+    def state_space(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: SlotState
+    ) -> Tensor | None:
+        """Compute Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) and return [num_seqs, num_heads, head_dim].
+
+        `x` is [num_seqs, num_heads, head_dim], `dt` [num_seqs, num_heads] after its bias and softplus, `a` and `d`
+        [num_heads], `b` and `c` [num_seqs, num_groups, state_size].
+        """
+        dtype = DTYPE_CODES.get(x.dtype)
+        if dtype is None or state.states.dtype != torch.float32 or {b.dtype, c.dtype} != {x.dtype}:
+            return None
+        rows = [_heads(one) for one in (x, b, c)]
+        step = dt.float().contiguous()
+        decay = torch.exp(step * a.float())
+        skip = d.float().contiguous()
+        output = torch.empty(x.shape, dtype=x.dtype)
+        arguments = _StateSpaceArguments(
+            input=rows[0].data_ptr(),
+            input_map=rows[1].data_ptr(),
+            output_map=rows[2].data_ptr(),
+            step=step.data_ptr(),
+            decay=decay.data_ptr(),
+            skip=skip.data_ptr(),
+            states=state.states.data_ptr(),
+            slots=state.slots.data_ptr(),
+            output=output.data_ptr(),
+            input_stride=rows[0].stride(0),
+            input_map_stride=rows[1].stride(0),
+            output_map_stride=rows[2].stride(0),
+            state_stride=state.states.stride(0),
+            num_seqs=x.shape[0],
+            num_heads=x.shape[1],
+            num_groups=b.shape[1],
+            head_dim=x.shape[2],
+            state_size=b.shape[2],
+            dtype=dtype,
+            num_threads=_num_threads(x.shape[0] * state.states[0].numel()),
+        )
+        return output if self._state_space(arguments) == 0 else None
+
+    def convolution(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: SlotState, *, has_silu: bool
+    ) -> Tensor | None:
+        """Compute a causal convolution of each channel for `x` [num_seqs, num_channels], and return the same shape.
+
+        `weight` is [num_channels, taps]. The state is the last `taps` inputs.
+        """
+        dtype = DTYPE_CODES.get(x.dtype)
+        parts = [x, weight, state.states] if bias is None else [x, weight, state.states, bias]
+        if dtype is None or {part.dtype for part in parts} != {x.dtype} or weight.shape != state.states.shape[1:]:
+            return None
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        weight = weight.contiguous()
+        output = torch.empty(x.shape, dtype=x.dtype)
+        arguments = _ConvolutionArguments(
+            input=rows.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            states=state.states.data_ptr(),
+            slots=state.slots.data_ptr(),
+            output=output.data_ptr(),
+            input_stride=rows.stride(0),
+            state_stride=state.states.stride(0),
+            num_seqs=x.shape[0],
+            num_channels=x.shape[1],
+            taps=weight.shape[1],
+            dtype=dtype,
+            num_threads=_num_threads(x.shape[0] * state.states[0].numel()),
+            has_silu=has_silu,
+        )
+        return output if self._convolution(arguments) == 0 else None
+
+
+def time_steps(dt: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the time steps of a state space, float32."""
+    return functional.softplus(dt.float() if bias is None else dt.float() + bias.float())
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Return `x` [num_seqs, heads, size] with contiguous heads; the stride between sequences may be larger."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _num_threads(elements: int) -> int:
+    return torch.get_num_threads() if elements >= MIN_PARALLEL_ELEMENTS else 1
