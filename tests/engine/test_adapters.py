@@ -119,7 +119,7 @@ def test_a_handoff_carries_the_adapter(model: Path, adapters: list[Path]) -> Non
             assert hand_over(source, sink, work) == {(f"request {name}", 0): tokens}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_5", "falcon_h1"])
 def test_other_families_too(tmp_path: Path, family: str) -> None:
     """Through fused layers, and through transformers' own where those do not fit."""
     model = write_tiny_model(tmp_path / "model", family)
@@ -246,6 +246,16 @@ def test_what_cannot_be_served_is_refused_by_name(model: Path, tmp_path: Path, c
     how, message = REFUSED[case]
     adapter = write_adapter(tmp_path / "adapter", model, **how)
     with lora_engine(model) as engine, pytest.raises(AdapterError, match=message):
+        engine.adapters.load("adapter", str(adapter))
+
+
+def test_layers_with_recurrent_states_keep_their_weights(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", "qwen3_5")
+    adapter = write_adapter(tmp_path / "adapter", model, targets=("q_proj", "in_proj_qkv"))
+    with (
+        lora_engine(model) as engine,
+        pytest.raises(AdapterError, match=r"linear_attn.in_proj_qkv, part of a layer with recurrent states"),
+    ):
         engine.adapters.load("adapter", str(adapter))
 
 

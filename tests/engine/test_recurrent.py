@@ -227,3 +227,11 @@ def test_an_older_transformers_is_named_as_the_reason(references: References, mo
     monkeypatch.delattr(StateProbe, "get_conv_state")
     with pytest.raises(UnsupportedModelError, match=r"use transformers 5\.23 or later"):
         make_engine(references("lfm2").folder)
+
+
+def test_weights_that_layers_share_are_rounded_in_all_of_them(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "zamba2", "zamba2")
+    packed = PackedModel(load(folder, quantization="int8"))
+    exact = PackedModel(load(folder))
+    (rounded,), (logits,) = (one.step([(PackedSequence(0, list(range(20)), 20), 20)]) for one in (packed, exact))
+    assert 0 < (rounded - logits).abs().max() < 0.2 * logits.abs().max()

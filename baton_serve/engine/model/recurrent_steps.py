@@ -22,7 +22,7 @@ Step: TypeAlias = Callable[..., Any]
 def step_forward(part: Module, steps: CpuRecurrentSteps) -> Step | None:
     """Return the forward of a mixer for one token of each sequence, whose cache returns `SlotState`s.
 
-    Return None if the module has other functions than those that can be replaced.
+    Return None if some of the functions that change its states cannot be replaced.
     """
     function = inspect.unwrap(type(part).forward)
     names = set(function.__code__.co_names)

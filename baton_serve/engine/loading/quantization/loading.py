@@ -103,8 +103,13 @@ def _fill_experts(
 
 
 def fits(module: nn.Module, tensors: Tensors) -> bool:
-    """Return whether the tensors are exactly the skeleton's parameters, and its buffers can be computed again."""
+    """Return whether the tensors are exactly the skeleton's parameters, and its buffers can be computed again.
+
+    Return False if layers share weights, as in Zamba 2: only the first of them would get them.
+    """
     names = {name for name, _ in module.named_parameters()}
+    if {name for name, _ in module.named_parameters(remove_duplicate=False)} - names - {"lm_head.weight"}:
+        return False
     embedding = tied_embedding(module)
     missing = names - set(tensors) - ({"lm_head.weight"} if embedding is not None else set())
     return not missing and not set(tensors) - names - {"lm_head.weight"} and _revive_buffers(module)

@@ -91,9 +91,16 @@ def adapt_modules(module: nn.Module, store: AdapterStore) -> StepAdapters:
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the linear layers that adapters may change."""
+    """Iterate over the linear layers that adapters may change.
+
+    Layers with recurrent states are left out: they run for some sequences of a step at a time, so that their rows are
+    not those of the step.
+    """
     inner: set[str] = set()
+    mixers = tuple(f"{name}." for name, part in module.named_modules() if hasattr(part, "baton_mixer"))
     for name, part in module.named_modules():
+        if name.startswith(mixers):
+            continue
         if isinstance(part, ReorderedLinear):
             # Adapters act on the outer module, whose inputs are in the model's order.
             inner.add(f"{name}.linear")

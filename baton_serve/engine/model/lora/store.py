@@ -170,6 +170,8 @@ def _why_fixed(module: str) -> str:
     # Whole parts are compared: a name like `experts_norm` is something else.
     parts = module.split(".")
     kinds = {"experts": "a weight of experts", "lm_head": "the head", "embed_tokens": "the embedding"}
+    recurrent = ("linear_attn", "mamba", "mixer", "conv", "temporal_block")
+    kinds |= dict.fromkeys(recurrent, "part of a layer with recurrent states")
     kind = next((kind for part, kind in kinds.items() if part in parts), None)
     if kind is None:
         return "which is not a linear layer of this model: load an adapter that was trained for this model"
