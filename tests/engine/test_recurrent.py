@@ -14,6 +14,7 @@ from baton_serve.engine import EngineConfig
 from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionMetadata, attention_backend, layer_kernels
+from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateMemory
@@ -235,3 +236,13 @@ def test_weights_that_layers_share_are_rounded_in_all_of_them(tmp_path: Path) ->
     exact = PackedModel(load(folder))
     (rounded,), (logits,) = (one.step([(PackedSequence(0, list(range(20)), 20), 20)]) for one in (packed, exact))
     assert 0 < (rounded - logits).abs().max() < 0.2 * logits.abs().max()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"])
+def test_steps_of_one_token_use_the_kernels(tmp_path: Path, family: str) -> None:
+    model = load(write_tiny_model(tmp_path / family, family))
+    mixers = [part.baton_mixer for part in model.module.modules() if hasattr(part, "baton_mixer")]
+    assert mixers and all(mixer.step is None for mixer in mixers)  # type: ignore[union-attr]
+    PackedModel(model)
+    if isinstance(layer_kernels(CPU, model.dtype), CpuLayers):
+        assert all(mixer.step is not None for mixer in mixers)  # type: ignore[union-attr]

@@ -25,6 +25,9 @@ def step_forward(part: Module, steps: CpuRecurrentSteps) -> Step | None:
     Return None if some of the functions that change its states cannot be replaced.
     """
     function = inspect.unwrap(type(part).forward)
+    # A model's own code may have other functions with these names.
+    if not function.__module__.startswith("transformers.models."):
+        return None
     names = set(function.__code__.co_names)
     replaced = {name: make(function.__globals__[name], steps) for name, make in _STEPS.items() if name in names}
     has_state = "get_recurrent_state" in names
