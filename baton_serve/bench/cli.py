@@ -32,6 +32,7 @@ BENCHES = {
         "router.load",
         "measure the router alone with fake instances: requests/s, tokens/s, latency",
     ),
+    "batch": ("serving.batch", "measure live streams beside a large batch, and kill processes in its middle"),
     "chaos": (
         "chaos.run",
         "kill and freeze processes under honest and hostile load: answers must be equal, nothing may leak",

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import zmq
@@ -30,6 +30,7 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.batch.batches import Batches
+from baton_serve.services.router.batch.line_client import LOWEST_PRIORITY
 from baton_serve.services.router.batch.pacing import RouterLoad
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.connections import InstanceConnector
@@ -183,7 +184,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         # Longer than the grace time, so that answers of requests that were ended then can still be sent.
         deadline_s=settings.shutdown_timeout_s + 2.0,
     )
-    _start_batches(batches, app, cluster, lifecycle)
+    _start_batches(batches, partial(router_load, app, cluster, models.model_services), app, lifecycle)
     models.start_compilers()
     gc.collect()
     # Tokenizers and modules live as long as the process. Frozen objects are skipped by every later collection.
@@ -206,14 +207,14 @@ def kept_responses(settings: RouterSettings, lifecycle: Lifecycle) -> KeptRespon
     return kept
 
 
-def _start_batches(batches: Batches | None, app: Gateway, cluster: Cluster, lifecycle: Lifecycle) -> None:
-    """Start to run batches, if there is a folder for them."""
+def _start_batches(batches: Batches | None, load: Callable[[], RouterLoad], app: Gateway, lifecycle: Lifecycle) -> None:
+    """Start to run batches beside `load`, if there is a folder for them."""
     if batches is None:
         return
     # They stop before the HTTP server and the dispatchers, whose errors would otherwise become results of requests.
     lifecycle.on_stop("batches", batches.close)
     endpoints = {path: row.app for path, row in app.table.items()}
-    batches.start(endpoints, load=partial(router_load, app, cluster), owner=app.keys.named, bodies=app.bodies)
+    batches.start(endpoints, load=load, owner=app.keys.named, bodies=app.bodies)
 
 
 async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> None:
@@ -226,10 +227,17 @@ async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> N
     models.end_requests()
 
 
-def router_load(app: Gateway, cluster: Cluster) -> RouterLoad:
+def router_load(app: Gateway, cluster: Cluster, services: Sequence[ModelService]) -> RouterLoad:
     """Return what this process serves for clients now, by which batches choose their pace."""
-    ready = sum(worker.state == "ready" for worker in cluster.workers())
-    return RouterLoad(num_instances=ready, num_running=app.num_running, num_started=app.num_started)
+    ready = [worker.record.role for worker in cluster.workers() if worker.state == "ready"]
+    dispatchers = [service.dispatcher for service in services]
+    return RouterLoad(
+        num_instances=len(ready),
+        num_generating=sum(role in ("decode", "unified") for role in ready),
+        num_running=app.num_running,
+        num_waiting=sum(one.num_without_tokens(below_priority=LOWEST_PRIORITY) for one in dispatchers),
+        num_started=app.num_started,
+    )
 
 
 def http_limits(settings: RouterSettings) -> HttpLimits:

@@ -1,4 +1,4 @@
-"""Count the processes of a service that listen on a port. A process that is alive may not listen yet."""
+"""Find the processes that listen on a port. A process that is alive may not listen yet."""
 
 import psutil
 
@@ -14,3 +14,14 @@ def _listens(process: psutil.Process, port: int) -> bool:
     except psutil.NoSuchProcess:
         return False
     return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
+
+
+def listening_process(port: int) -> psutil.Process:
+    """Return the process of this user that listens on a TCP port. Raises `LookupError` without one."""
+    for process in psutil.process_iter():
+        try:
+            if _listens(process, port):
+                return process
+        except psutil.AccessDenied:  # a process of another user
+            continue
+    raise LookupError(f"no process listens on port {port}")

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LINES_PER_INSTANCE = 16
-"""Requests of batches per instance while no client waits for an answer."""
-LINES_BESIDE_CLIENTS = 1
-"""Requests of batches per instance while requests of clients run. Each may delay a new request by one step."""
+"""Requests of batches per instance while no client has waited for an answer for some seconds."""
 QUIET_S = 1.0
-"""Time in seconds without a client's request after which the larger number is allowed again."""
+"""Time in seconds without a client's request after which one more request of a batch per instance runs. The number
+doubles with each further such time, so that a client that returns after a pause does not meet many of them."""
+MAX_HOLD_S = 1.0
+"""Longest time in seconds between two new requests of batches while clients wait for their first tokens."""
 _POLL_S = 0.05
 
 
@@ -21,8 +22,12 @@ class RouterLoad:
 
     num_instances: int
     """Number of instances that are ready."""
+    num_generating: int
+    """Number of them that are decode or unified instances."""
     num_running: int
     """Number of clients' requests that run now."""
+    num_waiting: int
+    """Number of clients' prompts without a first token."""
     num_started: int
     """Number of clients' requests since the start of the process. It also counts requests between two looks."""
 
@@ -35,12 +40,25 @@ def max_lines(load: RouterLoad, *, quiet_s: float, most: int) -> int:
     # Without an instance each request would only wait, fail with status 503 and be tried again.
     if not load.num_instances:
         return 0
-    per_instance = LINES_PER_INSTANCE if quiet_s >= QUIET_S else LINES_BESIDE_CLIENTS
+    # Each line beside clients lengthens the decode steps of all streams of its instance.
+    if quiet_s < QUIET_S:
+        return min(most, max(1, load.num_generating))
+    per_instance = min(LINES_PER_INSTANCE, 1 << int(min(quiet_s / QUIET_S, 10.0)))
     return min(most, per_instance * load.num_instances)
 
 
+def may_start(load: RouterLoad, *, num_running: int, quiet_s: float, held_s: float, most: int) -> bool:
+    """Return whether one more request of a batch may start beside `num_running` others.
+
+    `held_s` is the time since the last one started. While clients wait for first tokens, one starts each `MAX_HOLD_S`.
+    """
+    if load.num_waiting and held_s < MAX_HOLD_S:
+        return False
+    return num_running < max_lines(load, quiet_s=quiet_s, most=most)
+
+
 class LineGate:
-    """Lets requests of all batches of this process run, as many as `max_lines` allows. Event loop only.
+    """Lets requests of all batches of this process run, when `may_start` allows it. Event loop only.
 
     A place that becomes free goes to the owner with the fewest requests among the owners that wait, however many
     batches and requests each has.
@@ -53,7 +71,9 @@ class LineGate:
         self._load = load
         self._most = most
         self._clock = clock
-        self._busy_at = clock() - QUIET_S
+        # As long ago as it takes to allow all of them: a batch that finds no client starts at once.
+        self._busy_at = clock() - QUIET_S * LINES_PER_INSTANCE
+        self._started_at = self._busy_at
         self._num_started = 0
         self._changed = asyncio.Event()
         self._running: Counter[str] = Counter()
@@ -73,6 +93,7 @@ class LineGate:
             while not stop.is_set():
                 if self._is_open() and self._is_next(owner):
                     self._running[owner] += 1
+                    self._started_at = self._clock()
                     return True
                 self._changed.clear()
                 try:
@@ -102,4 +123,10 @@ class LineGate:
         # A short request may begin and end between two looks; only the counter shows it.
         if load.num_running or load.num_started != self._num_started:
             self._busy_at, self._num_started = now, load.num_started
-        return self.num_running < max_lines(load, quiet_s=now - self._busy_at, most=self._most)
+        return may_start(
+            load,
+            num_running=self.num_running,
+            quiet_s=now - self._busy_at,
+            held_s=now - self._started_at,
+            most=self._most,
+        )

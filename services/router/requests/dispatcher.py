@@ -137,6 +137,14 @@ class Dispatcher:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def num_without_tokens(self, *, below_priority: int) -> int:
+        """Return how many requests with a smaller priority value than this have no first token yet."""
+        return sum(
+            lifecycle.timeline.first_token_at is None
+            for lifecycle in self._lifecycles
+            if lifecycle.request.priority < below_priority
+        )
+
     def submit(
         self, requests: Sequence[PromptRequest], token_queue: TokenQueue, *, timing: RequestTiming
     ) -> list[RequestLifecycle]:

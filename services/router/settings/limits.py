@@ -224,7 +224,7 @@ class BatchSettings(HttpSettings, frozen=True, kw_only=True):
         int,
         Meta(
             description="largest number of requests of batches that one router process runs at once; at most 16 per"
-            " instance run while no client waits, and 1 per instance beside requests of clients",
+            " instance run seconds after the last client, and 1 per decode or unified instance beside clients",
             ge=1,
             le=4096,
         ),

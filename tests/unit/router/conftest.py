@@ -90,7 +90,7 @@ class Router:
             endpoints = {path: row.app for path, row in self.app.table.items()}
             self.batches.start(
                 endpoints,
-                load=partial(router_load, self.app, self.cluster),
+                load=partial(router_load, self.app, self.cluster, [self.service]),
                 owner=self.app.keys.named,
                 bodies=self.app.bodies,
             )

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from baton_serve.services.router.batch.batch_run import MAX_UNAVAILABLE, retry_delay_s
 from baton_serve.services.router.batch.line_client import LineAnswer
-from baton_serve.services.router.batch.pacing import LineGate, RouterLoad, max_lines
+from baton_serve.services.router.batch.pacing import LineGate, RouterLoad, max_lines, may_start
 from baton_serve.services.router.batch.records import BatchError, BatchObject, StoredBatch
 from baton_serve.services.router.batch.state_machine import (
     MAX_ERRORS,
@@ -77,22 +77,50 @@ def test_no_state_is_left_twice() -> None:
         ended(replace(done, batch=replace(done.batch, status="finalizing"), outcome=None), now=5)
 
 
+def load_of(*, num_instances: int = 2, num_waiting: int = 0, num_started: int = 0) -> RouterLoad:
+    return RouterLoad(
+        num_instances=num_instances,
+        num_generating=num_instances // 2,
+        num_running=num_waiting,
+        num_waiting=num_waiting,
+        num_started=num_started,
+    )
+
+
 def test_requests_of_batches_give_way_to_those_of_clients() -> None:
-    quiet = RouterLoad(num_instances=2, num_running=0, num_started=0)
-    assert max_lines(quiet, quiet_s=5.0, most=100) == 32
-    assert max_lines(quiet, quiet_s=5.0, most=20) == 20
-    assert max_lines(quiet, quiet_s=0.1, most=100) == 2
-    assert max_lines(RouterLoad(0, 0, 0), quiet_s=5.0, most=100) == 0
+    assert [max_lines(load_of(), quiet_s=5.0, most=most) for most in (100, 20)] == [32, 20]
+    assert max_lines(load_of(), quiet_s=0.1, most=100) == 1
+    assert max_lines(load_of(num_instances=6), quiet_s=0.1, most=100) == 3
+    assert max_lines(load_of(num_instances=1), quiet_s=0.1, most=100) == 1, "a batch must end"
+    assert max_lines(load_of(num_instances=0), quiet_s=5.0, most=100) == 0
+
+
+def test_a_client_that_returns_after_a_pause_meets_few_requests_of_batches() -> None:
+    assert [max_lines(load_of(), quiet_s=quiet_s, most=100) for quiet_s in (1.0, 2.0, 3.0, 4.0, 1e9)] == [
+        *(4, 8, 16, 32, 32)
+    ]
+
+
+def test_no_request_of_a_batch_starts_while_a_client_waits_for_its_first_token() -> None:
+    def starts(held_s: float, *, num_waiting: int, num_running: int = 0) -> bool:
+        return may_start(
+            load_of(num_waiting=num_waiting), num_running=num_running, quiet_s=0.0, held_s=held_s, most=100
+        )
+
+    assert starts(0.0, num_waiting=0)
+    assert not starts(0.9, num_waiting=1)
+    assert starts(1.0, num_waiting=1), "a batch must end although clients always wait"
+    assert not starts(1.0, num_waiting=1, num_running=1)
 
 
 def test_a_request_between_two_looks_counts_as_traffic() -> None:
-    load, now = RouterLoad(num_instances=1, num_running=0, num_started=0), 0.0
+    load, now = load_of(num_instances=1), 0.0
 
     async def scenario() -> None:
         nonlocal load, now
         gate, stop = LineGate(lambda: load, most=100, clock=lambda: now), asyncio.Event()
         assert await gate.enter(stop) and await gate.enter(stop)
-        load = RouterLoad(num_instances=1, num_running=0, num_started=1)
+        load = load_of(num_instances=1, num_started=1)
         waiting = asyncio.create_task(gate.enter(stop))
         await asyncio.sleep(0)
         gate.leave()

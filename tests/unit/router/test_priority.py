@@ -1,17 +1,19 @@
 """Priority of requests, and the keys that may set it."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.router.main import api_keys
+from baton_serve.services.router.batch.line_client import LOWEST_PRIORITY
+from baton_serve.services.router.main import api_keys, router_load
 from baton_serve.services.router.protocol.caller import ANONYMOUS, Caller
 from baton_serve.services.router.protocol.errors import PermissionDeniedError
 from baton_serve.services.router.quota.api_keys import ApiKeys, allowed
 from baton_serve.services.router.settings import RouterSettings
-from tests.unit.router.conftest import Router, Serve
+from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.test_pooling import EMBEDS, WORKERS
 
 KEYS = "team name=team\nurgent min_priority=-5\nbatch min_priority=10\n"
@@ -75,6 +77,30 @@ def test_without_any_key_all_priorities_are_taken_as_vllm_takes_them(serve: Serv
         await router.complete(prompt="hello", max_tokens=1, priority=-1)
 
     serve(scenario)
+
+
+def test_batches_see_which_clients_wait_for_their_first_token(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        prefill, decode = (router.fakes[name] for name in ("prefill-0", "decode-0"))
+
+        def load() -> tuple[int, int]:
+            found = router_load(router.app, router.cluster, [router.service])
+            return found.num_running, found.num_waiting
+
+        prefill.hold = decode.hold = 0
+        bodies = ({"priority": 0}, {"priority": LOWEST_PRIORITY})
+        running = [asyncio.create_task(router.complete(prompt="hello", max_tokens=3, **body)) for body in bodies]
+        await settle()
+        assert load() == (2, 1), "a request of a batch's own priority does not count"
+        prefill.resume()
+        await settle()
+        assert load() == (2, 0), "the first tokens have arrived"
+        decode.resume()
+        await asyncio.gather(*running)
+        assert load() == (0, 0)
+        router.check_idle()
+
+    serve(scenario, disaggregation_min_tokens=0)
 
 
 def test_the_router_s_setting_counts_for_keys_whose_line_says_nothing(tmp_path: Path) -> None:
