@@ -11,11 +11,27 @@ from baton_serve.services.common.version import VERSION
 
 if TYPE_CHECKING:
     from baton_serve.engine.model.registry import ModelRegistry
-    from baton_serve.engine.offline.async_engine import AsyncLLMEngine
-    from baton_serve.engine.offline.engine_args import EngineArgs
+    from baton_serve.engine.offline.async_engine import AsyncLLM, AsyncLLMEngine
+    from baton_serve.engine.offline.command_line import FlexibleArgumentParser
+    from baton_serve.engine.offline.engine_args import AsyncEngineArgs, EngineArgs
     from baton_serve.engine.offline.llm import LLM
     from baton_serve.engine.offline.llm_engine import LLMEngine
-    from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+    from baton_serve.engine.offline.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        Counter,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Gauge,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+    from baton_serve.engine.offline.prompts import TextPrompt, TokensPrompt
     from baton_serve.engine.offline.requested_adapters import LoRARequest
     from baton_serve.engine.offline.structured import GuidedDecodingParams, StructuredOutputsParams
 
@@ -33,21 +49,57 @@ _MODULES = {
     "GuidedDecodingParams": "offline.structured",
     "StructuredOutputsParams": "offline.structured",
     "ModelRegistry": "model.registry",
+    "AsyncEngineArgs": "offline.engine_args",
+    "AsyncLLM": "offline.async_engine",
+    "FlexibleArgumentParser": "offline.command_line",
+    "RequestOutputKind": "offline.params",
+    "TextPrompt": "offline.prompts",
+    "TokensPrompt": "offline.prompts",
+    "RequestOutput": "offline.outputs",
+    "CompletionOutput": "offline.outputs",
+    "PoolingOutput": "offline.outputs",
+    "PoolingRequestOutput": "offline.outputs",
+    "EmbeddingOutput": "offline.outputs",
+    "EmbeddingRequestOutput": "offline.outputs",
+    "ClassificationOutput": "offline.outputs",
+    "ClassificationRequestOutput": "offline.outputs",
+    "ScoringOutput": "offline.outputs",
+    "ScoringRequestOutput": "offline.outputs",
+    "Counter": "offline.outputs",
+    "Gauge": "offline.outputs",
 }
 """The module of `baton_serve.engine` that defines each name."""
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "Counter",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
+    "FlexibleArgumentParser",
+    "Gauge",
     "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
     "ModelRegistry",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -10,20 +10,25 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
-from baton_serve.engine.errors import EngineError
-from baton_serve.engine.offline.engine_args import EngineArgs
+from baton_serve.contracts import pooling
+from baton_serve.engine.errors import ConfigError, EngineError
+from baton_serve.engine.offline.engine_args import EngineArgs, ModelConfig, open_model
 from baton_serve.engine.offline.llm_engine import LLMEngine
-from baton_serve.engine.offline.outputs import RequestOutput
-from baton_serve.engine.offline.params import SamplingParams
-from baton_serve.engine.offline.prompts import Prompt
+from baton_serve.engine.offline.outputs import PoolingRequestOutput, RequestOutput
+from baton_serve.engine.offline.params import PoolingParams, SamplingParams
+from baton_serve.engine.offline.pooler import OfflinePooler
+from baton_serve.engine.offline.pooling_queue import PoolingQueue, WaitingInput
+from baton_serve.engine.offline.prompts import Prompt, parse_prompts
 from baton_serve.engine.offline.requested_adapters import LoRARequest
+from baton_serve.engine.pooling.engine import PoolingEngine
 
 logger = logging.getLogger(__name__)
 
 _Update = RequestOutput | Exception
 _Notify = Callable[[_Update], None]
+T = TypeVar("T")
 
 
 class AsyncLLMEngine:
@@ -31,9 +36,9 @@ class AsyncLLMEngine:
     the end.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine | PoolingQueue) -> None:
         """Become the owner of `engine`, which `shutdown` closes, and start its thread."""
-        self._engine = engine
+        self._model = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Notify] = {}
         self._closing = threading.Lock()
@@ -41,14 +46,26 @@ class AsyncLLMEngine:
         """The thread accepts no more commands. Guarded by `_closing`."""
         self._is_over = False
         """The loop must end. Written by the engine thread only."""
+        self._is_paused = False
+        """No step runs until `resume_generation`. Written by the engine thread only."""
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLMEngine":
-        """Load the model. Raises the same errors as `LLMEngine()`."""
-        return cls(LLMEngine.from_engine_args(engine_args))
+        """Load the model. Raises the same errors as `LLM()`."""
+        found = open_model(engine_args)
+        if found.kind == "generate":
+            return cls(LLMEngine(found))
+        return cls(PoolingQueue(OfflinePooler(PoolingEngine(found.config, found.kind), found.tokenizer)))
+
+    @property
+    def _engine(self) -> LLMEngine:
+        """The engine that generates text. Raises `ConfigError` for a pooling model."""
+        if isinstance(self._model, PoolingQueue):
+            raise ConfigError("this is a pooling model: use encode")
+        return self._model
 
     async def generate(
         self,
@@ -59,7 +76,7 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the whole answer so far, whenever there are new tokens.
+        """Yield the whole answer so far, or what `output_kind` says, whenever there are new tokens.
 
         Closing the generator ends the request. Raises what `LLMEngine.add_request` raises, and `EngineError` if the
         request fails later or is aborted.
@@ -89,9 +106,108 @@ class AsyncLLMEngine:
             # Also after the last output, where it does nothing: the generator may have been closed early.
             self._send_command(lambda: self._end(request_id, notify))
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None,
+        request_id: str,
+        *,
+        pooling_task: pooling.PoolingTask | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the vectors of one input. Inputs of several coroutines are computed together.
+
+        Raises `ConfigError` for a model that generates text, and `RequestError` for an input that does not fit.
+        """
+        queue = self._model
+        if not isinstance(queue, PoolingQueue):
+            raise ConfigError("this model generates text: use generate, or load it with task='embed'")
+        given = parse_prompts(prompt)
+        if len(given) != 1:
+            raise ConfigError("encode takes one prompt")
+        answer: _Answer[PoolingRequestOutput] = _Answer()
+        params = pooling_params or PoolingParams()
+        call = WaitingInput(request_id, given[0], params, pooling_task, answer.notify)
+        if not self._send_command(lambda: self._guard(lambda: queue.add(call), answer.notify)):
+            self._check()
+        try:
+            yield await answer.future
+        finally:
+            self._send_command(lambda: queue.remove(request_id))
+
     async def abort(self, request_id: str) -> None:
         """End a request, whose `generate` then raises `EngineError`. An id that is unknown or has ended is ignored."""
         self._send_command(lambda: self._abort(request_id))
+
+    async def pause_generation(self, *, mode: Literal["abort", "keep"] = "abort", clear_cache: bool = True) -> None:
+        """Run no further step until `resume_generation`; new requests wait.
+
+        Running requests fail with `EngineError`, or continue later with the mode `keep`. `clear_cache` forgets cached
+        prefixes, which weights that are changed meanwhile would make wrong; running requests keep theirs.
+        """
+        if mode not in ("abort", "keep"):
+            raise ConfigError(f"pause_generation: mode is {mode!r}; give abort or keep")
+
+        def pause() -> None:
+            engine = self._engine
+            self._is_paused = True
+            for request_id in [] if mode == "keep" else list(self._listeners):
+                self._abort(request_id)
+            if clear_cache:
+                engine.reset_prefix_cache()
+
+        await self._call(pause)
+
+    async def resume_generation(self) -> None:
+        """Run steps again after `pause_generation`."""
+
+        def resume() -> None:
+            self._is_paused = False
+
+        await self._call(resume)
+
+    async def is_paused(self) -> bool:
+        """Return whether `pause_generation` was called and `resume_generation` was not."""
+        return self._is_paused
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV blocks that no request uses. Return whether none is left."""
+        return await self._call(lambda: self._engine.reset_prefix_cache())
+
+    async def start_profile(self) -> None:
+        """Start to record a trace, as `LLMEngine.start_profile`."""
+        await self._call(lambda: self._engine.start_profile())
+
+    async def stop_profile(self) -> None:
+        """Stop to record, and write the trace."""
+        await self._call(lambda: self._engine.stop_profile())
+
+    async def do_log_stats(self) -> None:
+        """Log the number of requests and the use of the KV cache, in one line."""
+        await self._call(lambda: self._engine.do_log_stats())
+
+    async def get_model_config(self) -> ModelConfig:
+        """Return the settings of the model."""
+        return await self._call(lambda: self._engine.get_model_config())
+
+    @property
+    def is_running(self) -> bool:
+        """True while the engine takes requests."""
+        return not self._is_over
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after the engine has failed or was shut down."""
+        return self._is_over
+
+    @property
+    def errored(self) -> bool:
+        """True after the engine has failed."""
+        return self._error is not None
+
+    @property
+    def dead_error(self) -> EngineError:
+        """The error that requests get from an engine that takes none."""
+        return EngineError("the engine was shut down" if self._error is None else f"it failed: {self._error}")
 
     async def check_health(self) -> None:
         """Return if the engine can take requests. Raises `EngineError` if it has failed or was shut down."""
@@ -111,6 +227,21 @@ class AsyncLLMEngine:
             raise EngineError(f"the engine has failed: {self._error}") from self._error
         if self._is_over:
             raise EngineError("the engine was shut down")
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a function in the engine thread and return its result. Raises its error, or `EngineError` at the end."""
+        answer: _Answer[T] = _Answer()
+        if not self._send_command(lambda: self._guard(lambda: answer.notify(function()), answer.notify)):
+            self._check()
+        return await answer.future
+
+    def _guard(self, function: Callable[[], object], notify: Callable[[Exception], None]) -> None:
+        """Call a function in the engine thread. Send an error to its caller: it must not end the engine."""
+        try:
+            self._check()
+            function()
+        except Exception as exc:  # noqa: BLE001 - it is raised in the coroutine that called
+            notify(exc)
 
     def _send_command(self, command: Callable[[], None]) -> bool:
         """Queue a function for the engine thread. Return False if the thread has ended."""
@@ -134,43 +265,53 @@ class AsyncLLMEngine:
             self._is_over = True
             for notify in self._listeners.values():
                 # No request may wait forever for an engine that has ended.
-                notify(EngineError("the engine was shut down" if self._error is None else f"it failed: {self._error}"))
+                notify(self.dead_error)
             self._listeners.clear()
             with self._closing:
                 self._is_closed = True
             # Callers that queued a command before `_is_closed` was set still wait for an answer.
             while not self._commands.empty():
                 self._commands.get()()
-            self._engine.close()
+            self._model.close()
 
     def _run_commands(self) -> None:
         """Run all queued commands. Without any request, wait for the next command."""
-        while not self._engine.has_unfinished_requests() or not self._commands.empty():
+        while self._is_paused or not self._has_requests() or not self._commands.empty():
             self._commands.get()()
             if self._is_over:
                 return
 
+    def _has_requests(self) -> bool:
+        model = self._model
+        return model.has_calls if isinstance(model, PoolingQueue) else model.has_unfinished_requests()
+
     def _step(self) -> None:
         """Run one step, and send each request its new output or its error."""
+        if isinstance(self._model, PoolingQueue):
+            self._model.step()
+            return
         stepped = self._engine.advance()
         for request_id, error in stepped.failed.items():
             self._listeners.pop(request_id)(error)
         for request_id in stepped.changed:
             # Ended requests are sent once, below, with their complete output.
-            if request_id not in stepped.ended:
-                self._listeners[request_id](self._engine.look(request_id))
+            output = None if request_id in stepped.ended else self._engine.next_output(request_id)
+            if output is not None:
+                self._listeners[request_id](output)
         for request_id in stepped.ended:
-            self._listeners.pop(request_id)(self._engine.take(request_id))
+            output = self._engine.next_output(request_id)
+            self._engine.abort_request(request_id)
+            assert output is not None  # every kind of output has the end of an answer
+            self._listeners.pop(request_id)(output)
 
     def _begin(self, request_id: str, add: Callable[[], None], notify: _Notify) -> None:
         """Add a request. If this fails, send the error to its caller."""
-        try:
-            self._check()
+
+        def begin() -> None:
             add()
-        except Exception as exc:  # noqa: BLE001 - it ends this request only, and is raised in its `generate`
-            notify(exc)
-        else:
             self._listeners[request_id] = notify
+
+        self._guard(begin, notify)
 
     def _end(self, request_id: str, notify: _Notify) -> None:
         """End a request whose generator was closed, unless it has ended already or another one uses its id now."""
@@ -186,3 +327,28 @@ class AsyncLLMEngine:
 
     def _stop(self) -> None:
         self._is_over = True
+
+
+class _Answer(Generic[T]):
+    """A future of the running loop that another thread completes."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    def notify(self, result: T | Exception) -> None:
+        """Complete the future with a result or an error. Called in the engine thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits for the result
+            self._loop.call_soon_threadsafe(self._complete, result)
+
+    def _complete(self, result: T | Exception) -> None:
+        if self.future.done():  # the caller was cancelled
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+
+AsyncLLM = AsyncLLMEngine
+"""The name of the class in newer versions of vLLM."""

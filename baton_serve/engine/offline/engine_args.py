@@ -5,15 +5,17 @@ The classes `…Config` at the end are the settings as vLLM's `LLMEngine.get_…
 
 import logging
 import os
-from dataclasses import dataclass, fields, replace
+from argparse import ArgumentParser, Namespace
+from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from baton_serve.contracts.device import REFUSED_LOAD_FORMATS, DeviceName, DtypeName, LoadFormat
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.engine.config import EngineConfig, KvCacheDtype, Quantization
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache
+from baton_serve.engine.offline.command_line import add_arguments
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
 from baton_serve.generation_config import GenerationDefaults, generation_config
 from baton_serve.model_hub import HubError
@@ -27,6 +29,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None, "mp", "uni"),
     "enable_expert_parallel": (False,),
+    "enable_log_requests": (False,),
     "max_num_partial_prefills": (1,),
     "num_scheduler_steps": (1,),
     "pipeline_parallel_size": (1,),
@@ -56,6 +59,8 @@ QUANTIZATIONS = {"awq_marlin": "awq", "gptq_marlin": "gptq", "fp4": "mxfp4", "no
 """vLLM's other names of quantization formats, in lower case: its kernels for CUDA have names of their own."""
 SOURCE = frozenset(entry.name for entry in fields(ModelSource)) - {"model"}
 """Arguments that name the model's files and change its config."""
+OF_TEXT = ("tokenizer", "skip_tokenizer_init", "generation_config", "override_generation_config")
+"""Arguments of the tokenizer and of the default sampling parameters, which the engine itself does not need."""
 CHOICES: dict[str, tuple[object, ...]] = {
     "device": get_args(DeviceName),
     "dtype": get_args(DtypeName),
@@ -67,24 +72,79 @@ CHOICES: dict[str, tuple[object, ...]] = {
 """Arguments with a fixed set of values."""
 
 
-class EngineArgs:
-    """Arguments of an engine. `options` are the fields of `EngineConfig` and of `ModelSource`, and vLLM's names."""
+def _defaults() -> dict[str, Any]:
+    """Return the arguments of an engine but `model`, with their defaults. None stands for the engine's own choice."""
+    names = {*OF_TEXT, *SOURCE, *NEUTRAL, *WITHOUT_EFFECT, *ALIASES, "swap_space"}
+    entries = [entry for entry in fields(EngineConfig) if entry.name != "model"]
+    # An empty dict is not shared between objects, so None stands for it.
+    of_engine = {entry.name: None if entry.default is MISSING else entry.default for entry in entries}
+    # The offline API reads images if it can, unlike an instance.
+    return {**dict.fromkeys(sorted(names)), **of_engine, "reads_images": None}
 
-    def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
-        self.tokenizer = tokenizer
-        self.options = options
-        self.skip_tokenizer_init: bool = options.pop("skip_tokenizer_init", False)
-        self.generation_config: str = options.pop("generation_config", None) or "auto"
-        self.override_generation_config: dict[str, Any] = options.pop("override_generation_config", None) or {}
-        stated = {name: options.pop(name) for name in SOURCE if name in options}
-        if callable(stated.get("hf_overrides")):
+
+DEFAULTS = _defaults()
+
+if TYPE_CHECKING:
+
+    @dataclass(init=False)
+    class _Arguments:
+        """A dataclass with the fields `model` and those of `DEFAULTS`."""
+
+        def __init__(self, model: str, **options: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+else:
+    # Without a representation: it would show the token of the hub.
+    _Arguments = make_dataclass(
+        "_Arguments", ["model", *((name, Any, value) for name, value in DEFAULTS.items())], repr=False
+    )
+
+
+class EngineArgs(_Arguments):
+    """Arguments of an engine, a dataclass: the fields of `EngineConfig` and of `ModelSource`, and vLLM's names.
+
+    None stands for the default. Values are checked when the engine is made.
+    """
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        """Keep the arguments. Raises `ConfigError` for an unknown one."""
+        if unknown := sorted(options.keys() - DEFAULTS.keys()):
+            # Raise instead of ignoring a misspelled argument.
+            raise ConfigError(
+                f"LLM: unknown argument {unknown[0]!r}; known arguments are {', '.join(sorted(DEFAULTS))}"
+            )
+        super().__init__(model, **options)
+
+    @staticmethod
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Add a flag for each argument to `parser`, and return it. Flags that are not given set no attribute."""
+        return add_arguments(parser, DEFAULTS)
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> "EngineArgs":
+        """Return the arguments that the flags of `add_cli_args` have set. Attributes of other flags are ignored."""
+        return cls(**{name: value for name, value in vars(args).items() if name == "model" or name in DEFAULTS})
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the engine that differ from their defaults."""
+        others = {*OF_TEXT, *SOURCE}
+        values = {name: getattr(self, name) for name in DEFAULTS if name not in others}
+        # Flags give lists for tuples.
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return {name: value for name, value in values.items() if value is not None and value != DEFAULTS[name]}
+
+    def source(self) -> ModelSource:
+        """Return the arguments that name the model's files. Raises `ConfigError`."""
+        if not self.model:
+            raise ConfigError("LLM: model is missing; give a folder, a GGUF file, or a name on the hub")
+        if callable(self.hf_overrides):
             raise ConfigError("LLM: hf_overrides is a function; give the fields of config.json to change as a dict")
-        self.source = ModelSource(model=model, **{name: value for name, value in stated.items() if value is not None})
+        values = {name: getattr(self, name) for name in SOURCE}
+        return ModelSource(model=self.model, **{name: value for name, value in values.items() if value is not None})
 
-    @property
-    def model(self) -> str:
-        """The model as it was given: a folder, a GGUF file, or a name on the hub."""
-        return self.source.model
+
+AsyncEngineArgs = EngineArgs
+"""vLLM's name of the arguments of `AsyncLLMEngine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +166,13 @@ def open_model(args: EngineArgs) -> OpenedModel:
 
     Raises `ConfigError` or `ModelError`.
     """
-    source, tokenizer = args.source, None
+    source, tokenizer = args.source(), None
     if args.tokenizer not in (None, args.model):
         own = replace(source, model=args.tokenizer, revision=source.tokenizer_revision)
         tokenizer = model_folder(_found(own, weights=False))
         source = replace(source, tokenizer_revision=None)
     model = _changed(_found(source), source)
-    config, folder = _config(model, args.options), model_folder(model)
+    config, folder = _config(model, args.options()), model_folder(model)
     return OpenedModel(
         config=config,
         tokenizer=None if args.skip_tokenizer_init else _tokenizer(str(tokenizer or folder), config),
@@ -147,7 +207,7 @@ def _changed(path: str, source: ModelSource) -> str:
 
 
 def _config(model: str, options: dict[str, Any]) -> EngineConfig:
-    """Return the config. Raises `ConfigError` for an unknown argument or an unsupported value."""
+    """Return the config. Raises `ConfigError` for a value that is not supported."""
     known = {entry.name for entry in fields(EngineConfig)}
     values: dict[str, Any] = {
         "allow_long_max_model_len": allows_long_contexts(os.environ), "plugins": allowed_plugins(os.environ),
@@ -161,9 +221,6 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
             name, value = "host_kv_bytes", int(value * (1 << 30))
         if name in known:
             values[name] = _value(name, value)
-        # Raise instead of ignoring a misspelled argument.
-        elif name not in NEUTRAL:
-            raise ConfigError(f"LLM: unknown argument {given!r}; known arguments are {', '.join(sorted(known))}")
         elif value not in NEUTRAL[name]:
             raise ConfigError(f"LLM: {given}={value!r} is not supported by this engine")
     # `EngineConfig.check` follows when the engine is made; the tokenizer is loaded before.
@@ -199,7 +256,7 @@ def _tokenizer(folder: str, config: EngineConfig) -> Any:
 def _generation(folder: Path, args: EngineArgs) -> GenerationDefaults:
     """Return the sampling defaults of a model. Raises `ConfigError` if their file cannot be used."""
     try:
-        return generation_config(folder, args.generation_config, args.override_generation_config)
+        return generation_config(folder, args.generation_config or "auto", args.override_generation_config or {})
     except ValueError as exc:
         raise ConfigError(f"LLM: {exc}") from exc
 

@@ -18,6 +18,7 @@ from baton_serve.engine.offline.outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    Metric,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
@@ -217,6 +218,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return vLLM's defaults, changed by the model's generation_config.json."""
         return default_params(self._generation.defaults)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counters and gauges since the start. Raises `ConfigError` for a pooling model."""
+        return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV blocks. Return whether none is left."""

@@ -23,7 +23,7 @@ from baton_serve.engine.offline.engine_args import (
     open_model,
     profiler_folder,
 )
-from baton_serve.engine.offline.outputs import RequestOutput
+from baton_serve.engine.offline.outputs import Metric, RequestOutput, engine_metrics
 from baton_serve.engine.offline.params import SamplingParams, default_params
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, checked_tokenizer, parse_prompts, without_text
 from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
@@ -153,13 +153,13 @@ class LLMEngine:
         return self._awake.adapters.fingerprints(asked)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, and return the requests with new tokens, each with its whole answer so far.
+        """Run one step, and return the requests with new tokens, as their `output_kind` says.
 
         Raises `EngineError` for a request that failed. Outputs of the others are kept and returned by the next call.
         """
         stepped = self.advance()
         # Build the outputs before ended requests are forgotten below.
-        self._outputs += [self.look(request_id) for request_id in stepped.changed]
+        self._outputs += filter(None, map(self.next_output, stepped.changed))
         self.abort_request(stepped.ended)
         self._failures += stepped.failed.values()
         # One error per call: vLLM's interface has no other way to report several failed requests.
@@ -177,6 +177,10 @@ class LLMEngine:
     def look(self, request_id: str) -> RequestOutput:
         """Return a request's output so far, and keep the request. The request must be known."""
         return self._awake.runner.output(RequestId(request_id))
+
+    def next_output(self, request_id: str) -> RequestOutput | None:
+        """Return what the caller of a request gets after a step, or None. The request must be known."""
+        return self._awake.runner.next_output(RequestId(request_id))
 
     def take(self, request_id: str) -> RequestOutput:
         """Return a request's output so far, and forget the request."""
@@ -228,6 +232,15 @@ class LLMEngine:
     def stop_profile(self) -> None:
         """Stop to record, and write the trace. Raises `UsageError` if nothing is recorded."""
         logger.info("wrote the trace %s", self._awake.engine.stop_profile())
+
+    @property
+    def model_executor(self) -> "LLMEngine":
+        """The object whose `save_sharded_state` vLLM's programs call: this engine."""
+        return self
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's counters and gauges since the start, under vLLM's names."""
+        return engine_metrics(self._awake.engine.stats())
 
     def do_log_stats(self) -> None:
         """Log the number of requests, the use of the KV cache and the prefix cache, in one line."""

@@ -1,10 +1,11 @@
 """Outputs of the offline API. Names are vLLM's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from baton_serve.engine.core.outputs import EngineStats
 from baton_serve.engine.offline.requested_adapters import LoRARequest
 
 D = TypeVar("D")
@@ -56,6 +57,26 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = True
     lora_request: LoRARequest | None = None
+
+
+def new_part(output: RequestOutput, before: RequestOutput | None) -> RequestOutput:
+    """Return what `output` adds to an earlier output of its request: text, tokens and their logprobs."""
+    if before is None:
+        return output
+    earlier = {one.index: one for one in before.outputs}
+    return replace(output, outputs=[_new_tokens(one, earlier.get(one.index)) for one in output.outputs])
+
+
+def _new_tokens(now: CompletionOutput, before: CompletionOutput | None) -> CompletionOutput:
+    if before is None:
+        return now
+    count = len(before.token_ids)
+    return replace(
+        now,
+        text=now.text[len(before.text) :],
+        token_ids=now.token_ids[count:],
+        logprobs=None if now.logprobs is None else now.logprobs[count:],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,3 +150,46 @@ EmbeddingRequestOutput = VectorRequestOutput[EmbeddingOutput]
 ClassificationRequestOutput = VectorRequestOutput[ClassificationOutput]
 ScoringRequestOutput = VectorRequestOutput[ScoringOutput]
 PoolingRequestOutput = VectorRequestOutput[PoolingOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A number that only grows."""
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """A number at this moment."""
+
+    name: str
+    value: float
+
+
+Metric = Counter | Gauge
+
+
+def engine_metrics(stats: EngineStats) -> list[Metric]:
+    """Return counters and gauges of an engine. Counters are sums since its start.
+
+    The use of the KV cache is the share of blocks that sequences hold, from 0 to 1.
+    """
+    used = stats.total_blocks - stats.free_blocks
+    gauges = {
+        "vllm:num_requests_running": stats.running,
+        "vllm:num_requests_waiting": stats.waiting,
+        "vllm:kv_cache_usage_perc": used / max(1, stats.total_blocks),
+    }
+    counters = {
+        "vllm:num_preemptions": stats.preemptions,
+        "vllm:prompt_tokens": stats.prompt_tokens,
+        "vllm:generation_tokens": stats.generated_tokens,
+        "vllm:prefix_cache_queries": stats.prefix_query_tokens,
+        "vllm:prefix_cache_hits": stats.prefix_hit_tokens,
+    }
+    return [
+        *(Gauge(name, value) for name, value in gauges.items()),
+        *(Counter(name, value) for name, value in counters.items()),
+    ]

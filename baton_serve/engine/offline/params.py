@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -42,6 +43,15 @@ Beams follow the model's own probabilities, so nothing may change these.
 """
 
 
+class RequestOutputKind(Enum):
+    """The content of the outputs of a running request: each has the whole answer so far, or the new part of it, or the
+    only output has the whole answer at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are sampled and when its answer ends.
@@ -51,7 +61,8 @@ class SamplingParams:
     them are returned. `max_tokens` None generates up to the end of the context. With `detokenize` False the texts are
     empty. `logits_processors` are functions (generated token ids, scores), or (prompt token ids, generated token ids,
     scores), which return the scores of the next token, float32 [vocab_size] on the engine's device.
-    `output_text_buffer_length` has no effect.
+    `output_kind` is for `LLMEngine` and `AsyncLLMEngine`; `LLM` returns whole answers. `output_text_buffer_length` has
+    no effect.
     """
 
     n: int = 1
@@ -86,6 +97,7 @@ class SamplingParams:
     guided_decoding: StructuredOutputsParams | None = None
     structured_outputs: StructuredOutputsParams | None = None
     output_text_buffer_length: int = 0
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         """Check combinations that do not depend on the model. The engine checks ranges when the request is added.

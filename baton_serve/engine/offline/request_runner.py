@@ -19,8 +19,8 @@ from baton_serve.engine.errors import EngineError, RequestError
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.engine.offline.beams import RequestBeams
 from baton_serve.engine.offline.output_builder import GeneratedSequence, OutputBuilder
-from baton_serve.engine.offline.outputs import RequestOutput
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.outputs import RequestOutput, new_part
+from baton_serve.engine.offline.params import RequestOutputKind, SamplingParams
 from baton_serve.engine.offline.requested_adapters import LoRARequest
 from baton_serve.engine.offline.structured import GrammarWriter
 
@@ -66,6 +66,8 @@ class _Request:
     engine_ids: list[RequestId] = field(default_factory=list)
     num_steps: int = 0
     num_cached_tokens: int = 0
+    delivered: RequestOutput | None = None
+    """The last output that the caller has got, if it gets parts (`RequestOutputKind.DELTA`)."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
@@ -163,6 +165,18 @@ class RequestRunner:
             finished=request.has_ended,
             lora_request=prompted.lora_request,
         )
+
+    def next_output(self, request_id: RequestId) -> RequestOutput | None:
+        """Return the next output of a request for its caller, by its `output_kind`. None: there is nothing to send."""
+        request, output = self._requests[request_id], self.output(request_id)
+        match request.prompted.params.output_kind:
+            case RequestOutputKind.CUMULATIVE:
+                return output
+            case RequestOutputKind.FINAL_ONLY:
+                return output if output.finished else None
+            case RequestOutputKind.DELTA:
+                request.delivered, before = output, request.delivered
+                return new_part(output, before)
 
     def forget(self, request_id: RequestId) -> None:
         """End a request in any state. An unknown id is ignored."""
