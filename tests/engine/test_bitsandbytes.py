@@ -1,6 +1,7 @@
 """bitsandbytes checkpoints: their answers are transformers' own on the numbers that their codes stand for."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_serve.engine import UnsupportedModelError
+from baton_serve.engine import ModelError
 from baton_serve.engine.kernels.quantized import code_values
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
-from tests.quantized_checkpoints import Writer, Written, add_to_config, write_checkpoint
+from tests.quantized_checkpoints import Writer, Written, write_checkpoint
 
 PROMPT = [(7 * place + 3) % 256 for place in range(40)]
 NESTED_BLOCK = 256
@@ -70,8 +71,24 @@ def test_answers_are_those_of_the_dequantized_weights(tmp_path: Path, write: Wri
         assert run(engine)["a", 0] == greedy_answer(model, PROMPT)
 
 
-def test_eight_bits_are_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", writer("nf4"), stated("nf4"))
-    add_to_config(tmp_path / "model", {"quant_method": "bitsandbytes", "load_in_8bit": True})
-    with pytest.raises(UnsupportedModelError, match="in 8 bits; supported: 4 bits"):
+EIGHT: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+
+
+def eight_bits(weight: Tensor, *, order: int = 0) -> Written:
+    largest = weight.abs().amax(1)
+    codes = (weight * 127 / largest[:, None]).round()
+    parts = {".weight": codes.to(torch.int8), ".SCB": largest, ".weight_format": torch.tensor(order, dtype=torch.uint8)}
+    return Written(parts, codes * largest[:, None] / 127)
+
+
+def test_answers_in_eight_bits_are_those_of_the_dequantized_weights(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", eight_bits, EIGHT)
+    with make_engine(tmp_path / "model", quantization="bitsandbytes") as engine:
+        engine.add(make_work(engine, "a", PROMPT))
+        assert run(engine)["a", 0] == greedy_answer(model, PROMPT)
+
+
+def test_an_order_of_codes_for_one_gpu_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", partial(eight_bits, order=2), EIGHT)
+    with pytest.raises(ModelError, match="by rows"):
         make_engine(tmp_path / "model")

@@ -1,5 +1,6 @@
 """Checkpoints of float8 in blocks: their answers are transformers' own on the numbers that their codes stand for."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,28 @@ def test_one_scale_for_all(tmp_path: Path) -> None:
     with make_engine(tmp_path / "model") as engine:
         engine.add(make_work(engine, "a", PROMPT))
         assert run(engine)["a", 0] == greedy_answer(model, PROMPT)
+
+
+def with_kv_scales(weight: Tensor) -> Written:
+    written = whole(weight)
+    return Written({**written.parts, ".k_scale": torch.tensor(0.5), ".v_scale": torch.tensor(0.25)}, written.numbers)
+
+
+def test_scales_of_a_kv_cache_are_replaced_by_one_for_each_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stated = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    write_checkpoint(tmp_path / "plain", whole, stated)
+    model = write_checkpoint(tmp_path / "scaled", with_kv_scales, stated)
+    answers: list[list[int]] = []
+    for name in ("plain", "scaled"):
+        with make_engine(tmp_path / name, kv_cache_dtype="fp8") as engine:
+            engine.add(make_work(engine, "a", PROMPT))
+            answers.append(run(engine)["a", 0])
+            assert ("scales of a KV cache in the checkpoint are not used" in caplog.text) == (name == "scaled")
+    assert answers[0] == answers[1]
+    assert answers[0][0] == greedy_answer(model, PROMPT)[0]
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -62,6 +62,12 @@ def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
     stored.layers = {layer: found for layer, found in parts.items() if any(mark in found for mark in form.marks)}
     taken = {layer + end for layer, found in stored.layers.items() for end in found}
     stored.plain = {n: read for n, read in tensors.items() if n not in taken and not n.endswith(KV_SCALES)}
+    if num_scales := len(tensors) - len(taken) - len(stored.plain):
+        logger.info(
+            "%d scales of a KV cache in the checkpoint are not used: with a KV cache in 8 bits each token and head gets"
+            " a scale of its own",
+            num_scales,
+        )
     return stored
 
 

@@ -1,9 +1,12 @@
-"""Four-bit weights of bitsandbytes (NF4 and its own FP4), as its tools and transformers save them.
+"""Weights of bitsandbytes in four bits (NF4 and its own FP4) and in eight, as its tools and transformers save them.
 
-`weight` is uint8 with two codes per byte, the first in the high bits, over all rows one after another. `weight.absmax`
-are the scales of blocks of codes. With double quantization they are bytes: each is an index into
+Four bits: `weight` is uint8 with two codes per byte, the first in the high bits, over all rows one after another.
+`weight.absmax` are the scales of blocks of codes. With double quantization they are bytes: each is an index into
 `weight.nested_quant_map`, multiplied by the `weight.nested_absmax` of its block, plus an offset.
 `weight.quant_state.bitsandbytes__nf4` is a JSON text.
+
+Eight bits (LLM.int8): `weight` is int8 [outputs, inputs] and `SCB` the largest absolute value of each output, float32.
+`weight_format` is 0 for this order of the codes; others were made for single GPUs.
 """
 
 import json
@@ -14,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_values, pack_codes
+from baton_serve.engine.loading.quantization.checkpoints.fp8 import spread
 from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors, one_of
 
 STATES: dict[str, Codebook] = {
@@ -59,12 +62,29 @@ class BitsAndBytes:
         return DecodedWeight((values * scales.repeat_interleave(block)[: len(values)]).view(outputs, inputs))
 
 
-def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes8:
+    """The bitsandbytes format in eight bits. Activations are not rounded, so `llm_int8_threshold` is not needed."""
+
+    method: ClassVar[str] = "bitsandbytes"
+    label: ClassVar[str] = "bitsandbytes int8"
+    parts: ClassVar[tuple[str, ...]] = (".weight", ".SCB", ".weight_format")
+    marks: ClassVar[tuple[str, ...]] = (".SCB",)
+    target: ClassVar[str] = ".weight"
+
+    def read(self, parts: StoredTensors) -> DecodedWeight:
+        weight, order = parts[".weight"], parts.get(".weight_format")
+        if weight.dtype != torch.int8 or (order is not None and int(order)):
+            raise ValueError(f"codes of {weight.dtype} in the order {order}; supported is torch.int8 by rows")
+        outputs, inputs = weight.shape
+        scales, group = spread(parts[".SCB"].float().view(-1, 1) / 127, outputs, inputs, None)
+        return DecodedWeight(QuantizedWeight("int8", inputs, group, weight.contiguous(), scales))
+
+
+def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes | BitsAndBytes8:
     """Return the format that a config states. Raises `UnsupportedModelError`."""
     if not config.get("load_in_4bit"):
-        raise UnsupportedModelError(
-            "the checkpoint is quantized by bitsandbytes in 8 bits; supported: 4 bits (nf4, fp4)"
-        )
+        return BitsAndBytes8()
     return BitsAndBytes(one_of(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "bitsandbytes", default="fp4"))
 
 
