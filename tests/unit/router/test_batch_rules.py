@@ -139,7 +139,7 @@ def test_a_request_between_two_looks_counts_as_traffic() -> None:
 
 def test_a_free_place_goes_to_the_owner_with_the_fewest_requests() -> None:
     async def scenario() -> None:
-        load, stop = RouterLoad(num_instances=1, num_running=0, num_started=0), asyncio.Event()
+        load, stop = load_of(num_instances=1), asyncio.Event()
         gate = LineGate(lambda: load, most=4, clock=lambda: 100.0)
         for _ in range(4):
             assert await gate.enter(stop, "one"), "an owner alone gets all places"
