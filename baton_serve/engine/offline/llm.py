@@ -293,7 +293,7 @@ class LLM:
         if priority is not None and len(priority) != len(given):
             raise ConfigError(f"priority has {len(priority)} entries for {len(given)} prompts")
         # Load all adapters before the first request is added: if one fails, nothing has to be undone.
-        adapters = self._lora(lora_request, len(given))
+        adapters = _adapters(lora_request, len(given))
         engine.load_adapters(adapters)
         # Ids are numbered over all calls, because the engine rejects an id that is still in use.
         ids = [str(self._num_requests + number) for number in range(len(given))]
@@ -358,12 +358,6 @@ class LLM:
             raise ConfigError(f"there are {len(given)} sampling_params for {count} prompts")
         return list(given)
 
-    def _lora(self, given: LoRARequests, count: int) -> list[LoRARequest | None]:
-        adapters = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
-        if len(adapters) != count:
-            raise ConfigError(f"there are {len(adapters)} lora_requests for {count} prompts")
-        return adapters
-
     def _require_pooler(self) -> OfflinePooler:
         if self._pooler is None:
             raise ConfigError("this model generates text: use generate or chat, or load it with task='embed'")
@@ -416,3 +410,10 @@ def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[l
     if len(first) != len(second):
         raise ConfigError(f"score: {len(first)} and {len(second)} texts; give 1 and 1, 1 and N, or N and N")
     return first, second
+
+
+def _adapters(given: LoRARequests, count: int) -> list[LoRARequest | None]:
+    adapters = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+    if len(adapters) != count:
+        raise ConfigError(f"there are {len(adapters)} lora_requests for {count} prompts")
+    return adapters
