@@ -273,7 +273,8 @@ def test_a_server_that_cannot_be_forked_is_done_without(monkeypatch: pytest.Monk
     monkeypatch.setattr(Stage, "preload", "tests.contract.no_such_module")
 
     async def body(stage: Stage) -> None:
-        await stage.supervisor.wait_ready(20)
+        # While a program is being executed, its command line is empty.
+        await stage.until(lambda: stage.is_ready("prefill-0"))
         assert "baton_serve.services.common.die_with_parent" in about(stage.pid("prefill-0"), "cmdline")
 
     if way == "forks":

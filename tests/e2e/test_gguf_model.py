@@ -30,7 +30,8 @@ pytestmark = pytest.mark.slow
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 MAX_READY_CPU_S = 12.0
-"""CPU seconds of all processes until `baton serve` is ready."""
+"""CPU seconds of all processes until `baton serve` is ready, on a machine that imports torch in `TORCH_IMPORT_S`."""
+TORCH_IMPORT_S = 1.6
 MAX_RATIO = 1.2
 """Most CPU time of loading the file, relative to safetensors of the same shape."""
 CHILD_TIMEOUT_S = 250.0
@@ -65,7 +66,8 @@ def test_serve_is_ready_soon_with_a_file_and_answers_right(file: Path) -> None:
         )
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == ANSWER
-    assert used_s <= MAX_READY_CPU_S
+    # A slow machine, or one with much other work, needs more seconds for everything.
+    assert used_s <= MAX_READY_CPU_S * max(1.0, _torch_import_seconds() / TORCH_IMPORT_S)
 
 
 def test_llm_loads_a_file_in_the_time_of_safetensors_and_answers_right(file: Path, tmp_path: Path) -> None:
@@ -77,6 +79,18 @@ def test_llm_loads_a_file_in_the_time_of_safetensors_and_answers_right(file: Pat
             of_plain.append(_llm_cpu_seconds(plain))
             of_file.append(_llm_cpu_seconds(file))
     assert min(of_file) <= MAX_RATIO * min(of_plain)
+
+
+def _torch_import_seconds() -> float:
+    """Return the CPU seconds in which a new process imports torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import time, torch; print(time.process_time())"],
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+        check=True,
+    )
+    return float(done.stdout)
 
 
 def _llm_cpu_seconds(model: Path) -> float:
