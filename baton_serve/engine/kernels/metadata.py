@@ -39,7 +39,8 @@ class AttentionSpec:
 
     A token at position p sees the positions p - sliding_window + 1 to p. `softcap` c replaces a scaled score x by c *
     tanh(x / c). `sinks` take part in each row's softmax and carry no value (gpt-oss). `alibi` slopes m lower a scaled
-    score by m for each token between query and key (https://arxiv.org/abs/2108.12409).
+    score by m for each token between query and key (https://arxiv.org/abs/2108.12409). With `value_dim`, the value is
+    only the first elements of a V row: of a latent (MLA), the part without rotation.
     """
 
     scale: float
@@ -47,6 +48,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Tensor | None = None  # [num_heads]
     alibi: Tensor | None = None  # float32 [num_heads]
+    value_dim: int | None = None  # None: head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,8 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        """Return attention of query [num_tokens, num_heads, head_dim], with the same shape and dtype, causal over the
-        stored K and V.
+        """Return attention of query [num_tokens, num_heads, head_dim], causal over the stored K and V: [num_tokens,
+        num_heads, value_dim] of the same dtype.
         """
         ...
 

@@ -40,6 +40,11 @@ class MLAProjection:
     keys: Tensor  # [num_heads, key size without rotation, rank]
     values: Tensor  # [num_heads, value size, rank]
 
+    @property
+    def rank(self) -> int:
+        """Size of the latent without the rotated part of the key."""
+        return self.values.shape[2]
+
     def absorb(self, query: Tensor) -> Tensor:
         """Project a query [1, num_heads, num_tokens, key size] to the size of the latent, by the up-projection of the
         keys.
@@ -48,9 +53,8 @@ class MLAProjection:
         return torch.cat([query[..., :size] @ self.keys, query[..., size:]], dim=-1)
 
     def restore(self, output: Tensor) -> Tensor:
-        """Project an output [num_tokens, num_heads, latent size] to [num_tokens, num_heads, value size]."""
-        latent = output[..., : self.values.shape[2]]
-        return (latent.transpose(0, 1) @ self.values.transpose(1, 2)).transpose(0, 1)
+        """Project an output [num_tokens, num_heads, rank] to [num_tokens, num_heads, value size]."""
+        return (output.transpose(0, 1) @ self.values.transpose(1, 2)).transpose(0, 1)
 
 
 def _mla(module: Module) -> None:

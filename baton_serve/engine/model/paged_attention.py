@@ -104,7 +104,7 @@ class AttentionProbe:
         # Latent attention passes one tensor as both key and value.
         shape = LayerShape(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key is value, spec)
         self.shapes.setdefault(layer, []).append(shape)
-        return query.new_zeros(*query.shape[:2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], spec.value_dim or value.shape[2])
 
 
 class StepHolder:
@@ -130,6 +130,8 @@ class StepHolder:
 class LatentProjection(Protocol):
     """The projections of latent attention (MLA), whose cache holds latents instead of keys and values of every head."""
 
+    @property
+    def rank(self) -> int: ...
     def absorb(self, query: Tensor) -> Tensor: ...
     def restore(self, output: Tensor) -> Tensor: ...
 
@@ -183,6 +185,7 @@ def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> Attenti
     if getattr(module, "is_causal", True) is False or rules.get("is_causal") is False:
         raise UnsupportedModelError(f"{type(module).__name__} is not causal")
     scaling, window = rules.get("scaling"), rules.get("sliding_window", getattr(module, "baton_window", None))
+    latent: LatentProjection | None = getattr(module, "baton_latent", None)
     softcap, sinks, alibi = rules.get("softcap"), rules.get("s_aux"), rules.get("alibi")
     return AttentionSpec(
         scale=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,
@@ -190,4 +193,5 @@ def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> Attenti
         softcap=float(softcap) if isinstance(softcap, (int, float)) and softcap else None,
         sinks=sinks.detach() if isinstance(sinks, torch.Tensor) else None,
         alibi=alibi.float() if isinstance(alibi, torch.Tensor) else None,
+        value_dim=None if latent is None else latent.rank,
     )

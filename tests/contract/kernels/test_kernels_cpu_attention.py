@@ -152,6 +152,7 @@ def test_one_plane_serves_as_keys_and_values(dtype: torch.dtype) -> None:
     planes = b.cache[:, :1].contiguous().expand(-1, 2, -1, -1, -1)
     shared = replace(b, cache=planes)
     assert_equals_the_twin(shared, AttentionSpec(192**-0.5))
+    assert_equals_the_twin(shared, AttentionSpec(192**-0.5, softcap=20.0, value_dim=512))
     latent = torch.randn(len(b.query), 1, 576).to(dtype)
     meta = replace(b.meta, slots=torch.arange(16, 16 + len(latent)))
     written = []
@@ -161,6 +162,21 @@ def test_one_plane_serves_as_keys_and_values(dtype: torch.dtype) -> None:
         written.append(target)
     assert torch.equal(*written)
     assert torch.equal(written[0][1:4, 1].flatten(0, 2)[: len(latent)], latent[:, 0])
+
+
+@pytest.mark.parametrize("heads", [3, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_latents_of_a_token_give_the_same_bits_in_a_prompt_in_a_chunk_and_in_decode(
+    dtype: torch.dtype, heads: int
+) -> None:
+    """Decode and short chunks read latents as they lie, long prompts pack them.."""
+    b = batch([(150, 1000)], heads=(heads, 1), head_dim=64, dtype=dtype)
+    b = replace(b, cache=b.cache[:, :1].contiguous().expand(-1, 2, -1, -1, -1))
+    spec = AttentionSpec(0.2, softcap=30.0, value_dim=32)
+    whole = b.attend(spec)
+    assert whole.shape == (150, heads, 32)
+    for last in (13, 2, 1):
+        assert torch.equal(b.only(0, last=last).attend(spec), whole[-last:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -251,6 +267,15 @@ def test_kv_in_codes_equals_the_twin(
         expected = coded(b, dtype, garbage=0).attend(spec, backend=TWIN)
         found = coded(b, dtype, garbage=0xFF).attend(spec)
         torch.testing.assert_close(found, expected, atol=TOLERANCE[computes], rtol=1e-2)
+
+
+@pytest.mark.parametrize("computes", [torch.float32, torch.bfloat16])
+def test_latents_in_codes_equal_the_twin(computes: torch.dtype) -> None:
+    b = coded(batch([(1, 700), (70, 20), (5, 0)], heads=(16, 1), head_dim=96, dtype=computes), torch.int8, garbage=0)
+    b = replace(b, cache=b.cache[:, :1].expand(-1, 2, -1, -1, -1))
+    spec = AttentionSpec(0.125, value_dim=64)
+    expected = b.attend(spec, backend=TWIN)
+    torch.testing.assert_close(b.attend(spec), expected, atol=TOLERANCE[computes], rtol=1e-2)
 
 
 def test_kv_in_codes_and_alibi_equal_the_twin() -> None:

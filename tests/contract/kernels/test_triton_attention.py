@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels import AttentionSpec
+from baton_serve.engine.kernels import AttentionSpec, kv_codes
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton.attention import TritonAttention
 from baton_serve.engine.kernels.triton.decode import decode
 from baton_serve.engine.kernels.triton.prefill import prefill
 from baton_serve.engine.kernels.triton.store import store
 from baton_serve.engine.kernels.triton.tiles import DecodeTiles, DeviceLimits, PrefillTiles
-from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
+from tests.contract.kernels.triton_batches import BLOCK_TOKENS, DEVICE, Batch, random_batch
 
 PLAIN = AttentionSpec(0.3)
 SINKS = torch.linspace(-1, 2, 3, device=DEVICE)
@@ -135,6 +135,49 @@ def test_one_plane_serves_as_keys_and_values(head_dim: int) -> None:
     output = attention().attend(shared.query, shared.cache, shared.meta, PLAIN)
     separate = replace(batch, cache=shared.cache.contiguous())
     torch.testing.assert_close(output, twin(separate, PLAIN))
+
+
+def latent_batch(queries: list[int], contexts: list[int], *, heads: int = 3, head_dim: int = 48) -> Batch:
+    """A batch whose cache holds latents, in one plane."""
+    batch = random_batch(queries, contexts, heads=heads, head_dim=head_dim)
+    return replace(batch, cache=batch.cache[:, :1].contiguous().expand(-1, 2, -1, -1, -1))
+
+
+LATENT = AttentionSpec(0.3, value_dim=32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "heads", "head_dim"),
+    [(LATENT, 3, 48), (replace(LATENT, softcap=2.0), 20, 40), (replace(LATENT, value_dim=24), 70, 33)],
+)
+def test_latents_give_what_the_twin_gives_in_mixed_batches(spec: AttentionSpec, heads: int, head_dim: int) -> None:
+    batch = latent_batch([1, 7, 1, 0, 2], [130, 43, 5, 9, 2], heads=heads, head_dim=head_dim)
+    output = attention().attend(batch.query, batch.cache, batch.meta, spec)
+    assert output.shape == (11, heads, spec.value_dim)
+    torch.testing.assert_close(output, twin(batch, spec))
+
+
+def test_a_latent_context_of_many_splits_equals_the_twin() -> None:
+    batch = latent_batch([1, 1], [300, 17])
+    output = attention().attend(batch.query, batch.cache, batch.meta, LATENT)
+    torch.testing.assert_close(output, twin(batch, LATENT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_latents_in_codes_equal_the_twin(dtype: torch.dtype) -> None:
+    batch = latent_batch([1, 5], [70, 20])
+    blocks, offsets = (~batch.cache[:, 0, 0].isnan().any(-1)).nonzero().T
+    rows = BLOCK_TOKENS + -(-2 * BLOCK_TOKENS // 48)
+    memory = []
+    for backend in (attention(), ReferenceAttention()):
+        whole = torch.zeros(len(batch.cache), 1, 1, rows, 48, dtype=torch.uint8, device=DEVICE)
+        cache = whole.view(dtype)[:, :, :, :BLOCK_TOKENS].expand(-1, 2, -1, -1, -1)
+        kv_codes.write(cache, 0, blocks, offsets, batch.cache[blocks, 0, :, offsets])
+        backend.store(batch.key, batch.key, cache, batch.meta)
+        memory.append(whole)
+    assert (memory[0] == memory[1]).float().mean() > 0.99  # Triton's interpreter rounds a few float8 otherwise
+    output = attention().attend(batch.query, cache, batch.meta, LATENT)
+    torch.testing.assert_close(output, twin(replace(batch, cache=cache), LATENT), atol=2e-3, rtol=2e-3)
 
 
 def test_alibi_lowers_what_is_far() -> None:

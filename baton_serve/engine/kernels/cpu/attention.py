@@ -24,7 +24,7 @@ class _AttendArguments(ctypes.Structure):
         *((name, _LONG) for name in ("query_token_stride", "query_head_stride")),
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride")),
-        *((name, _INT) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_tokens")),
+        *((name, _INT) for name in ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "value_dim", "block_tokens")),
         *((name, _INT) for name in ("sliding_window", "dtype", "num_threads", "codes")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     )
@@ -51,7 +51,8 @@ class CpuAttention:
         assert meta.block_tables.dtype == torch.int32 and meta.block_tables.stride(1) == 1
         assert meta.query_starts.dtype == torch.int32 and meta.context_lens.dtype == torch.int32
         num_tokens, num_heads, head_dim = query.shape
-        output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+        value_dim = spec.value_dim or head_dim
+        output = torch.empty((num_tokens, num_heads, value_dim), dtype=query.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
         # The library adds slopes before it multiplies a score by `scale`.
         alibi = None if spec.alibi is None else (spec.alibi.float() / spec.scale).contiguous()
@@ -76,6 +77,7 @@ class CpuAttention:
             num_heads=num_heads,
             num_kv_heads=cache.shape[2],
             head_dim=head_dim,
+            value_dim=value_dim,
             block_tokens=cache.shape[3],
             sliding_window=spec.sliding_window or 0,
             dtype=dtype,

@@ -33,7 +33,7 @@ class ReferenceAttention:
         )
         if meta.max_query_len <= 1 and query.shape[0] == contexts.shape[0]:
             return _decode(query, cache, contexts, tables, spec)
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:2], spec.value_dim or query.shape[2])
         starts, lens = meta.query_starts.tolist(), contexts.tolist()
         singles = []
         for s, (start, end) in enumerate(pairwise(starts)):
@@ -66,8 +66,8 @@ def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec
         scores = scores + spec.alibi.view(1, num_kv_heads, -1, 1) * (kv_positions - positions)[:, None, None, :]
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
     sinks = None if spec.sinks is None else spec.sinks.view(1, num_kv_heads, -1, 1)
-    values = values.masked_fill(~visible[:, None, :, None], 0.0)  # memory that was never written may hold NaN
-    return (_softmax(scores, sinks) @ values).reshape(num_seqs, num_heads, head_dim).to(query.dtype)
+    values = values[..., : spec.value_dim].masked_fill(~visible[:, None, :, None], 0.0)  # unwritten memory may hold NaN
+    return (_softmax(scores, sinks) @ values).reshape(num_seqs, num_heads, -1).to(query.dtype)
 
 
 def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec: AttentionSpec) -> Tensor:
@@ -90,8 +90,8 @@ def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec
         if spec.alibi is not None:
             scores = scores + spec.alibi.view(num_kv_heads, -1, 1, 1) * (kv_positions - positions)
         weights = _softmax(scores.masked_fill(~visible, float("-inf")), sinks)
-        parts.append(weights @ values[0, :, None, first:high])
-    return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim).to(query.dtype)
+        parts.append(weights @ values[0, :, None, first:high, : spec.value_dim])
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1).to(query.dtype)
 
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:

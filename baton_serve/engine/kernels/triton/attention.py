@@ -12,6 +12,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.kv_codes import is_coded
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton import latent
 from baton_serve.engine.kernels.triton.decode import decode
 from baton_serve.engine.kernels.triton.decode_new import decode_new, fits
 from baton_serve.engine.kernels.triton.prefill import prefill
@@ -22,14 +23,17 @@ from baton_serve.engine.kernels.triton.tiles import (
     PrefillTiles,
     decode_tiles,
     device_limits,
+    latent_tiles,
     padded,
     prefill_tiles,
 )
 
 MAX_HEAD_DIM = 256
 """Largest head dimension of the kernels. Wider heads fit into no tile; the plain-torch twin computes them, and also
-latent attention and ALiBi, on any device.
+ALiBi, on any device. Latent attention has kernels of its own.
 """
+MAX_STORED_DIM = 1024
+"""Largest row of a head that `store` writes."""
 
 
 class TritonAttention:
@@ -50,24 +54,35 @@ class TritonAttention:
         self._twin = ReferenceAttention()
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
-        if _has_one_plane(cache) or key.shape[2] > MAX_HEAD_DIM:
+        if key.shape[2] > MAX_STORED_DIM:
             self._twin.store(key, value, cache, meta)
             return
         store(key, value, cache, meta.slots)
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        if _has_one_plane(cache) and latent.fits(cache, spec):
+            return self._attend_latents(query, cache, meta, spec)
         if spec.alibi is not None or _has_one_plane(cache) or query.shape[2] > MAX_HEAD_DIM:
             return self._twin.attend(query, cache, meta, spec)
         decoding, prefilling = self.tiles(query, cache, meta.context_lens.shape[0])
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        num_tokens, num_seqs = query.shape[0], meta.context_lens.shape[0]
-        # If all sequences have the same number of new tokens, more than one, then no sequence has a single one.
-        are_equal = num_tokens == num_seqs * meta.max_query_len
-        has_singles = meta.max_query_len == 1 or (meta.has_singles and not are_equal)
+        has_singles = _has_singles(query, meta)
         if meta.max_query_len > 1:
             prefill(output, query, cache, meta, spec, prefilling, skip_singles=has_singles)
         if has_singles:
             decode(output, query, cache, meta, spec, decoding)
+        return output
+
+    def _attend_latents(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
+        token_bytes = cache.shape[4] * query.element_size()
+        decoding, prefilling = latent_tiles(self._limits, token_bytes, meta.context_lens.shape[0], cache.shape[3])
+        assert spec.value_dim is not None
+        output = query.new_empty(*query.shape[:2], spec.value_dim)
+        has_singles = _has_singles(query, meta)
+        if meta.max_query_len > 1:
+            latent.prefill_latents(output, query, cache, meta, spec, prefilling, skip_singles=has_singles)
+        if has_singles:
+            latent.decode_latents(output, query, cache, meta, spec, decoding)
         return output
 
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
@@ -91,6 +106,13 @@ class TritonAttention:
             ),
             prefill_tiles(self._limits, head_bytes=head_bytes, element_bytes=query.element_size()),
         )
+
+
+def _has_singles(query: Tensor, meta: AttentionMetadata) -> bool:
+    """Return whether sequences with one new token may be in a batch."""
+    # If all sequences have the same number of new tokens, more than one, then no sequence has a single one.
+    are_equal = query.shape[0] == meta.context_lens.shape[0] * meta.max_query_len
+    return meta.max_query_len == 1 or (meta.has_singles and not are_equal)
 
 
 def _has_one_plane(cache: Tensor) -> bool:

@@ -29,6 +29,9 @@ from baton_serve.engine.kernels.triton.softmax import (
 )
 from baton_serve.engine.kernels.triton.tiles import DecodeTiles, narrowest_columns, padded
 
+COMBINED_DIMS = 256
+"""Most elements of a head that one program combines, so that the splits of wide heads fit into registers."""
+
 
 def decode(
     output: Tensor,
@@ -118,7 +121,8 @@ def combine(
     num_seqs, num_heads, num_splits, head_dim = partial.shape
     if num_splits == 1:
         return
-    _combine_kernel[(num_seqs, num_heads)](
+    dims = min(padded(head_dim), COMBINED_DIMS)
+    _combine_kernel[(num_seqs, num_heads, -(-head_dim // dims))](
         output,
         partial,
         stats,
@@ -128,7 +132,7 @@ def combine(
         num_splits,
         heads=num_heads,
         head_dim=head_dim,
-        dims=padded(head_dim),
+        dims=dims,
         min_split=tiles.min_split,
         max_splits=padded(tiles.max_splits),
         split_limit=tiles.max_splits,
@@ -391,7 +395,7 @@ def _combine_kernel(  # noqa: PLR0913
     _, _, splits = cut(context, min_split, split_limit, align, window)
     if (splits <= 1) | (after - token != 1):
         return  # `store_split` has written the result, or the sequence belongs to prefill
-    split, dim = tl.arange(0, max_splits), tl.arange(0, dims)
+    split, dim = tl.arange(0, max_splits), tl.program_id(2) * dims + tl.arange(0, dims)
     slot = (seq * heads + head) * num_splits + split
     peaks = tl.load(stats + slot * 2, split < splits, other=HIDDEN)
     totals = tl.load(stats + slot * 2 + 1, split < splits, other=0.0)

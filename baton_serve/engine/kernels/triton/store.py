@@ -17,6 +17,7 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     skipped.
     """
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
+    has_values = cache.stride(1) != 0  # latents have one plane, which is both K and V
     _store_kernel[(key.shape[0],)](
         key,
         value,
@@ -35,6 +36,7 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         largest=MAX_CODE_VALUE.get(cache.dtype, 0.0),
         head_dim=head_dim,
         dims=padded(head_dim),
+        has_values=has_values,
         num_warps=4,
     )
 
@@ -58,6 +60,7 @@ def _store_kernel(  # noqa: PLR0913
     largest: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
+    has_values: tl.constexpr,
 ):
     # 64 bits, because offsets into the cache can exceed an int32.
     token = tl.program_id(0).to(tl.int64)
@@ -66,19 +69,25 @@ def _store_kernel(  # noqa: PLR0913
         return
     head, dim = tl.arange(0, padded_heads)[:, None], tl.arange(0, dims)[None, :]
     mask = (head < kv_heads) & (dim < head_dim)
-    k = tl.load(key + token * key_stride + head * key_head_stride + dim, mask, other=0.0)
-    v = tl.load(value + token * value_stride + head * value_head_stride + dim, mask, other=0.0)
     row = (slot // block_tokens) * block_stride // head_dim + head * head_rows
     to = cache + (row + slot % block_tokens) * head_dim + dim
+    at = scales + (row + block_tokens) * (head_dim // 2) + slot % block_tokens
     plane: tl.constexpr = kv_heads * head_rows * head_dim
+    _store_rows(key + token * key_stride + head * key_head_stride + dim, to, at, mask, head < kv_heads, largest)
+    if has_values:
+        rows = value + token * value_stride + head * value_head_stride + dim
+        _store_rows(rows, to + plane, at + plane // 2, mask, head < kv_heads, largest)
+
+
+@triton.jit
+def _store_rows(rows, to, scales, mask, live, largest: tl.constexpr):
+    """Copy one plane's rows [heads, dims] from the pointers `rows` to `to`, as codes with scales if `largest` > 0."""
+    x = tl.load(rows, mask, other=0.0)
     if largest > 0:
-        at = scales + (row + block_tokens) * (head_dim // 2) + slot % block_tokens
-        k_largest, v_largest = largest_of(k), largest_of(v)
-        tl.store(at, scale_of(k_largest, largest), head < kv_heads)
-        tl.store(at + plane // 2, scale_of(v_largest, largest), head < kv_heads)
-        k, v = coded(k, k_largest, cache, largest), coded(v, v_largest, cache, largest)
-    tl.store(to, k.to(cache.dtype.element_ty), mask)
-    tl.store(to + plane, v.to(cache.dtype.element_ty), mask)
+        top = largest_of(x)
+        tl.store(scales, scale_of(top, largest), live)
+        x = coded(x, top, to, largest)
+    tl.store(to, x.to(to.dtype.element_ty), mask)
 
 
 @triton.jit

@@ -173,5 +173,30 @@ def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) 
     )
 
 
+def latent_tiles(
+    limits: DeviceLimits, token_bytes: int, num_seqs: int, block_tokens: int
+) -> tuple[DecodeTiles, PrefillTiles]:
+    """Return the tiles of latent attention (MLA), whose tokens have one row of `token_bytes`, as multiplied.
+
+    A few sequences are cut finely enough to fill the device.
+    """
+    candidates = [(64, 2), (32, 2), (16, 2), (16, 1)]
+    room = limits.shared_bytes * 3 // 4
+    tile, stages = next((fit for fit in candidates if fit[0] * fit[1] * token_bytes <= room), candidates[-1])
+    is_small = num_seqs <= limits.processors // 8
+    decoding = DecodeTiles(
+        tile=tile,
+        min_split=max(64 if is_small else 512, block_tokens),
+        max_splits=64 if is_small else 16,
+        programs=limits.processors * 8,
+        warps=4,
+        stages=stages,
+    )
+    rows = 64 if tile >= 32 else 16
+    return decoding, PrefillTiles(
+        rows=rows, tile=min(tile, 32), warps=8 if rows == 64 else 4, stages=stages, descriptors=False, paired=False
+    )
+
+
 def _prefill_bytes(rows: int, tile: int, stages: int, head_bytes: int) -> int:
     return (rows + 2 * tile * stages) * head_bytes + 1024  # the rest: barriers

@@ -39,7 +39,7 @@ struct StoreArguments {
 struct AttendArguments {
   const void* query;  // [num_tokens, num_heads, head_dim]
   const void* cache;  // [num_blocks, 2, num_kv_heads, block_tokens, head_dim]
-  void* output;       // [num_tokens, num_heads, head_dim], contiguous
+  void* output;       // [num_tokens, num_heads, value_dim], contiguous
   const int32_t* query_starts;
   const int32_t* context_lens;
   const int32_t* block_tables;
@@ -48,7 +48,7 @@ struct AttendArguments {
   int64_t query_token_stride, query_head_stride;  // strides count elements
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
   int64_t table_stride;
-  int32_t num_seqs, num_heads, num_kv_heads, head_dim, block_tokens;
+  int32_t num_seqs, num_heads, num_kv_heads, head_dim, value_dim, block_tokens;  // the first elements of V are the value
   int32_t sliding_window;  // 0: none
   int32_t dtype;           // 0 float32, 1 bfloat16, 2 float16
   int32_t num_threads;

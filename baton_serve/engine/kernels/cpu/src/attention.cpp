@@ -7,6 +7,7 @@
 #include "amx.h"
 #include "attention_plan.h"
 #include "codes.h"
+#include "latent.h"
 #include "tile.h"
 #include "turns.h"
 
@@ -70,6 +71,8 @@ template <class M> class Attention {
         words(round_up(a.head_dim, W) / M::PAIR),
         cell(a.codes ? 1 : sizeof(Element)),
         uses_tiles(M::PAIR == 2 && tiles::are_on() && a.head_dim % 32 == 0),
+        has_latents(a.cache_value_offset == 0 && !uses_tiles && a.head_dim % (2 * W) == 0 && a.value_dim % (2 * W) == 0 &&
+                    a.sliding_window == 0 && !a.alibi),
         rule{a.softcap > 0 ? a.scale : a.scale * M::UNIT, a.softcap},
         plan(a, columns),
         group(plan.group) {}
@@ -106,6 +109,8 @@ template <class M> class Attention {
     Buffer<Element> expanded;
     Buffer<Word> queries, keys, values, probabilities;
     Buffer<float> scores, row_sums, part, whole;
+    Buffer<Word> latent_queries, latent_rows;  // for latent.h: [words][rows], [TILE_KEYS][words]
+    Buffer<float> maxima, factors;
     std::unique_ptr<KeyRows> now = std::make_unique<KeyRows>(), next = std::make_unique<KeyRows>();
     int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` that were prefetched; how many to prefetch for each query row
     Ahead ahead_keys{}, ahead_values{};  // used instead if few rows share a tile
@@ -116,11 +121,15 @@ template <class M> class Attention {
           queries(allocate<Word>((int64_t)t.plan.max_rows * t.words)),
           keys(allocate<Word>((int64_t)t.words * TILE_KEYS)),
           values(allocate<Word>((int64_t)TILE_KEYS / M::PAIR * t.columns)),
-          probabilities(allocate<Word>(t.rows_at_once() * TILE_KEYS / M::PAIR)),
-          scores(allocate<float>(t.rows_at_once() * TILE_KEYS)),
-          row_sums(allocate<float>((int64_t)t.plan.max_rows * W)),
+          probabilities(allocate<Word>(std::max(t.rows_at_once(), t.latent_rows()) * TILE_KEYS / M::PAIR)),
+          scores(allocate<float>(std::max(t.rows_at_once(), t.latent_rows()) * TILE_KEYS)),
+          row_sums(allocate<float>((int64_t)std::max(t.plan.max_rows, t.latent_rows()) * W)),
           part(allocate<float>(t.plan.sums_size(t.plan.max_rows))),
-          whole(allocate<float>(t.plan.sums_size(t.plan.max_rows))) {
+          whole(allocate<float>(t.plan.sums_size(t.plan.max_rows))),
+          latent_queries(allocate<Word>((int64_t)t.latent_rows() * t.words)),
+          latent_rows(allocate<Word>(t.latent_rows() > 0 && !READS_WORDS<M> ? TILE_KEYS * t.words : 0)),
+          maxima(allocate<float>(t.latent_rows())),
+          factors(allocate<float>(t.latent_rows())) {
       std::memset((void*)zeros.get(), 0, t.columns * 2 * sizeof(Element));
     }
   };
@@ -131,6 +140,8 @@ template <class M> class Attention {
 #endif
     return M::MAX_ROWS;
   }
+  int latent_rows() const { return has_latents ? round_up(std::min(plan.max_rows, MAX_LATENT_ROWS), W) : 0; }
+  bool is_latent(int rows) const { return has_latents && rows <= MAX_LATENT_ROWS; }
   bool packs_values(int rows) const { return !M::READS_ROWS || rows > M::MAX_ROWS || a.head_dim % (2 * W) != 0; }
   bool reads_codes() const { return M::READS_ROWS && a.codes == INT8; }  // otherwise they are decoded to elements first
   int rows_of(const Tile& t) const { return plan.rows_of(t); }
@@ -140,6 +151,7 @@ template <class M> class Attention {
     const Tile& t = plan.tiles[task.tile];
     const int rows = rows_of(t);
     pack_queries(t, scratch.queries.get());
+    if (is_latent(rows)) turn_queries(rows, scratch);
     if (t.partial >= 0) {
       const int64_t at = t.partial + (task.first_part - t.first_part()) * sums_size(rows);
       compute_part(t, task.first_part, task.end_part, scratch, sums_at(partials + at, rows));
@@ -178,6 +190,19 @@ template <class M> class Attention {
     }
   }
 
+  // Queries as words of rows; the rows that fill up the last word are zeros.
+  void turn_queries(int rows, Scratch& scratch) const {
+    const int stride = round_up(rows, W);
+    for (int r = 0; r < rows; r += W)
+      for (int w = 0; w < words; w += W) {
+        vf square[W] = {};
+        for (int i = 0; i < std::min(W, rows - r); i++)
+          square[i] = load_as<vf>(scratch.queries.get() + (int64_t)(r + i) * words + w);
+        transpose(square);
+        for (int i = 0; i < W; i++) store(scratch.latent_queries.get() + (w + i) * stride + r, square[i]);
+      }
+  }
+
   void find_rows(const Tile& t, int start, int first, int end, const Element* zeros, KeyRows& rows) const {
     const char* cache = static_cast<const char*>(a.cache) + t.kv_head * a.cache_head_stride * cell;
     const int32_t* table = a.block_tables + t.sequence * a.table_stride;
@@ -207,11 +232,11 @@ template <class M> class Attention {
   }
 
   // Decode the codes of the tile to elements, without their scales.
-  void expand(KeyRows& rows, Scratch& scratch) const {
+  void expand(KeyRows& rows, Scratch& scratch, bool has_values = true) const {
     const CodeBook& book = code_book(a.codes);
     Element* to = scratch.expanded.get();
     for (const void** row : {rows.keys, rows.values})
-      for (int i = 0; i < TILE_KEYS; i++, to += columns) {
+      for (int i = 0; (has_values || row == rows.keys) && i < TILE_KEYS; i++, to += columns) {
         if (row[i] == scratch.zeros.get()) continue;
         book.expand((const uint8_t*)row[i], a.head_dim, to);
         row[i] = to;
@@ -228,6 +253,7 @@ template <class M> class Attention {
   // Prefetch the keys of the parts before `end_part`.
   void compute_part(const Tile& t, int part, int end_part, Scratch& scratch, Sums sums) const {
     const int rows = rows_of(t);
+    if (is_latent(rows)) return compute_latents(t, part, end_part, scratch, sums);
     std::fill(sums.maxima, sums.maxima + rows, NEG_INF);
     std::memset(sums.values, 0, (size_t)rows * columns * sizeof(float));
     std::memset(scratch.row_sums.get(), 0, (size_t)rows * W * sizeof(float));
@@ -267,6 +293,77 @@ template <class M> class Attention {
       }
     }
     for (int r = 0; r < rows; r++) sums.totals[r] = sum(load(scratch.row_sums.get() + (int64_t)r * W));
+  }
+
+  // The same by latent.h.
+  void compute_latents(const Tile& t, int part, int end_part, Scratch& scratch, Sums sums) const {
+    const int rows = rows_of(t), stride = round_up(rows, W);
+    const LatentSums state{scratch.maxima.get(), scratch.row_sums.get(), scratch.factors.get(), stride};
+    std::fill(state.maxima, state.maxima + stride, NEG_INF);
+    std::memset(state.totals, 0, (size_t)W * stride * sizeof(float));
+    std::memset(sums.values, 0, (size_t)rows * columns * sizeof(float));
+    const int end = std::min(t.end_key, (part + 1) * PART_KEYS), follows = std::min(t.end_key, end_part * PART_KEYS);
+    int start = part * PART_KEYS;
+    find_rows(t, start, start, end, scratch.zeros.get(), *scratch.next);
+    for (; start < end; start += TILE_KEYS) {
+      std::swap(scratch.now, scratch.next);
+      const bool has_next = start + TILE_KEYS < follows;
+      if (has_next) find_rows(t, start + TILE_KEYS, start, follows, scratch.zeros.get(), *scratch.next);
+      if (a.codes) expand(*scratch.now, scratch, false);
+      attend_latents(t, start, rows, has_next, scratch, state, sums);
+    }
+    add_totals(state);
+    std::copy(state.maxima, state.maxima + rows, sums.maxima);
+    std::copy(state.totals, state.totals + rows, sums.totals);
+  }
+
+  // The first row of totals becomes their sum, in the order of `sum`.
+  static void add_totals(LatentSums state) {
+    for (int half = W / 2; half > 0; half /= 2)
+      for (int i = 0; i < half * state.stride; i += W)
+        store(state.totals + i, load(state.totals + i) + load(state.totals + half * state.stride + i));
+  }
+
+  void attend_latents(const Tile& t, int start, int rows, bool has_next, Scratch& scratch, LatentSums state, Sums sums) const {
+    const int stride = state.stride;
+    const Word* keys[TILE_KEYS];
+    for (int i = 0; i < TILE_KEYS; i++) keys[i] = words_of(scratch.now->keys[i], i, scratch);
+    float* scores = scratch.scores.get();
+    for (int r = 0; r < stride; r += 2 * W) {
+      const auto score = r + W < stride ? score_latents<M, 2> : score_latents<M, 1>;
+      const int ahead_bytes = has_next && r == 0 ? a.head_dim * cell : 0;
+      for (int key = 0; key < TILE_KEYS; key += LATENT_KEYS)
+        score(keys + key, scratch.latent_queries.get() + r, words, stride, scores + key * stride + r,
+              scratch.next->keys + key, ahead_bytes);
+    }
+    for (int r = 0; r < stride; r += W) {
+      vi ends;
+      for (int i = 0; i < W; i++) ends[i] = t.position + (r + i) / group + 1 - start;
+      soften_latents<M>(scores, scratch.probabilities.get(), rule, ends, state, r, a.codes ? scratch.now->key_scales : nullptr);
+    }
+    const int num_groups = (rows + LATENT_VALUE_ROWS - 1) / LATENT_VALUE_ROWS, base = rows / num_groups;
+    for (int d = 0; d < a.value_dim; d += 2 * W)
+      for (int g = 0, r = 0; g < num_groups; g++) {
+        const int n = base + (g < rows % num_groups);
+        add_values(n, scratch.probabilities.get() + r, stride, keys, sums.values + (int64_t)r * columns, d, state.factors + r);
+        r += n;
+      }
+  }
+
+  // A row of the cache, number `i` of the tile, as words.
+  const Word* words_of(const void* row, int i, Scratch& scratch) const {
+    if constexpr (READS_WORDS<M>) return static_cast<const Word*>(row);
+    Word* to = scratch.latent_rows.get() + i * words;
+    for (int d = 0; d < words; d += W) store(to + d, load_elements(static_cast<const Element*>(row) + d));
+    return to;
+  }
+
+  void add_values(int n, const Word* probabilities, int stride, const Word* const* rows, float* c, int d,
+                  const float* factors) const {
+    using Add = void (*)(const Word*, int, const Word* const*, float*, int, int, const float*);
+    static constexpr Add KINDS[] = {add_latents<M, 1>, add_latents<M, 2>, add_latents<M, 3>, add_latents<M, 4>,
+                                    add_latents<M, 5>, add_latents<M, 6>, add_latents<M, 7>, add_latents<M, 8>};
+    KINDS[n - 1](probabilities, stride, rows, c, columns, d, factors);
   }
 
   void dispatch(const Tile& t, int start, int r, int n, Scratch& scratch, Sums sums) const {
@@ -359,9 +456,9 @@ template <class M> class Attention {
       const int head = t.kv_head * group + r % group;
       float total = sums.totals[r];
       if (a.sinks) total += M::exponential(splat(std::min(a.sinks[head] * M::UNIT - sums.maxima[r], 88.f)))[0];
-      Element* to = static_cast<Element*>(a.output) + ((token + r / group) * a.num_heads + head) * a.head_dim;
+      Element* to = static_cast<Element*>(a.output) + ((token + r / group) * a.num_heads + head) * a.value_dim;
       const float* from = sums.values + (int64_t)r * columns;
-      for (int d = 0; d < a.head_dim; d += W) store_elements(to + d, load(from + d) / total, a.head_dim - d);
+      for (int d = 0; d < a.value_dim; d += W) store_elements(to + d, load(from + d) / total, a.value_dim - d);
     }
   }
 
@@ -370,6 +467,7 @@ template <class M> class Attention {
   const int words;    // packed words of a row
   const int cell;     // bytes of an element in the cache
   const bool uses_tiles;
+  const bool has_latents;  // tiles of few rows are computed by latent.h
   const ScoreRule rule;
   const Plan plan;
   const int group;  // query heads per KV head

@@ -69,7 +69,7 @@ class Plan {
     Tile& t = tiles[index];
     const int num_parts = t.end_part() - t.first_part();
     const int64_t size = num_parts * sums_size(rows_of(t));
-    if (num_parts < 2 || cost(t) <= share || rows_of(t) > MAX_SPLIT_ROWS ||
+    if (num_parts < 2 || cost(t) <= share || (t.num_tokens > 1 && rows_of(t) > MAX_SPLIT_ROWS) ||
         num_partial_floats + size > MAX_PARTIAL_FLOATS) {
       tasks.push_back({(int)index, t.first_part(), t.end_part()});
       return;
