@@ -87,6 +87,12 @@ _MIXED = {
     "sliding_window": SLIDING_WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.5,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -164,7 +170,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm": Family("GLM-4-9B-chat in transformers' format", {**_COMMON, "model_type": "glm", "head_dim": 32}),
     "glm4": Family("GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1", {**_COMMON, "model_type": "glm4", "head_dim": 32}),
-    "glm4_moe": Family("GLM-4.5, GLM-4.5-Air", {**_ROUTED, "model_type": "glm4_moe", "head_dim": 32}),
+    "glm4_moe": Family(
+        "GLM-4.5, GLM-4.5-Air",
+        {**_ROUTED, "model_type": "glm4_moe", "head_dim": 32, "n_group": 2, "use_qk_norm": True},
+    ),
     "glm4_moe_lite": Family("GLM-4.7-Flash", {**_ROUTED, **_LATENT, "model_type": "glm4_moe_lite"}),
     "phi": Family("Phi 1, 1.5, 2", {**_COMMON, "model_type": "phi"}),
     "phi3": Family("Phi 3, Phi 3.5 mini, Phi 4, Phi 4 mini", {**_COMMON, "model_type": "phi3"}),
@@ -201,12 +210,28 @@ FAMILIES: dict[str, Family] = {
         {**_COMMON, **_LATENT, "model_type": "minicpm3", "scale_emb": 1, "dim_model_base": 64},
     ),
     "ernie4_5": Family("ERNIE 4.5 0.3B", {**_COMMON, "model_type": "ernie4_5"}),
+    "ernie4_5_moe": Family(
+        "ERNIE 4.5 21B-A3B, 300B-A47B",
+        {
+            **_COMMON,
+            "model_type": "ernie4_5_moe",
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 48,
+            "moe_layer_start_index": 1,
+            "moe_num_shared_experts": 1,
+        },
+    ),
     "exaone4": Family("EXAONE 4", {**_COMMON, "model_type": "exaone4", **_MIXED}),
-    "smollm3": Family("SmolLM3", {**_COMMON, "model_type": "smollm3"}),
-    "granite": Family("Granite 3", {**_COMMON, "model_type": "granite"}),
+    "smollm3": Family("SmolLM3", {**_COMMON, "model_type": "smollm3", "no_rope_layers": [1, 0, 1]}),
+    "granite": Family("Granite 3", {**_COMMON, **_MULTIPLIED, "model_type": "granite"}),
+    "granitemoe": Family("Granite 3 MoE", {**_MOE, **_MULTIPLIED, "model_type": "granitemoe", "num_local_experts": 4}),
     "cohere": Family("Command R", {**_COMMON, "model_type": "cohere", **_UNTIED}),
+    "cohere_norms": Family("Command R+", {**_COMMON, "model_type": "cohere", "use_qk_norm": True, **_UNTIED}),
     "cohere2": Family("Command R7B, Command A", {**_COMMON, "model_type": "cohere2", **_UNTIED, **_MIXED}),
     "olmo2": Family("OLMo 2", {**_COMMON, "model_type": "olmo2"}),
+    "olmo3": Family("OLMo 3", {**_COMMON, "model_type": "olmo3", **_MIXED}),
+    "olmoe": Family("OLMoE", {**_MOE, "model_type": "olmoe", "num_experts": 4}),
     "stablelm": Family("StableLM 2", {**_COMMON, "model_type": "stablelm"}),
     "falcon": Family("Falcon 7B", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False}),
     "falcon_gqa": Family(

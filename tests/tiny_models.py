@@ -58,6 +58,9 @@ def write_tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **ov
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _widen(model.named_parameters)
+        for name, buffer in model.named_buffers():
+            if name.endswith("score_correction_bias"):  # it starts at 0, which corrects nothing
+                buffer.normal_(0.0, 0.1)
     model.generation_config = GenerationConfig(eos_token_id=[EOS_ID, IM_END_ID], bos_token_id=EOS_ID)
     model.save_pretrained(folder)
     write_tokenizer(folder)

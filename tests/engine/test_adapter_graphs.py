@@ -124,7 +124,7 @@ def test_an_adapter_that_is_replaced_has_its_own_slot_until_its_requests_end(lla
     assert expected[0] != expected[1]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "mixtral", "gpt_oss", "gemma2", "granite", "cohere"])
 def test_graphs_of_other_families(tmp_path: Path, family: str, standing_in: FakeCapture | None) -> None:
     """With norms of heads, with weights joined in the checkpoint, and with experts, which adapters leave alone."""
     model = write_tiny_model(tmp_path / "model", family)

@@ -119,7 +119,9 @@ def test_a_handoff_carries_the_adapter(model: Path, adapters: list[Path]) -> Non
             assert hand_over(source, sink, work) == {(f"request {name}", 0): tokens}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "phi3", "mixtral", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "gemma2", "granite", "cohere", "qwen2_moe", "phi3", "mixtral", "qwen3_5", "falcon_h1"]
+)
 def test_other_families_too(tmp_path: Path, family: str) -> None:
     """Through fused layers, and through transformers' own where those do not fit."""
     model = write_tiny_model(tmp_path / "model", family)

@@ -24,7 +24,9 @@ from tests.engine.driving import hand_over, make_engine, make_work, run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt_oss"]),
+    pytest.mark.parametrize(
+        "family", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt_oss", "gemma3", "cohere2", "glm4_moe"]
+    ),
 ]
 
 

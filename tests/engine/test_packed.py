@@ -19,7 +19,11 @@ from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import make_engine, make_work
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "phi3"]
+FAMILIES = [
+    *("llama", "qwen2", "qwen3", "mistral", "phi3"),
+    *("granite", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "glm", "glm4", "cohere", "cohere_norms", "cohere2"),
+    *("exaone4", "smollm3", "ernie4_5", "stablelm", "ministral", "seed_oss"),
+]
 
 
 def _can_pack() -> bool:

@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_dequantized_weights(references: References, na
     assert [answers[str(n), 0] for n in range(len(answers))] == [greedy_answer(model, p) for p in reference.prompts]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3", "glm4", "mistral"])
 def test_other_families_too(references: References, family: str) -> None:
     reference = references(family)
     model = rounded(reference.folder, scheme("asym_int4", fp8_dtype="e4m3", group_size=32))

@@ -72,10 +72,20 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The weight and epsilon of an RMSNorm."""
+    """The weight and epsilon of an RMSNorm, or of a LayerNorm if it `is_centered`. With `has_offset` an RMSNorm
+    multiplies by 1 + weight, as Gemma's do.
+    """
 
-    weight: Tensor
+    weight: Tensor  # [hidden]; of a LayerNorm of heads also [num_heads, head_dim]
     eps: float
+    bias: Tensor | None = None
+    is_centered: bool = False
+    has_offset: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether this is an RMSNorm as Llama's, the only kind that fused kernels compute."""
+        return not self.is_centered and not self.has_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +93,8 @@ class NewHeads:
     """A layer's new queries, keys and values as their product left them: `heads` [num_tokens, num_heads + 2 *
     num_kv_heads, head_dim].
 
-    Queries and keys still need their norms, if the model has any, and then the rotation by cos and sin [num_tokens,
-    rotary_dim]. Only the first half of the columns of cos and sin is read.
+    Queries and keys still need the plain norms of each head, if the model has any, and then the rotation by cos and
+    sin [num_tokens, rotary_dim]. Only the first half of the columns of cos and sin is read.
     """
 
     heads: Tensor
@@ -241,8 +251,12 @@ class LayerKernels(Protocol):
         """
         ...
 
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Return a norm of any kind of x [..., hidden], with the same shape. A LayerNorm rounds once."""
+        ...
+
     def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-        """Return `rms_norm` of x [num_tokens, hidden] in the form in which `linear` reads it fastest for the weight
+        """Return a plain norm of x [num_tokens, hidden] in the form in which `linear` reads it fastest for the weight
         `then`.
         """
         ...
@@ -257,7 +271,7 @@ class LayerKernels(Protocol):
         *,
         before_norm: Callable[[], None] = no_work,
     ) -> Activations:
-        """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. The
+        """Return the plain norm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. The
         result is in the form in which `linear` reads it fastest for the weight `then`.
 
         `before_norm` is called after the product and before `residual` is read, which it may change.
@@ -272,6 +286,10 @@ class LayerKernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up [..., width] of [..., 2 * width], in which the gate comes first."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up like `silu_mul`, with the approximation of GELU by tanh."""
         ...
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

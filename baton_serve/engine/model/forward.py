@@ -134,9 +134,9 @@ def choose_forward(
     is_plain = model.is_whole and adapters is None
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
-    if fused.fits(model.module):
-        if adapters is not None:
-            return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
+    if adapters is not None and fused_adapted.fits(model.module):
+        return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
+    if adapters is None and fused.fits(model.module):
         return fused.FusedForward(model, backend, kernels, collectives)
     assert model.is_whole, "only fused layers sum over ranks"
     if any(isinstance(part, QuantizedExperts) for part in model.module.modules()):

@@ -1,12 +1,14 @@
-"""Llama-shaped decoders as a list of matrix products and fused kernels, on the weights that transformers loaded.
+"""Decoders as a list of matrix products and fused kernels, on the weights that transformers loaded.
 
-A layer is: norm, QKV as one product, rotary and KV store, attention, output, residual and norm, gate and up as one
-product, activation, down. With small batches, calling transformers' modules would take longer than the products
-themselves. A mixture of experts runs as grouped products; any other MLP stays transformers' module.
+A layer of Llama is: norm, QKV as one product, rotary and KV store, attention, output, residual and norm, gate and up as
+one product, activation, down. `families.py` describes how other families differ. With small batches, calling
+transformers' modules would take longer than the products themselves. A mixture of experts runs as grouped products; any
+other MLP stays transformers' module.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,57 +25,69 @@ from baton_serve.engine.kernels import (
     Weight,
     row_kernel,
 )
+from baton_serve.engine.kernels.metadata import RowLayer
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
+from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, rotations_of, scales_of
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.slots import AdapterSlots
-from baton_serve.engine.model.mixture_of_experts import Mixture, pack_mixture
+from baton_serve.engine.model.mixture_of_experts import Mixture, pack_mixture, shared_expert
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear, can_merge, install, merge
 
-LAYERS = {
-    "DenseLayer",  # our own
-    "GptOssDecoderLayer",
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "MixtralDecoderLayer",
-    "Phi3DecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-    "Qwen3MoeDecoderLayer",
-}
-"""Layer classes that were compared with transformers.
 
-They are found by name, since a layer that looks alike may differ.
-"""
+@dataclass(frozen=True, slots=True)
+class ResidualSum:
+    """How the output of attention or of an MLP is added to the residual, and what the next product reads."""
+
+    output_norm: Norm | None
+    """The norm of the output before it is added."""
+    next_norm: Norm | None
+    """The norm of the sum; None: the next product reads the sum itself."""
+    scale: float = 1.0
+    """The factor of the output."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether this is a sum and a plain norm of it, as in Llama."""
+        has_plain_norm = self.next_norm is not None and self.next_norm.is_plain
+        return self.output_norm is None and self.scale == 1.0 and has_plain_norm
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The weights of one layer in the form that the fused kernels read."""
 
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: Linear
     query_norm: Norm | None
     key_norm: Norm | None
     output: Linear
-    mlp_norm: Norm
+    after_attention: ResidualSum
+    after_mlp: ResidualSum
     gate_up: Linear | None
     down: Linear | None
     mixture: Mixture | None
     mlp: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
     """The module of transformers, used if `gate_up` and `mixture` are None."""
 
+    @property
+    def mlp_norm(self) -> Norm | None:
+        return self.after_attention.next_norm
+
+    @property
+    def is_plain(self) -> bool:
+        has_plain_norm = self.input_norm is not None and self.input_norm.is_plain
+        return has_plain_norm and self.after_attention.is_plain and self.after_mlp.is_plain
+
 
 def fits(module: nn.Module) -> bool:
     """Return whether fused layers support these weights."""
-    decoder, config = getattr(module, "model", None), cast(Any, module).config
-    layers = getattr(decoder, "layers", ())
-    if not layers or {type(layer).__name__ for layer in layers} - LAYERS:
+    family = describe(module)
+    if family is None:
         return False
-    is_whole = all(hasattr(layer, "mlp") for layer in layers) and hasattr(decoder, "rotary_emb")
-    if not all(can_merge(parts) for layer in layers for parts in _packed_parts(layer)):
+    layers = cast(Any, module).model.layers
+    if not all(can_merge(parts) for layer in layers for parts in _packed_parts(layer, family)):
         return False
-    are_in_order = not any(isinstance(part, ReorderedLinear) for part in module.modules())
-    return is_whole and are_in_order and config.hidden_act == "silu"
+    return not any(isinstance(part, ReorderedLinear) for part in module.modules())
 
 
 class FusedForward:
@@ -89,14 +103,18 @@ class FusedForward:
         With several ranks, all call it together.
         """
         module = cast(Any, model.module)
+        family = describe(module)
+        assert family is not None  # `fits` is True
+        self._is_gelu = getattr(module.config, family.activation) == GELU_TANH
+        self._scales = scales_of(family, module.config)
+        self._rotations = rotations_of(family, module)
+        self._is_parallel, self._is_interleaved = family.is_parallel, family.is_interleaved
+        self._has_wide_norms = family.has_wide_norms
         self.vocab_size = model.vocab_size
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
-        # Frequencies that would change with the length of a step have been fixed (engine/model/rotary.py).
-        self._frequencies: Tensor = module.model.rotary_emb.inv_freq.float()
-        self._rotation_scaling = float(getattr(module.model.rotary_emb, "attention_scaling", 1.0))
         self._head = _linear(module.lm_head, kernels)
-        self._layers = [pack_layer(layer, kernels) for layer in module.model.layers]
-        self._final_norm = norm_of(module.model.norm)
+        self._final_norm = family.norm_of(module.model.norm)
+        self._layers = pack_layers(module, family, kernels, self._final_norm)
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels, self._collectives = backend, kernels, collectives
@@ -105,11 +123,18 @@ class FusedForward:
         self._like = torch.empty(0, device=self._final_norm.weight.device)
         collectives.prepare(self._final_norm.weight)
         self._row = None
-        if model.is_whole:
-            self._row = row_kernel(self._like.device, self._layers, self._specs, self._head_dim, self._num_kv_heads)
+        if model.is_whole and self._is_plain(family):
+            layers = cast(list[RowLayer], self._layers)  # plain layers have all norms
+            self._row = row_kernel(self._like.device, layers, self._specs, self._head_dim, self._num_kv_heads)
         self.adapter_slots: AdapterSlots | None = None
         # A module of transformers may read values back from the device, as its mixtures of experts do.
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
+
+    def _is_plain(self, family: FamilyDescription) -> bool:
+        """Return whether one kernel may compute all layers, as those of Llama."""
+        has_one_rotation = len(self._rotations.scaling) == 1 and not family.is_interleaved
+        has_plain_mlp = not self._is_gelu and not family.is_parallel
+        return has_one_rotation and has_plain_mlp and all(layer.is_plain for layer in self._layers)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         return self.whole(self.compute(inputs, layers))
@@ -130,34 +155,49 @@ class FusedForward:
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """Compute this rank's columns of the logits."""
-        residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
-        rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
+        residual, rotations = self._begin(inputs)
         # On some devices a whole step of one token runs as a single kernel.
-        if self._compute_row(residual, rotation, layers, inputs):
-            hidden = self._kernels.norm_for(residual, self._final_norm, self._head.weight)
-            return self._kernels.linear(hidden, self._head.weight, self._head.bias)
+        if self._compute_row(residual, rotations[0], layers, inputs):
+            return self._logits(self._kernels.norm_for(residual, self._final_norm, self._head.weight))
         first = self._layers[0]
-        hidden = self._kernels.norm_for(residual, first.input_norm, first.qkv.weight)
+        hidden = self._input_of(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
             heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
-            attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
+            attended = self._attend(number, heads, rotations, layers[number], inputs)
             if inputs.after_layer is not None:
                 inputs.after_layer(number)
             then = None if layer.gate_up is None else layer.gate_up.weight
-            hidden = self._linear_norm(attended, layer.output, residual, layer.mlp_norm, then)
+            summed = self._linear_join(attended, layer.output, residual, layer.after_attention, then)
+            if not self._is_parallel:
+                hidden = summed
             is_last = number + 1 == len(self._layers)
-            norm = self._final_norm if is_last else self._layers[number + 1].input_norm
             then = (self._head if is_last else self._layers[number + 1].qkv).weight
             if is_last and inputs.logit_rows is not None:  # only the rows whose logits are needed go on
                 output = self._collectives.all_reduce(self._mlp(layer, hidden))[inputs.logit_rows]
-                residual = residual[inputs.logit_rows]
-                hidden = self._kernels.norm_for(output, norm, then, residual=residual)
+                hidden = self._joined(output, residual[inputs.logit_rows], layer.after_mlp, then)
             elif layer.gate_up is not None and layer.down is not None:
                 gated = self._gated(layer.gate_up, hidden, layer.down)
-                hidden = self._linear_norm(gated, layer.down, residual, norm, then)
+                hidden = self._linear_join(gated, layer.down, residual, layer.after_mlp, then)
             else:
-                hidden = self._norm_of_sum(self._mlp(layer, hidden), residual, norm)
-        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
+                hidden = self._join_of_sum(self._mlp(layer, hidden), residual, layer.after_mlp)
+        return self._logits(hidden)
+
+    def _begin(self, inputs: StepInputs) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the input of the first layer, [num_tokens, hidden], and cos and sin of each rotation."""
+        residual = embedded(self._embed, inputs)
+        if self._scales.embedding != 1.0:
+            residual = residual * self._scales.embedding
+        kinds = zip(self._rotations.frequencies, self._rotations.scaling, strict=True)
+        return residual, [self._kernels.rotation(inputs.position_ids, *kind) for kind in kinds]
+
+    def _logits(self, hidden: Activations) -> Tensor:
+        return self._scales.finish(self._kernels.linear(hidden, self._head.weight, self._head.bias))
+
+    def _input_of(self, residual: Tensor, norm: Norm | None, then: Weight) -> Activations:
+        """Return what a product with the weight `then` reads."""
+        if norm is not None and norm.is_plain:
+            return self._kernels.norm_for(residual, norm, then)
+        return residual if norm is None else self._kernels.norm(residual, norm)
 
     def _compute_row(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], layers: list[Tensor], inputs: StepInputs
@@ -167,31 +207,45 @@ class FusedForward:
             return False
         return self._row(residual, rotation, layers, inputs.meta)
 
-    def _linear_norm(
-        self, x: Activations, product: Linear, residual: Tensor, norm: Norm, then: Weight | None
+    def _linear_join(
+        self, x: Activations, product: Linear, residual: Tensor, join: ResidualSum, then: Weight | None
     ) -> Activations:
-        """Return the norm of the ranks' products of `x` plus `residual`, which becomes that sum.
+        """Join the ranks' products of `x` with `residual`, which becomes the sum. Return what the next product reads.
 
         `then` is the weight of the next product: some kernels prepare their output for it.
         """
-        if self._is_alone:
-            return self._kernels.linear_norm(x, product, residual, norm, then)
-        return self._norm_of_sum(self._kernels.linear(x, product.weight, product.bias), residual, norm)
+        if self._is_alone and join.is_plain and join.next_norm is not None:
+            return self._kernels.linear_norm(x, product, residual, join.next_norm, then)
+        return self._join_of_sum(self._kernels.linear(x, product.weight, product.bias), residual, join)
 
-    def _norm_of_sum(self, output: Tensor, residual: Tensor, norm: Norm) -> Tensor:
-        """Return the norm of the ranks' outputs plus `residual`, which becomes that sum."""
-        hidden = self._collectives.sum_norm(output, residual, norm.weight, norm.eps)
-        if hidden is not None:
-            return hidden
-        output = self._collectives.all_reduce(output)
-        return self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+    def _join_of_sum(self, output: Tensor, residual: Tensor, join: ResidualSum) -> Tensor:
+        """Join the ranks' outputs with `residual`, which becomes the sum. Return what the next product reads."""
+        norm = join.next_norm
+        hidden: Activations | None = None
+        if join.is_plain and norm is not None:
+            hidden = self._collectives.sum_norm(output, residual, norm.weight, norm.eps)
+        if hidden is None:
+            hidden = self._joined(self._collectives.all_reduce(output), residual, join)
+        assert isinstance(hidden, Tensor)  # it is prepared only for a weight that is named
+        return hidden
+
+    def _joined(self, output: Tensor, residual: Tensor, join: ResidualSum, then: Weight | None = None) -> Activations:
+        """Join a whole output with `residual`, which becomes the sum. Return what the next product reads."""
+        norm = join.next_norm
+        if join.is_plain and norm is not None:
+            if then is not None:
+                return self._kernels.norm_for(output, norm, then, residual=residual)
+            return self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+        if join.output_norm is not None:
+            output = self._kernels.norm(output, join.output_norm)
+        residual.add_(output, alpha=join.scale)
+        return residual if norm is None else self._kernels.norm(residual, norm)
 
     def _attend(
         self,
-        layer: Layer,
         number: int,
         heads: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotations: list[tuple[Tensor, Tensor]],
         cache: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
@@ -199,19 +253,27 @@ class FusedForward:
 
         `heads` are Q, K and V side by side.
         """
+        layer, rotation = self._layers[number], rotations[self._rotations.of_layer[number]]
         heads = heads.view(len(heads), -1, self._head_dim)
-        new = NewHeads(heads, rotation, layer.query_norm, layer.key_norm)
-        # One fused kernel rotates, stores and attends; it returns None for steps that it does not support.
-        attended = self._backend.attend_new(new, cache, inputs.meta, self._specs[number])
-        if attended is not None:
-            return attended.flatten(1)
+        has_plain_norms = layer.query_norm is None or (layer.query_norm.is_plain and not self._has_wide_norms)
+        if has_plain_norms and not self._is_interleaved:
+            new = NewHeads(heads, rotation, layer.query_norm, layer.key_norm)
+            # One fused kernel rotates, stores and attends; it returns None for steps that it does not support.
+            attended = self._backend.attend_new(new, cache, inputs.meta, self._specs[number])
+            if attended is not None:
+                return attended.flatten(1)
         kv = self._num_kv_heads
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = self._kernels.rms_norm(query, layer.query_norm.weight, layer.query_norm.eps)
-            key = self._kernels.rms_norm(key, layer.key_norm.weight, layer.key_norm.eps)
-        self._kernels.rotary_store(query, key, value, rotation, cache, inputs.meta.slots)
+            query, key = self._normed_heads(query, layer.query_norm), self._normed_heads(key, layer.key_norm)
+        slots, interleaved = inputs.meta.slots, self._is_interleaved
+        self._kernels.rotary_store(query, key, value, rotation, cache, slots, interleaved=interleaved)
         return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
+
+    def _normed_heads(self, heads: Tensor, norm: Norm) -> Tensor:
+        """Return the norms of heads [num_tokens, num_heads, head_dim]."""
+        rows = heads.flatten(1) if self._has_wide_norms else heads
+        return self._kernels.norm(rows, norm).view(heads.shape)
 
     def _mlp(self, layer: Layer, hidden: Activations) -> Tensor:
         """Compute the MLP of a layer without the sum over ranks."""
@@ -225,42 +287,85 @@ class FusedForward:
         return (mixed[0] if isinstance(mixed, tuple) else mixed)[0]
 
     def _gated(self, gate_up: Linear, hidden: Activations, down: Linear) -> Activations:
-        return self._kernels.gated_linear(hidden, gate_up, down.weight)
+        if not self._is_gelu:
+            return self._kernels.gated_linear(hidden, gate_up, down.weight)
+        return self._kernels.gelu_mul(self._kernels.linear(hidden, gate_up.weight, gate_up.bias))
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        """Return the activation of the gate times up."""
+        return self._kernels.gelu_mul(gate_up) if self._is_gelu else self._kernels.silu_mul(gate_up)
 
 
-def pack_layer(layer: Any, kernels: LayerKernels) -> Layer:
+def pack_layers(module: Any, family: FamilyDescription, kernels: LayerKernels, final_norm: Norm) -> list[Layer]:
+    """Join and pack the weights of all layers of a transformers model."""
+    layers = module.model.layers
+    following = [*(family.norm_at(layer, family.input_norm) for layer in layers[1:]), final_norm]
+    residual_scale = scales_of(family, module.config).residual
+    has_silu = getattr(module.config, family.activation) != GELU_TANH  # the only activation of grouped products
+    return [
+        _pack_layer(
+            layer,
+            family,
+            kernels,
+            ResidualSum(
+                family.norm_at(layer, family.attention_norm), family.norm_at(layer, family.mlp_norm), residual_scale
+            ),
+            ResidualSum(family.norm_at(layer, family.mlp_output_norm), after, residual_scale),
+            can_mix=has_silu,
+        )
+        for layer, after in zip(layers, following, strict=True)
+    ]
+
+
+def _pack_layer(
+    layer: Any,
+    family: FamilyDescription,
+    kernels: LayerKernels,
+    after_attention: ResidualSum,
+    after_mlp: ResidualSum,
+    *,
+    can_mix: bool,
+) -> Layer:
     """Join and pack the weights of a transformers layer into few matrices, such as one for query, key and value."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = layer.self_attn, getattr(layer, family.mlp)
     if hasattr(attention, "qkv_proj"):
         qkv = _linear(attention.qkv_proj, kernels)
     else:
         qkv = _packed([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
-    gate_up: Linear | None = None
-    if hasattr(mlp, "gate_up_proj") and hasattr(mlp, "down_proj"):
-        gate_up = _linear(mlp.gate_up_proj, kernels)
-    elif hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
-        gate_up = _packed([mlp.gate_proj, mlp.up_proj], kernels)
-    has_head_norms = hasattr(attention, "q_norm")
+    gated = _pack_gated(mlp, kernels)
+    gate_up, down = (None, None) if gated is None else gated
     return Layer(
-        input_norm=norm_of(layer.input_layernorm),
+        input_norm=family.norm_at(layer, family.input_norm),
         qkv=qkv,
-        query_norm=norm_of(attention.q_norm) if has_head_norms else None,
-        key_norm=norm_of(attention.k_norm) if has_head_norms else None,
+        query_norm=family.norm_at(attention, "q_norm"),
+        key_norm=family.norm_at(attention, "k_norm"),
         output=_linear(attention.o_proj, kernels),
-        mlp_norm=norm_of(layer.post_attention_layernorm),
+        after_attention=after_attention,
+        after_mlp=after_mlp,
         gate_up=gate_up,
-        down=_linear(mlp.down_proj, kernels) if gate_up is not None else None,
-        mixture=pack_mixture(mlp) if gate_up is None else None,
+        down=down,
+        mixture=pack_mixture(mlp, partial(_pack_gated, kernels=kernels)) if gate_up is None and can_mix else None,
         mlp=mlp,
     )
 
 
-def _packed_parts(layer: Any) -> Iterator[list[nn.Linear]]:
+def _pack_gated(mlp: Any, kernels: LayerKernels) -> tuple[Linear, Linear] | None:
+    """Return the two products of a gated MLP, or None if it is none."""
+    if hasattr(mlp, "gate_up_proj") and hasattr(mlp, "down_proj"):
+        return _linear(mlp.gate_up_proj, kernels), _linear(mlp.down_proj, kernels)
+    if hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
+        return _packed([mlp.gate_proj, mlp.up_proj], kernels), _linear(mlp.down_proj, kernels)
+    return None
+
+
+def _packed_parts(layer: Any, family: FamilyDescription) -> Iterator[list[nn.Linear]]:
     """Return the linear layers of a layer that are joined into one product."""
     if not hasattr(layer.self_attn, "qkv_proj"):
         yield [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-    if hasattr(layer.mlp, "gate_proj") and hasattr(layer.mlp, "up_proj"):
-        yield [layer.mlp.gate_proj, layer.mlp.up_proj]
+    mlp = getattr(layer, family.mlp)
+    for part in (mlp, shared_expert(mlp)):
+        if hasattr(part, "gate_proj") and hasattr(part, "up_proj"):
+            yield [part.gate_proj, part.up_proj]
 
 
 def _packed(parts: list[nn.Linear], kernels: LayerKernels) -> Linear:
@@ -281,8 +386,3 @@ def _linear(module: nn.Linear | QuantizedLinear, kernels: LayerKernels) -> Linea
     if isinstance(module, QuantizedLinear):
         install(module, kernels)
     return Linear(module.weight, module.bias)
-
-
-def norm_of(module: Any) -> Norm:
-    """Return the weight and epsilon of a norm."""
-    return Norm(module.weight, float(module.variance_epsilon))

@@ -1,4 +1,4 @@
-"""Llama-shaped decoders on CPUs with bf16 matrix instructions: the layers' weights, packed for a single call of C++.
+"""Dense decoders on CPUs with bf16 matrix instructions: the layers' weights, packed for a single call of C++.
 
 Weights may be bf16 or quantized.
 """
@@ -11,13 +11,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from baton_serve.engine.kernels import AttentionSpec
-from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer
+from baton_serve.engine.kernels import AttentionSpec, Norm
+from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer, DecoderRules
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.model import fused
 from baton_serve.engine.model.batch_inputs import StepInputs, embedded
+from baton_serve.engine.model.families import (
+    GELU_TANH,
+    FamilyDescription,
+    describe,
+    rotations_of,
+    scales_of,
+)
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, install
 
@@ -27,19 +34,35 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
     if model.dtype != torch.bfloat16 or not has_packed_linear(library) or not fused.fits(model.module):
         return False
     module = cast(Any, model.module)
-    # The C++ decoder takes one epsilon for all norms. It interleaves gate and up by 16 rows and reads pairs of bf16.
-    norms = {part.variance_epsilon for part in module.modules() if hasattr(part, "variance_epsilon")}
+    family = describe(module)
+    assert family is not None  # `fused.fits` is True
+    # The C++ decoder takes one epsilon for all norms and reads pairs of bf16.
+    norms = {
+        norm.eps for layer in module.model.layers for norm in _norms(layer, family).values() if norm is not None
+    } | {family.norm_of(module.model.norm).eps}
     sizes = (module.config.hidden_size, model.head_dim)
-    are_sizes_right = module.config.intermediate_size % 16 == 0 and not any(size % 2 for size in sizes)
-    is_dense = all(_is_dense(layer) for layer in module.model.layers) and _can_pack_all(module.lm_head)
-    return are_sizes_right and len(norms) == 1 and is_dense
+    is_dense = all(_is_dense(layer, family) for layer in module.model.layers) and _can_pack_all(module.lm_head)
+    return not any(size % 2 for size in sizes) and len(norms) == 1 and is_dense
 
 
-def _is_dense(layer: Any) -> bool:
-    """Return whether the layer has only products that can be packed."""
-    if not isinstance(getattr(layer.mlp, "down_proj", None), nn.Linear | QuantizedLinear):
+def _is_dense(layer: Any, family: FamilyDescription) -> bool:
+    """Return whether the layer has only products that can be packed. Gate and up are interleaved by 16 rows."""
+    down = getattr(getattr(layer, family.mlp), "down_proj", None)
+    if not isinstance(down, nn.Linear | QuantizedLinear) or down.in_features % 16:
         return False
     return _can_pack_all(layer)
+
+
+def _norms(layer: Any, family: FamilyDescription) -> dict[str, Norm | None]:
+    """Return the norms of a layer by their names in `DecoderLayer`."""
+    return {
+        "input_norm": family.norm_at(layer, family.input_norm),
+        "attention_norm": family.norm_at(layer, family.attention_norm),
+        "query_norm": family.norm_at(layer.self_attn, "q_norm"),
+        "key_norm": family.norm_at(layer.self_attn, "k_norm"),
+        "mlp_norm": family.norm_at(layer, family.mlp_norm),
+        "mlp_output_norm": family.norm_at(layer, family.mlp_output_norm),
+    }
 
 
 def _can_pack_all(module: nn.Module) -> bool:
@@ -60,39 +83,54 @@ class CpuForward:
     def __init__(self, model: LoadedModel, kernels: CpuLayers) -> None:
         module = cast(Any, model.module)
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
-        self._rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = module.model.rotary_emb
-        self._like = torch.empty(0)
-        norm = fused.norm_of(module.model.norm)
-        layers = [
-            _take(kernels.library, layer, spec) for layer, spec in zip(module.model.layers, model.specs, strict=True)
-        ]
-        head = _take_head(module, kernels)
-        library, kv_heads = kernels.library, model.num_kv_heads
-        self._decoder = CpuDecoder(library, layers, norm.weight, head, norm.eps, kv_heads)
+        family = describe(module)
+        assert family is not None  # `fits` is True
+        self._scales = scales_of(family, module.config)
+        rotations = rotations_of(family, module)
+        self._frequencies = rotations.frequencies[:, None]  # [num_rotations, 1, rotary_dim / 2]
+        self._rotation_scaling = torch.tensor(rotations.scaling)[:, None, None]
+        self._has_rotation_scaling = set(rotations.scaling) != {1.0}
+        each = zip(module.model.layers, model.specs, rotations.of_layer, strict=True)
+        layers = [_take(kernels.library, family, *one) for one in each]
+        rules = DecoderRules(
+            model.num_kv_heads,
+            family.norm_of(module.model.norm),
+            self._scales.residual,
+            is_gelu=getattr(module.config, family.activation) == GELU_TANH,
+            is_parallel=family.is_parallel,
+            is_interleaved=family.is_interleaved,
+            has_wide_norms=family.has_wide_norms,
+        )
+        self._decoder = CpuDecoder(kernels.library, layers, _take_head(module, kernels), rules)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        cos, sin = self._rotary(self._like, inputs.position_ids[None])
-        hidden, rotation = embedded(self._embed, inputs), (cos[0], sin[0])
-        return self._decoder(hidden, rotation, layers, inputs.meta, inputs.logit_rows, inputs.after_layer)
+        angles = inputs.position_ids[:, None].float() * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._has_rotation_scaling:
+            cos, sin = cos * self._rotation_scaling, sin * self._rotation_scaling
+        hidden = embedded(self._embed, inputs)
+        if self._scales.embedding != 1.0:
+            hidden = hidden * self._scales.embedding
+        rows, after_layer = inputs.logit_rows, inputs.after_layer
+        return self._scales.finish(self._decoder(hidden, (cos, sin), layers, inputs.meta, rows, after_layer))
 
 
-def _take(library: ctypes.CDLL, layer: Any, spec: AttentionSpec) -> DecoderLayer:
+def _take(
+    library: ctypes.CDLL, family: FamilyDescription, layer: Any, spec: AttentionSpec, rotation: int
+) -> DecoderLayer:
     """Pack the weights of one layer, and remove them from the module."""
-    attention, mlp = layer.self_attn, layer.mlp
-    has_head_norms = hasattr(attention, "q_norm")
+    attention, mlp = layer.self_attn, getattr(layer, family.mlp)
     is_merged = hasattr(attention, "qkv_proj")
     qkv = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
     gate_up = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     taken = DecoderLayer(
-        input_norm=fused.norm_of(layer.input_layernorm).weight,
-        query_norm=fused.norm_of(attention.q_norm).weight if has_head_norms else None,
-        key_norm=fused.norm_of(attention.k_norm).weight if has_head_norms else None,
-        mlp_norm=fused.norm_of(layer.post_attention_layernorm).weight,
+        **_norms(layer, family),
         qkv=_packed(library, qkv),
         output=_packed(library, [attention.o_proj]),
         gate_up=_packed(library, gate_up, takes_turns=True),
         down=_packed(library, [mlp.down_proj]),
         spec=spec,
+        rotation=rotation,
     )
     _empty(layer)
     return taken

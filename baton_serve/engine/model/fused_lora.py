@@ -5,7 +5,7 @@ before the next kernel uses the output. On devices with captured graphs, kernels
 their slots. Elsewhere, and if all rows have one adapter and no graph fits, torch multiplies adapter by adapter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,15 +14,28 @@ from torch import Tensor
 
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import AttentionBackend, LayerKernels, SlotRows
-from baton_serve.engine.kernels.metadata import Linear, Norm
-from baton_serve.engine.model.batch_inputs import StepInputs, embedded
-from baton_serve.engine.model.fused import FusedForward, Layer
+from baton_serve.engine.kernels.metadata import Linear
+from baton_serve.engine.model import fused
+from baton_serve.engine.model.batch_inputs import StepInputs
+from baton_serve.engine.model.families import describe
+from baton_serve.engine.model.fused import FusedForward, Layer, ResidualSum
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import OutputSlice, add_products, output_slices
 from baton_serve.engine.model.lora.slots import AdaptedProduct, AdapterSlots
 from baton_serve.engine.model.lora.store import AdapterRows, AdapterStore
+from baton_serve.engine.model.mixture_of_experts import shared_expert
 
 OutputSlices = tuple[OutputSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _AdaptedProduct:
+    """A product of a step with the adapters in slots, and its number among all products."""
+
+    slots: AdapterSlots
+    number: int
+    product: Linear
+    rows: SlotRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,17 @@ class LayerParts:
         return [parts for parts in (self.qkv, self.output, self.gate_up, self.down) if parts]
 
 
+def fits(module: Any) -> bool:
+    """Return whether fused layers support this model with adapters. Those of shared experts act on the module's own
+    products, which only transformers' layers compute.
+    """
+    family = describe(module)
+    if family is None or not fused.fits(module):
+        return False
+    mlps = [getattr(layer, family.mlp) for layer in module.model.layers]
+    return all(shared_expert(mlp) is None for mlp in mlps)
+
+
 class AdaptedForward(FusedForward):
     """A `FusedForward` that adds the products of LoRA adapters."""
 
@@ -55,7 +79,11 @@ class AdaptedForward(FusedForward):
         """Offer the products of all layers to `store`, and pack the weights."""
         module: Any = model.module
         self._store = store
-        self._parts = [_parts_of(layer, f"model.layers.{i}.") for i, layer in enumerate(module.model.layers)]
+        family = describe(module)
+        assert family is not None  # `fits` is True
+        self._parts = [
+            _parts_of(layer, f"model.layers.{i}.", family.mlp) for i, layer in enumerate(module.model.layers)
+        ]
         products: list[AdaptedProduct] = []
         for parts in (product for layer in self._parts for product in layer.products()):
             inputs = int(module.get_submodule(parts[0].module).in_features)
@@ -80,80 +108,88 @@ class AdaptedForward(FusedForward):
         step = self._store.rows(inputs.adapters)
         if not step:
             return super().__call__(inputs, layers)
-        residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
-        rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
-        hidden = self._norm(residual, self._layers[0].input_norm)
+        residual, rotations = self._begin(inputs)
+        hidden = self._first_input(residual)
         for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):
             heads = self._product(hidden, layer.qkv, parts.qkv, step)
-            attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
+            attended = self._attend(number, heads, rotations, layers[number], inputs)
             if inputs.after_layer is not None:
                 inputs.after_layer(number)
             output = self._product(attended, layer.output, parts.output, step)
-            hidden = self._norm(output, layer.mlp_norm, residual)
-            output = self._adapted_mlp(layer, hidden, parts, step)
+            summed = self._join_of_sum(output, residual, layer.after_attention)
+            output = self._adapted_mlp(layer, hidden if self._is_parallel else summed, parts, step)
             is_last = number + 1 == len(self._layers)
-            norm = self._final_norm if is_last else self._layers[number + 1].input_norm
             if is_last and inputs.logit_rows is not None:
                 output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
-            hidden = self._norm(output, norm, residual)
-        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
+            hidden = self._join_of_sum(output, residual, layer.after_mlp)
+        return self._logits(hidden)
 
     def _compute_slots(self, inputs: StepInputs, layers: list[Tensor], slots: AdapterSlots, rows: SlotRows) -> Tensor:
         """Compute logits [num_logits, vocab_size] with the adapters in slots. The work depends on shapes only."""
-        residual = embedded(self._embed, inputs)  # [num_tokens, hidden]
-        rotation = self._kernels.rotation(inputs.position_ids, self._frequencies, self._rotation_scaling)
-        hidden = self._norm(residual, self._layers[0].input_norm)
+        residual, rotations = self._begin(inputs)
+        hidden = self._first_input(residual)
         first = 0  # number of the layer's first product
         for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):
             heads = slots.product(first, hidden, rows, partial(self._linear_of, hidden, layer.qkv))
-            attended = self._attend(layer, number, heads, rotation, layers[number], inputs)
+            attended = self._attend(number, heads, rotations, layers[number], inputs)
             if inputs.after_layer is not None:
                 inputs.after_layer(number)
-            # The norm adds its input to the residual anyway. Adding the adapters' part there leaves product and norm
-            # fused.
-            join = slots.add_beside(first + 1, residual, attended, rows)
-            hidden = self._plain_norm(attended, layer.output, residual, layer.mlp_norm, join)
-            is_last = number + 1 == len(self._layers)
-            norm = self._final_norm if is_last else self._layers[number + 1].input_norm
-            last_rows = inputs.logit_rows if is_last else None
+            adapted = _AdaptedProduct(slots, first + 1, layer.output, rows)
+            summed = self._slots_join(adapted, attended, residual, layer.after_attention, None)
+            if not self._is_parallel:
+                hidden = summed
+            last_rows = inputs.logit_rows if number + 1 == len(self._layers) else None
             if layer.gate_up is None or layer.down is None:
-                hidden = self._norm_of_rows(self._mlp(layer, hidden), residual, norm, last_rows)
+                hidden = self._join_rows(self._mlp(layer, hidden), residual, layer.after_mlp, last_rows)
             else:
                 gate_up = slots.product(first + 2, hidden, rows, partial(self._linear_of, hidden, layer.gate_up))
-                gated = self._kernels.silu_mul(gate_up)
-                join = slots.add_beside(first + 3, residual, gated, rows)
-                if last_rows is None:
-                    hidden = self._plain_norm(gated, layer.down, residual, norm, join)
-                else:
-                    output = self._linear_of(gated, layer.down)
-                    join()
-                    hidden = self._norm_of_rows(output, residual, norm, last_rows)
+                adapted = _AdaptedProduct(slots, first + 3, layer.down, rows)
+                hidden = self._slots_join(adapted, self._activated(gate_up), residual, layer.after_mlp, last_rows)
             first += len(parts.products())
-        return self._kernels.linear(hidden, self._head.weight, self._head.bias)
+        return self._logits(hidden)
 
-    def _norm_of_rows(self, output: Tensor, residual: Tensor, norm: Norm, rows: Tensor | None) -> Tensor:
-        """Return the norm of `output` plus `residual`, of `rows` only if they are given."""
+    def _slots_join(
+        self, adapted: "_AdaptedProduct", x: Tensor, residual: Tensor, join: ResidualSum, last_rows: Tensor | None
+    ) -> Tensor:
+        """Join the product of x and its adapters' part with `residual`. Return what the next product reads.
+
+        `last_rows` are the only rows that are needed; None: all.
+        """
+        product, slots = adapted.product, adapted.slots
+        norm = join.next_norm
+        if not join.is_plain or norm is None:
+            output = slots.product(adapted.number, x, adapted.rows, partial(self._linear_of, x, product))
+            return self._join_rows(output, residual, join, last_rows)
+        # The norm adds its input to the residual anyway. Adding the adapters' part there leaves product and norm fused.
+        add = slots.add_beside(adapted.number, residual, x, adapted.rows)
+        if last_rows is None:
+            hidden = self._kernels.linear_norm(x, product, residual, norm, before_norm=add)
+            assert isinstance(hidden, Tensor)  # it is prepared only for a weight that is named
+            return hidden
+        output = self._linear_of(x, product)
+        add()
+        return self._join_rows(output, residual, join, last_rows)
+
+    def _join_rows(self, output: Tensor, residual: Tensor, join: ResidualSum, rows: Tensor | None) -> Tensor:
+        """Join `output` with `residual`, of `rows` only if they are given."""
         if rows is not None:
             output, residual = output[rows], residual[rows]
-        return self._norm(output, norm, residual)
+        return self._join_of_sum(output, residual, join)
+
+    def _first_input(self, residual: Tensor) -> Tensor:
+        """Return what the first product reads, as a plain tensor, which adapters can multiply too."""
+        norm = self._layers[0].input_norm
+        return residual if norm is None else self._kernels.norm(residual, norm)
 
     def _linear_of(self, x: Tensor, linear: Linear) -> Tensor:
         return self._kernels.linear(x, linear.weight, linear.bias)
-
-    def _plain_norm(
-        self, x: Tensor, product: Linear, residual: Tensor, norm: Norm, before_norm: Callable[[], None]
-    ) -> Tensor:
-        """Return the norm of a product plus `residual` as a plain tensor, which adapters can multiply too."""
-        hidden = self._kernels.linear_norm(x, product, residual, norm, before_norm=before_norm)
-        assert isinstance(hidden, Tensor)  # it is prepared only for a weight that is named
-        return hidden
 
     def _adapted_mlp(self, layer: Layer, hidden: Tensor, parts: LayerParts, step: Sequence[AdapterRows]) -> Tensor:
         """Compute the MLP of a layer with its adapters."""
         if layer.gate_up is None or layer.down is None:
             return self._mlp(layer, hidden)
         gate_up = self._product(hidden, layer.gate_up, parts.gate_up, step)
-        return self._product(self._kernels.silu_mul(gate_up), layer.down, parts.down, step)
+        return self._product(self._activated(gate_up), layer.down, parts.down, step)
 
     def _product(self, x: Tensor, linear: Linear, parts: OutputSlices, step: Sequence[AdapterRows]) -> Tensor:
         """Compute a product and add what the adapters contribute."""
@@ -161,21 +197,18 @@ class AdaptedForward(FusedForward):
         add_products(output, x, parts, step)
         return output
 
-    def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
-        return self._kernels.rms_norm(x, norm.weight, norm.eps, residual=residual)
 
-
-def _parts_of(layer: Any, prefix: str) -> LayerParts:
+def _parts_of(layer: Any, prefix: str, mlp_name: str) -> LayerParts:
     """Return the modules in each product of a layer."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = layer.self_attn, getattr(layer, mlp_name)
     is_dense = hasattr(mlp, "down_proj") and (hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj"))
     qkv = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
     gate_up = ["gate_up_proj"] if hasattr(mlp, "gate_up_proj") else ["gate_proj", "up_proj"]
     return LayerParts(
         qkv=_side_by_side(attention, qkv, f"{prefix}self_attn."),
         output=_side_by_side(attention, ["o_proj"], f"{prefix}self_attn."),
-        gate_up=_side_by_side(mlp, gate_up, f"{prefix}mlp.") if is_dense else (),
-        down=_side_by_side(mlp, ["down_proj"], f"{prefix}mlp.") if is_dense else (),
+        gate_up=_side_by_side(mlp, gate_up, f"{prefix}{mlp_name}.") if is_dense else (),
+        down=_side_by_side(mlp, ["down_proj"], f"{prefix}{mlp_name}.") if is_dense else (),
     )
 
 

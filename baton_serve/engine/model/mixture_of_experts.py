@@ -1,21 +1,119 @@
 """Mixtures of experts of transformers' models, in the form that grouped kernels need: a router and stacked weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from baton_serve.engine.kernels import Experts, LayerKernels, StackedWeight
+from baton_serve.engine.kernels import Experts, LayerKernels, Linear, StackedWeight
 
-ALWAYS_RENORMALIZED = {"MixtralTopKRouter", "GptOssTopKRouter"}
-"""Routers whose weights always sum to 1. gpt-oss takes the softmax over the chosen logits, which is the renormalized
-softmax over all logits.
-"""
-ROUTERS = {*ALWAYS_RENORMALIZED, "Qwen3MoeTopKRouter"}
-"""Router classes that were compared with transformers.
+Routed = tuple[Tensor, Tensor]
+"""The weights, float32, and the numbers, int32, of each token's experts, both [num_tokens, top_k]."""
+Choose = Callable[[Tensor, LayerKernels], Routed]
+"""Chooses the experts from the logits [num_tokens, num_experts]."""
+
+
+def _softmax(router: Any, *, renormalize: bool | None = None) -> Choose:
+    """Return the rule that takes the largest of the softmax. `renormalize` scales the weights to a sum of 1; None: as
+    the router says.
+    """
+    top_k, scaled = int(router.top_k), bool(router.norm_topk_prob) if renormalize is None else renormalize
+    return lambda logits, kernels: kernels.route(logits, top_k, renormalize=scaled)
+
+
+def _grouped_sigmoid(router: Any) -> Choose:
+    """Return DeepSeek's rule, which GLM-4.5 shares: the largest corrected sigmoids of the best groups of experts."""
+    top_k, groups, kept = int(router.top_k), int(router.num_group), int(router.topk_group)
+    bias, factor = router.e_score_correction_bias, float(router.routed_scaling_factor)
+    renormalizes = bool(router.norm_topk_prob)
+
+    def choose(logits: Tensor, _: LayerKernels) -> Routed:
+        scores = logits.float().sigmoid()
+        corrected = (scores + bias).view(len(scores), groups, -1)
+        if kept < groups:
+            best = corrected.topk(2, dim=-1).values.sum(dim=-1).topk(kept, dim=-1).indices
+            is_out = torch.ones_like(corrected[..., 0], dtype=torch.bool).scatter(1, best, value=False)
+            corrected = corrected.masked_fill(is_out[..., None], float("-inf"))
+        chosen = corrected.flatten(1).topk(top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if renormalizes:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * factor, chosen.int()
+
+    return choose
+
+
+def _corrected_softmax(router: Any) -> Choose:
+    """Return ERNIE's rule: the experts with the largest corrected softmax, with their renormalized softmax."""
+    top_k, least = int(router.top_k), float(router.norm_min)
+    bias = router.moe_statics.e_score_correction_bias.flatten()
+
+    def choose(logits: Tensor, _: LayerKernels) -> Routed:
+        scores = logits.float().softmax(dim=-1)
+        chosen = (scores + bias).topk(top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(dim=-1, keepdim=True).clamp(min=least), chosen.int()
+
+    return choose
+
+
+def _sparse_mixer(router: Any) -> Choose:
+    """Return PhiMoE's rule (SparseMixer, https://arxiv.org/abs/2409.12136): two experts, each weighted among the
+    logits that are close to its own.
+    """
+    limit = 2 * float(router.router_jitter_noise)
+
+    def choose(logits: Tensor, _: LayerKernels) -> Routed:
+        scores, rest = logits, logits
+        weights, chosen = [], []
+        for _choice in range(2):
+            top, expert = rest.max(dim=-1, keepdim=True)
+            is_far = (top - scores) / scores.abs().clamp(min=top) > limit
+            weights.append(rest.masked_fill(is_far, float("-inf")).softmax(dim=-1).gather(1, expert))
+            chosen.append(expert)
+            rest = rest.scatter(1, expert, float("-inf"))
+        return torch.cat(weights, dim=1).float(), torch.cat(chosen, dim=1).int()
+
+    return choose
+
+
+_RENORMALIZED = partial(_softmax, renormalize=True)
+ROUTERS: dict[str, Callable[[Any], Choose]] = {
+    "Ernie4_5_MoeTopKRouter": _corrected_softmax,
+    "Glm4MoeTopkRouter": _grouped_sigmoid,
+    # gpt-oss and Granite take the softmax over the chosen logits, which is the renormalized softmax over all logits.
+    "GptOssTopKRouter": _RENORMALIZED,
+    "GraniteMoeTopKRouter": _RENORMALIZED,
+    "MixtralTopKRouter": _RENORMALIZED,
+    "OlmoeTopKRouter": _softmax,
+    "PhimoeTopKRouter": _sparse_mixer,
+    "Qwen2MoeTopKRouter": _softmax,
+    "Qwen3MoeTopKRouter": _softmax,
+}
+"""The rules of router classes, which were compared with transformers.
 
 They are found by name, since a router that looks alike may differ.
 """
+WIDE_ROUTERS = {"Ernie4_5_MoeTopKRouter", "Glm4MoeTopkRouter"}
+"""Routers that compute logits in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The MLP that a mixture applies to all tokens, and the weight of the sigmoid that scales it, if there is one."""
+
+    gate_up: Linear
+    down: Linear
+    gate: Tensor | None  # [1, hidden]
+
+    def __call__(self, hidden: Tensor, kernels: LayerKernels) -> Tensor:
+        gated = kernels.gated_linear(hidden, self.gate_up, self.down.weight)
+        output = kernels.linear(gated, self.down.weight, self.down.bias)
+        return output if self.gate is None else output * functional.linear(hidden, self.gate).sigmoid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,31 +122,44 @@ class Mixture:
 
     router: Tensor  # [num_experts, hidden]
     router_bias: Tensor | None
+    choose: Choose
     experts: Experts
-    top_k: int
-    is_renormalized: bool
+    shared: SharedExpert | None = None
 
     def __call__(self, hidden: Tensor, kernels: LayerKernels) -> Tensor:
         """Compute the mixture for `hidden` [num_tokens, hidden]; return the same shape."""
-        logits = kernels.linear(hidden, self.router, self.router_bias)
-        weights, chosen = kernels.route(logits, self.top_k, renormalize=self.is_renormalized)
-        return kernels.mix(hidden, weights, chosen, self.experts)
+        logits = kernels.linear(hidden.to(self.router.dtype), self.router, self.router_bias)
+        weights, chosen = self.choose(logits, kernels)
+        output = kernels.mix(hidden, weights, chosen, self.experts)
+        return output if self.shared is None else output + self.shared(hidden, kernels)
 
 
-def pack_mixture(mlp: Any) -> Mixture | None:
+def shared_expert(mlp: Any) -> Any:
+    """Return the module of the expert that a mixture applies to all tokens, or None."""
+    return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+
+
+def pack_mixture(mlp: Any, pack: Callable[[Any], tuple[Linear, Linear] | None]) -> Mixture | None:
     """Return the mixture of a transformers module, or None if it is of an unknown kind. Weights that are stored
     transposed (gpt-oss) are transposed once; transformers' parameters become views of them.
+
+    `pack` returns the two products of a gated MLP.
     """
     router: Any = getattr(mlp, "router", None) or getattr(mlp, "gate", None)
     experts: Any = getattr(mlp, "experts", None)
     stacked: dict[str, StackedWeight] = getattr(experts, "weights", {})
-    if type(router).__name__ not in ROUTERS or not (stacked or hasattr(experts, "gate_up_proj")):
+    kind = type(router).__name__
+    if kind not in ROUTERS or not (stacked or hasattr(experts, "gate_up_proj")):
         return None  # this includes older versions of transformers, which keep each expert in a module of its own
-    is_transposed = type(router).__name__ == "GptOssTopKRouter"
+    is_transposed = kind == "GptOssTopKRouter"
     gate_up, down = (stacked.get(name) or _rows(experts, name, is_transposed) for name in ("gate_up_proj", "down_proj"))
+    every, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
+    packed = None if every is None else pack(every)
+    assert every is None or packed is not None  # shared experts are gated
     return Mixture(
-        router=router.weight,
+        router=router.weight.float() if kind in WIDE_ROUTERS else router.weight,
         router_bias=getattr(router, "bias", None),
+        choose=ROUTERS[kind](router),
         experts=Experts(
             gate_up=gate_up,
             down=down,
@@ -58,8 +169,7 @@ def pack_mixture(mlp: Any) -> Mixture | None:
             limit=float(experts.limit) if is_transposed else None,
             alpha=float(experts.alpha) if is_transposed else 1.0,
         ),
-        top_k=router.top_k,
-        is_renormalized=type(router).__name__ in ALWAYS_RENORMALIZED or bool(router.norm_topk_prob),
+        shared=None if packed is None else SharedExpert(*packed, None if gate is None else gate.weight),
     )
 
 

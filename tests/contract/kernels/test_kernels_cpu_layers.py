@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
-from baton_serve.engine.kernels.metadata import LayerKernels
+from baton_serve.engine.kernels.metadata import LayerKernels, Norm
 from baton_serve.engine.kernels.reference import layers as reference_layers
 
 try:
@@ -49,6 +49,39 @@ def test_silu_mul_equals_its_twin(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = (torch.randn(3, 3, 2 * 75) * 20).to(dtype)
     assert_close(CPU.silu_mul(gate_up), TWIN.silu_mul(gate_up))
+
+
+@DTYPES
+def test_gelu_mul_equals_its_twin(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(3, 3, 2 * 75)
+    gate_up[0, 0, 0], gate_up[0, 0, 1] = -1000.0, 1000.0
+    found, expected = CPU.gelu_mul(gate_up.to(dtype)), TWIN.gelu_mul(gate_up.to(dtype))
+    # The twin computes 1 + tanh, which cancels for negative gates.
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=4 * torch.finfo(dtype).eps)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [64, 100, 7])
+def test_layer_norm_equals_its_twin(dtype: torch.dtype, has_bias: bool, size: int) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(3, 5, size) * 3 + 1).to(dtype)
+    weight, bias = torch.randn(2, size).to(dtype).unbind(0)
+    norm = Norm(weight, 1e-5, bias if has_bias else None, is_centered=True)
+    torch.testing.assert_close(CPU.norm(x, norm), TWIN.norm(x, norm), atol=4e-6, rtol=torch.finfo(dtype).eps * 8)
+    expected = torch.nn.functional.layer_norm(
+        x.double(), (size,), weight.double(), bias.double() if has_bias else None, 1e-5
+    )
+    torch.testing.assert_close(CPU.norm(x, norm).double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_norm_of_each_head_reads_the_weights_of_its_head() -> None:
+    torch.manual_seed(0)
+    heads, norm = torch.randn(3, 4, 16), Norm(torch.randn(4, 16), 1e-5, is_centered=True)
+    for number in range(4):
+        alone = CPU.norm(heads[:, number], Norm(norm.weight[number], 1e-5, is_centered=True))
+        torch.testing.assert_close(CPU.norm(heads, norm)[:, number], alone)
 
 
 @DTYPES

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from baton_serve.engine.kernels.metadata import Norm
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from tests.contract.kernels.triton_batches import DEVICE
@@ -24,6 +25,18 @@ def test_silu_mul_equals_its_twin_also_where_the_exponential_overflows() -> None
     gate_up = torch.randn(3, 2 * 24, device=DEVICE)
     gate_up[0, 0], gate_up[0, 1] = -1000.0, 1000.0
     torch.testing.assert_close(triton_layers.silu_mul(gate_up), reference_layers.silu_mul(gate_up))
+    torch.testing.assert_close(triton_layers.gelu_mul(gate_up), reference_layers.gelu_mul(gate_up))
+
+
+@pytest.mark.parametrize("kind", ["plain", "has_offset", "is_centered"])
+def test_norms_of_all_kinds_equal_their_twins_over_strided_rows(kind: str) -> None:
+    heads = torch.randn(3, 10, 24, device=DEVICE)
+    weights = (torch.randn(size, device=DEVICE) for size in (24, 6 * 24))
+    one, wide = (
+        Norm(weight, 1e-5, is_centered=kind == "is_centered", has_offset=kind == "has_offset") for weight in weights
+    )
+    for x, norm in ((heads[:, :6], one), (heads[:, :6].flatten(1), wide)):
+        torch.testing.assert_close(triton_layers.norm(x, norm), reference_layers.norm(x, norm))
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

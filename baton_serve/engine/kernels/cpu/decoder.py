@@ -1,4 +1,4 @@
-"""Run a whole Llama-shaped decoder as one call of the C++ library, with weights that were packed once at load."""
+"""Run a whole dense decoder as one call of the C++ library, with weights that were packed once at load."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.cpu.layers import KV_CODES, reads_cache
+from baton_serve.engine.kernels.cpu.layers import GELU_TANH, KV_CODES, SILU, norm_kind, reads_cache
 from baton_serve.engine.kernels.cpu.linear import Matrix, PackedMatrix, as_argument
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Norm
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _AfterLayer = ctypes.CFUNCTYPE(_INT, _INT)
@@ -20,15 +20,38 @@ _NOTHING = _AfterLayer()
 class DecoderLayer:
     """The weights of one decoder layer in the form that the C++ library reads."""
 
-    input_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    mlp_norm: Tensor
+    input_norm: Norm | None
+    attention_norm: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_output_norm: Norm | None
     qkv: Matrix
     output: Matrix
     gate_up: Matrix
     down: Matrix
     spec: AttentionSpec
+    rotation: int = 0
+    """Its number among the rotations of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderRules:
+    """The rules that all layers of a decoder share. All norms have one kind and epsilon."""
+
+    num_kv_heads: int
+    final_norm: Norm
+    residual_scale: float = 1.0
+    is_gelu: bool = False
+    is_parallel: bool = False
+    is_interleaved: bool = False
+    has_wide_norms: bool = False
+
+
+class _Norm(ctypes.Structure):
+    """`NormWeights` of src/decoder.cpp, field by field."""
+
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER))
 
 
 class _Layer(ctypes.Structure):
@@ -36,10 +59,13 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "query_norm", "key_norm", "cache", "sinks")),
+        *((name, _Norm) for name in ("input_norm", "attention_norm", "mlp_norm", "mlp_output_norm")),
+        *((name, _Norm) for name in ("query_norm", "key_norm")),
+        *((name, _POINTER) for name in ("cache", "sinks")),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
         ("sliding_window", _INT),
+        ("rotation", _INT),
     )
 
 
@@ -49,15 +75,19 @@ class _Step(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
         ("head", PackedMatrix),
-        *((name, _POINTER) for name in ("final_norm", "residual", "normed", "heads", "attended", "gated", "logits")),
+        ("final_norm", _Norm),
+        *((name, _POINTER) for name in ("residual", "normed", "heads", "attended", "gated", "added", "logits")),
         *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
         *((name, _POINTER) for name in ("slots", "logit_rows")),
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride", "rotary_stride")),
+        ("rotation_stride", _LONG),
         *((name, _LONG) for name in ("num_tokens", "num_logits")),
         *((name, _INT) for name in ("num_layers", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
         *((name, _INT) for name in ("block_tokens", "num_threads", "codes")),
-        ("epsilon", _FLOAT),
+        *((name, _INT) for name in ("norm_kind", "activation", "is_parallel", "is_interleaved")),
+        *((name, _INT) for name in ("has_wide_norms", "head_norm_stride")),
+        *((name, _FLOAT) for name in ("epsilon", "residual_scale")),
         ("after_layer", _AfterLayer),
     )
 
@@ -71,22 +101,24 @@ class CpuDecoder:
         self,
         library: ctypes.CDLL,
         layers: Sequence[DecoderLayer],
-        final_norm: Tensor,
         head: Matrix,
-        epsilon: float,
-        num_kv_heads: int,
+        rules: DecoderRules,
     ) -> None:
         self._function = library.baton_decoder_step
         self._function.argtypes = [ctypes.POINTER(_Step)]
         self._function.restype = ctypes.c_int
-        self._kept = (list(layers), final_norm, head)
+        self._kept = (list(layers), rules, head)
         self._sinks = [None if n.spec.sinks is None else n.spec.sinks.float().contiguous() for n in layers]
         self._layers = (_Layer * len(layers))(*map(_layer, layers, self._sinks))
         self._scratch: tuple[Tensor, ...] = ()
         self._step = _Step(
-            layers=self._layers, head=as_argument(head), final_norm=final_norm.data_ptr(), epsilon=epsilon
+            layers=self._layers,
+            head=as_argument(head),
+            final_norm=_norm(rules.final_norm),
+            epsilon=rules.final_norm.eps,
         )
-        self._step.num_layers, self._step.num_kv_heads = len(layers), num_kv_heads
+        self._step.num_layers, self._step.num_kv_heads = len(layers), rules.num_kv_heads
+        self._set_rules(rules, layers[0].query_norm)
         self._caches: list[Tensor] | None = None
 
     def __call__(
@@ -101,7 +133,8 @@ class CpuDecoder:
         """Run a step and return its logits [num_logits, vocabulary]. Raises what `after_layer` raises.
 
         `residual` holds the embeddings [num_tokens, hidden] and is overwritten. `rotation` holds cos and sin, float32
-        [num_tokens, rotary_dim]; `caches` holds each layer's view; `after_layer` is described in `StepInputs`.
+        [num_rotations, num_tokens, rotary_dim / 2]; `caches` holds each layer's view; `after_layer` is described in
+        `StepInputs`.
         """
         step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
         self._point_at(caches)
@@ -112,9 +145,10 @@ class CpuDecoder:
         step.cos, step.sin, step.rotary_stride, step.rotary_dim = (
             cos.data_ptr(),
             sin.data_ptr(),
-            cos.stride(0),
-            len(cos[0]),
+            cos.stride(1),
+            2 * cos.shape[2],
         )
+        step.rotation_stride = cos.stride(0)
         step.query_starts, step.context_lens = meta.query_starts.data_ptr(), meta.context_lens.data_ptr()
         step.block_tables, step.table_stride = meta.block_tables.data_ptr(), meta.block_tables.stride(0)
         step.slots, step.num_seqs = meta.slots.data_ptr(), len(meta.context_lens)
@@ -128,6 +162,16 @@ class CpuDecoder:
         if calls.error is not None:
             raise calls.error
         return logits
+
+    def _set_rules(self, rules: DecoderRules, query_norm: Norm | None) -> None:
+        step = self._step
+        step.norm_kind, step.residual_scale = norm_kind(rules.final_norm), rules.residual_scale
+        step.activation = GELU_TANH if rules.is_gelu else SILU
+        step.is_parallel, step.is_interleaved = rules.is_parallel, rules.is_interleaved
+        step.has_wide_norms = rules.has_wide_norms
+        # Cohere's norms of heads have weights [num_heads, head_dim].
+        has_rows = query_norm is not None and query_norm.weight.dim() == 2
+        step.head_norm_stride = query_norm.weight.shape[1] if query_norm is not None and has_rows else 0
 
     def _point_at(self, caches: list[Tensor]) -> None:
         if caches is self._caches:
@@ -148,9 +192,10 @@ class CpuDecoder:
         if self._scratch and len(self._scratch[0]) >= num_tokens:
             return
         first, step = self._layers[0], self._step
-        widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs)
+        added = first.qkv.inputs if step.is_parallel else 0
+        widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs, added)
         self._scratch = tuple(torch.empty((num_tokens, width), dtype=torch.bfloat16) for width in widths)
-        step.normed, step.heads, step.attended, step.gated = (part.data_ptr() for part in self._scratch)
+        step.normed, step.heads, step.attended, step.gated, step.added = (part.data_ptr() for part in self._scratch)
 
 
 class _Calls:
@@ -171,20 +216,28 @@ class _Calls:
 
 
 def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:
-    def at(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
-
     return _Layer(
         qkv=as_argument(layer.qkv),
         output=as_argument(layer.output),
         gate_up=as_argument(layer.gate_up),
         down=as_argument(layer.down),
-        input_norm=at(layer.input_norm),
-        mlp_norm=at(layer.mlp_norm),
-        query_norm=at(layer.query_norm),
-        key_norm=at(layer.key_norm),
-        sinks=at(sinks),
+        input_norm=_norm(layer.input_norm),
+        attention_norm=_norm(layer.attention_norm),
+        mlp_norm=_norm(layer.mlp_norm),
+        mlp_output_norm=_norm(layer.mlp_output_norm),
+        query_norm=_norm(layer.query_norm),
+        key_norm=_norm(layer.key_norm),
+        sinks=_at(sinks),
         scale=layer.spec.scale,
         softcap=layer.spec.softcap or 0.0,
         sliding_window=layer.spec.sliding_window or 0,
+        rotation=layer.rotation,
     )
+
+
+def _norm(norm: Norm | None) -> _Norm:
+    return _Norm() if norm is None else _Norm(_at(norm.weight), _at(norm.bias))
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

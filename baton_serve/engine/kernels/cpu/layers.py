@@ -21,6 +21,9 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KV_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 """Numbers of the dtypes of caches with one byte for each element."""
 
+SILU, GELU_TANH = 0, 1
+"""Numbers of the activations of gates in the C++ sources."""
+
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
@@ -28,10 +31,10 @@ class _NormArguments(ctypes.Structure):
     """`NormArguments` of src/layers.cpp, field by field."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("input", "weight", "residual", "output")),
+        *((name, _POINTER) for name in ("input", "weight", "bias", "input_weight", "input_bias", "residual", "output")),
         *((name, _LONG) for name in ("input_stride", "residual_stride", "num_rows")),
-        *((name, _INT) for name in ("size", "dtype", "num_threads", "unit_offset")),
-        ("epsilon", _FLOAT),
+        *((name, _INT) for name in ("size", "dtype", "num_threads", "kind")),
+        *((name, _FLOAT) for name in ("epsilon", "scale")),
     )
 
 
@@ -41,7 +44,7 @@ class _GateArguments(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("gate", "up", "output")),
         *((name, _LONG) for name in ("gate_stride", "up_stride", "num_rows")),
-        *((name, _INT) for name in ("size", "dtype", "num_threads")),
+        *((name, _INT) for name in ("size", "dtype", "num_threads", "activation")),
     )
 
 
@@ -58,6 +61,11 @@ class _StoreArguments(ctypes.Structure):
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
         *((name, _INT) for name in ("block_tokens", "dtype", "num_threads", "interleaved", "codes")),
     )
+
+
+def norm_kind(norm: Norm) -> int:
+    """Return the number of a norm's kind in the C++ sources."""
+    return 2 if norm.is_centered else int(norm.has_offset)
 
 
 def reads_cache(cache: Tensor, dtype: torch.dtype) -> bool:
@@ -135,9 +143,9 @@ class CpuLayers:
         self._can_pack = dtype == torch.bfloat16 and has_packed_linear(library)
         self._packed_linear = PackedLinear(library)
         self._store = KvStore(library)
-        self._norm = library.baton_rms_norm
+        self._norm = library.baton_norm
         self._norm.argtypes = [ctypes.POINTER(_NormArguments)]
-        self._gate = library.baton_silu_mul
+        self._gate = library.baton_gate
         self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
 
     def pack(self, weight: QuantizedWeight) -> Weight:
@@ -187,15 +195,27 @@ class CpuLayers:
         residual: Tensor | None = None,
         unit_offset: bool = False,
     ) -> Tensor:
+        output = self._normed(x, Norm(weight, eps, has_offset=unit_offset), residual)
+        if output is not None:
+            return output
+        return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        output = self._normed(x, norm, None) if norm.weight.dim() == 1 else None
+        return twin.norm(x, norm) if output is None else output
+
+    def _normed(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor | None:
+        """Return the norm of x, or None, with nothing done, if the library has no code for such tensors."""
         dtype = DTYPE_CODES.get(x.dtype)
-        operands = (weight,) if residual is None else (weight, residual)
+        operands = [part for part in (norm.weight, norm.bias, residual) if part is not None]
         contiguous = residual is None or residual.is_contiguous()
         if dtype is None or not contiguous or any(t.dtype != x.dtype or t.stride(-1) != 1 for t in operands):
-            return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+            return None
         rows, output = _as_rows(x), torch.empty(x.shape, dtype=x.dtype)
         arguments = _NormArguments(
             input=rows.data_ptr(),
-            weight=weight.data_ptr(),
+            weight=norm.weight.data_ptr(),
+            bias=None if norm.bias is None else norm.bias.data_ptr(),
             residual=None if residual is None else residual.data_ptr(),
             output=output.data_ptr(),
             input_stride=rows.stride(0),
@@ -204,17 +224,25 @@ class CpuLayers:
             size=rows.shape[1],
             dtype=dtype,
             num_threads=torch.get_num_threads(),
-            unit_offset=unit_offset,
-            epsilon=eps,
+            kind=norm_kind(norm),
+            epsilon=norm.eps,
+            scale=1.0,
         )
-        if self._norm(arguments) == 0:
-            return output
-        return twin.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+        return output if self._norm(arguments) == 0 else None
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        output = self._gated(gate_up, SILU)
+        return twin.silu_mul(gate_up) if output is None else output
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        output = self._gated(gate_up, GELU_TANH)
+        return twin.gelu_mul(gate_up) if output is None else output
+
+    def _gated(self, gate_up: Tensor, activation: int) -> Tensor | None:
+        """Return the activation of the gate times up, or None if the library has no code for the dtype."""
         dtype, width = DTYPE_CODES.get(gate_up.dtype), gate_up.shape[-1] // 2
         if dtype is None:
-            return twin.silu_mul(gate_up)
+            return None
         rows = _as_rows(gate_up)
         output = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
         gate, stride = rows.data_ptr(), rows.stride(0)
@@ -228,8 +256,9 @@ class CpuLayers:
             size=width,
             dtype=dtype,
             num_threads=torch.get_num_threads(),
+            activation=activation,
         )
-        return output if self._gate(arguments) == 0 else twin.silu_mul(gate_up)
+        return output if self._gate(arguments) == 0 else None
 
     def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
         return self.silu_mul(self.linear(x, gate_up.weight, gate_up.bias))

@@ -16,10 +16,12 @@ __all__ = [
     "embed",
     "expand",
     "gated_linear",
+    "gelu_mul",
     "linear",
     "linear_norm",
     "low_rank",
     "mix",
+    "norm",
     "norm_for",
     "pack",
     "rms_norm",
@@ -96,6 +98,14 @@ def rms_norm(
     return (weight.float() * normed.to(x.dtype).float()).to(x.dtype)
 
 
+def norm(x: Tensor, norm: Norm) -> Tensor:
+    """Return a norm of any kind; see `LayerKernels.norm`."""
+    if not norm.is_centered:
+        return rms_norm(x, norm.weight, norm.eps, unit_offset=norm.has_offset)
+    centered = functional.layer_norm(x.float(), x.shape[-1:], eps=norm.eps) * norm.weight.float()
+    return (centered if norm.bias is None else centered + norm.bias.float()).to(x.dtype)
+
+
 def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
     """Return the RMSNorm of x; see `LayerKernels.norm_for`. `residual` is updated in place."""
     return rms_norm(x, norm.weight, norm.eps, residual=residual)
@@ -125,6 +135,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up; see `LayerKernels.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up; see `LayerKernels.gelu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.kv_codes import MAX_CODE_VALUE, is_coded
 from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, Weight, no_work
 from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.kernels.reference.layers import embed
 from baton_serve.engine.kernels.triton import split as triton_split
 from baton_serve.engine.kernels.triton.digits import norm_split, silu_split
@@ -50,9 +51,11 @@ def _rotation_kernel(cos, sin, positions, frequencies, scaling, half: tl.constex
 __all__ = [
     "embed",
     "gated_linear",
+    "gelu_mul",
     "linear",
     "linear_norm",
     "mix",
+    "norm",
     "norm_for",
     "pack",
     "rms_norm",
@@ -90,6 +93,11 @@ def rms_norm(
         num_warps=max(1, min(16, padded(hidden) // 512)),
     )
     return output.view(x.shape)
+
+
+def norm(x: Tensor, norm: Norm) -> Tensor:
+    """Return a norm of any kind; see `LayerKernels.norm`. LayerNorm runs in plain torch."""
+    return twin.norm(x, norm) if norm.is_centered else rms_norm(x, norm.weight, norm.eps, unit_offset=norm.has_offset)
 
 
 def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
@@ -163,12 +171,21 @@ def _silu_for(gate_up: Tensor, then: Weight) -> Activations:
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [..., width] of [..., 2 * width], in which the gate comes first."""
+    return _gated(gate_up, is_gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up; see `LayerKernels.gelu_mul`."""
+    return _gated(gate_up, is_gelu=True)
+
+
+def _gated(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width)
     output = torch.empty((rows.shape[0], width), dtype=rows.dtype, device=rows.device)
     tile = min(2048, padded(width))
-    _silu_mul_kernel[(rows.shape[0], -(-width // tile))](
-        output, rows, rows.stride(0), width=width, tile=tile, num_warps=4
+    _gate_kernel[(rows.shape[0], -(-width // tile))](
+        output, rows, rows.stride(0), width=width, tile=tile, is_gelu=is_gelu, num_warps=4
     )
     return output.view(*gate_up.shape[:-1], width)
 
@@ -259,15 +276,18 @@ def _rms_norm_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _silu_mul_kernel(output, gate_up, stride, width: tl.constexpr, tile: tl.constexpr):
+def _gate_kernel(output, gate_up, stride, width: tl.constexpr, tile: tl.constexpr, is_gelu: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = column < width
     gate = tl.load(gate_up + row * stride + column, mask, other=0.0)
     up = tl.load(gate_up + row * stride + width + column, mask, other=0.0)
     wide = gate.to(tl.float32)
+    argument = wide
+    if is_gelu:  # tanh(y) = 2 * sigmoid(2 * y) - 1
+        argument = 1.5957691216057308 * wide * (1.0 + 0.044715 * wide * wide)
     # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
-    activated = (wide / (1.0 + tl.exp(tl.minimum(-wide, 80.0)))).to(gate.dtype)
+    activated = (wide / (1.0 + tl.exp(tl.minimum(-argument, 80.0)))).to(gate.dtype)
     tl.store(output + row * width + column, (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask)
 
 

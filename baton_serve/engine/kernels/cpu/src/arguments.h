@@ -7,19 +7,20 @@
 extern "C" {
 
 struct NormArguments {
-  const void *input, *weight;
-  void* residual;  // null: none; otherwise it is set to input + residual, and this sum is normed
-  void* output;    // contiguous
+  const void *input, *weight, *bias;  // bias: null where there is none; weight: null for the residual sum alone
+  const void *input_weight, *input_bias;  // of a norm of the input, before it is added; null: none
+  void* residual;  // null: none; otherwise it is set to scale * input + residual, and this sum is normed
+  void* output;    // contiguous; it may be the input
   int64_t input_stride, residual_stride, num_rows;
-  int32_t size, dtype, num_threads, unit_offset;  // unit_offset: the weight is 1 + weight, one rounding (Gemma)
-  float epsilon;
+  int32_t size, dtype, num_threads, kind;  // kind: of both norms, see rows.h
+  float epsilon, scale;
 };
 
 struct GateArguments {
   const void *gate, *up;
   void* output;  // contiguous
   int64_t gate_stride, up_stride, num_rows;
-  int32_t size, dtype, num_threads;
+  int32_t size, dtype, num_threads, activation;  // activation: see rows.h
 };
 
 struct StoreArguments {
@@ -91,8 +92,8 @@ struct ConvolutionArguments {
 };
 
 // 0: done; 1: this build has no code for the dtype; 2: out of memory (attention alone).
-int baton_rms_norm(const NormArguments*);
-int baton_silu_mul(const GateArguments*);
+int baton_norm(const NormArguments*);
+int baton_gate(const GateArguments*);
 int baton_store(const StoreArguments*);
 int baton_attend(const AttendArguments*);
 int baton_delta_step(const DeltaArguments*);

@@ -1,4 +1,5 @@
-// All layers of a Llama-shaped decoder in one call, on packed bf16 weights, with as few passes over memory as possible.
+// All layers of a dense decoder in one call, on packed bf16 weights, with as few passes over memory as possible. The
+// families of models differ in where the norms stand, their kind, scales, activation and rotation.
 #include "arguments.h"
 #include "linear.h"
 #include "rows.h"
@@ -7,30 +8,37 @@ using namespace baton;
 
 extern "C" {
 
+struct NormWeights {
+  const void *weight, *bias;  // null: none
+};
+
 struct DecoderLayer {
   PackedMatrix qkv, output, gate_up, down;
-  const void *input_norm, *mlp_norm;
-  const void *query_norm, *key_norm;  // of each head; null: none
+  NormWeights input_norm, attention_norm, mlp_norm, mlp_output_norm;  // before and behind attention and the MLP
+  NormWeights query_norm, key_norm;
   void* cache;                        // [num_blocks, 2, num_kv_heads, block_tokens, head_dim]
   const float* sinks;                 // [num_heads] or null
   float scale, softcap;
-  int32_t sliding_window;
+  int32_t sliding_window, rotation;  // rotation: its number in the step's cos and sin
 };
 
 struct StepArguments {
   const DecoderLayer* layers;
   PackedMatrix head;
-  const void* final_norm;
+  NormWeights final_norm;
   void* residual;                         // [num_tokens, hidden]: embeddings, destroyed
-  void *normed, *heads, *attended, *gated;  // scratch, rows as wide as their matrices
+  void *normed, *heads, *attended, *gated, *added;  // scratch, rows as wide as their matrices; added: if parallel
   void* logits;                           // [num_logits, vocabulary]
-  const float *cos, *sin;                 // [num_tokens, rotary_dim]
+  const float *cos, *sin;                 // [num_rotations, num_tokens, rotary_dim / 2]
   const int32_t *query_starts, *context_lens, *block_tables;
   const int64_t *slots, *logit_rows;      // logit_rows ascend; null: every token
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
-  int64_t table_stride, rotary_stride, num_tokens, num_logits;
+  int64_t table_stride, rotary_stride, rotation_stride, num_tokens, num_logits;
   int32_t num_layers, num_seqs, num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, num_threads, codes;
-  float epsilon;
+  int32_t norm_kind, activation, is_parallel, is_interleaved;
+  int32_t has_wide_norms;    // queries and keys have one norm over all heads, not one for each
+  int32_t head_norm_stride;  // from the norm weights of a head to those of the next; 0: all have the same
+  float epsilon, residual_scale;
   int32_t (*after_layer)(int32_t layer);  // called after its K and V were stored and read; the step ends unless it returns 0. May be null
 };
 
@@ -54,23 +62,27 @@ struct Step {
         rows(a.num_tokens) {}
 
   bool run() {
-    norm(a.residual, nullptr, a.layers[0].input_norm);
+    const void* x = normed(a.layers[0].input_norm);
+    const Epilogue gate = a.activation == GELU_TANH ? GELU_GATED : GATED;
     for (int number = 0; number < a.num_layers; number++) {
       const DecoderLayer& layer = a.layers[number];
       const bool is_last = number + 1 == a.num_layers;
-      if (!product(layer.qkv, a.normed, a.heads, width)) return false;
-      if (layer.query_norm) norm_heads(layer);
+      if (!product(layer.qkv, x, a.heads, width)) return false;
+      if (layer.query_norm.weight) norm_heads(layer);
       store(layer);
       if (!attend(layer)) return false;
       if (a.after_layer && a.after_layer(number)) return true;
       if (is_last && a.logit_rows) keep_logit_rows();
-      if (!product(layer.output, a.attended, a.normed, hidden)) return false;
-      norm(a.normed, a.residual, layer.mlp_norm);
-      if (!product(layer.gate_up, a.normed, a.gated, layer.down.inputs, GATED)) return false;
+      // With parallel layers, the MLP reads what attention has read.
+      void* output = a.is_parallel ? a.added : a.normed;
+      if (!product(layer.output, a.attended, output, hidden)) return false;
+      const void* next = join(output, layer.attention_norm, layer.mlp_norm);
+      if (!a.is_parallel) x = next;
+      if (!product(layer.gate_up, x, a.gated, layer.down.inputs, gate)) return false;
       if (!product(layer.down, a.gated, a.normed, hidden)) return false;
-      norm(a.normed, a.residual, is_last ? a.final_norm : a.layers[number + 1].input_norm);
+      x = join(a.normed, layer.mlp_output_norm, is_last ? a.final_norm : a.layers[number + 1].input_norm);
     }
-    return product(a.head, a.normed, a.logits, a.head.outputs);
+    return product(a.head, x, a.logits, a.head.outputs);
   }
 
   // False, here and below: out of memory.
@@ -78,26 +90,55 @@ struct Step {
     return linear(weights, (const bf16*)x, weights.inputs, (bf16*)y, columns, rows, epilogue, a.num_threads);
   }
 
-  void norm(const void* input, void* residual, const void* weight) const {
-    NormArguments norm{input, weight, residual, a.normed, hidden, hidden, rows, hidden, BF16, a.num_threads, 0, a.epsilon};
-    baton_rms_norm(&norm);
+  NormArguments norm_arguments() const {
+    NormArguments norm{};
+    norm.input_stride = norm.residual_stride = norm.size = hidden;
+    norm.num_rows = rows, norm.dtype = BF16, norm.num_threads = a.num_threads;
+    norm.kind = a.norm_kind, norm.epsilon = a.epsilon, norm.scale = 1.f;
+    return norm;
+  }
+
+  // The input of a product: the norm of the residual, or the residual itself if there is no norm.
+  const void* normed(const NormWeights& weights) const {
+    if (!weights.weight) return a.residual;
+    NormArguments norm = norm_arguments();
+    norm.input = a.residual, norm.output = a.normed, norm.weight = weights.weight, norm.bias = weights.bias;
+    baton_norm(&norm);
+    return a.normed;
+  }
+
+  // Add the output of a sublayer, after its norm if it has one, to the residual. Return the input of the next product.
+  const void* join(void* output, const NormWeights& own, const NormWeights& next) const {
+    NormArguments norm = norm_arguments();
+    norm.input = output, norm.output = output, norm.residual = a.residual, norm.scale = a.residual_scale;
+    norm.input_weight = own.weight, norm.input_bias = own.bias, norm.weight = next.weight, norm.bias = next.bias;
+    baton_norm(&norm);
+    return next.weight ? output : a.residual;
   }
 
   void norm_heads(const DecoderLayer& layer) const {
+    const int key_heads = a.has_wide_norms ? 1 : a.num_kv_heads, query_heads = a.has_wide_norms ? 1 : a.num_heads;
+    const int query_size = query_width / query_heads, key_size = a.num_kv_heads * a.head_dim / key_heads;
 #pragma omp parallel for schedule(static) num_threads(a.num_threads) if (rows >= PARALLEL_ROWS)
-    for (int64_t token = 0; token < rows; token++)
-      for (int h = 0; h < a.num_heads + a.num_kv_heads; h++) {
-        bf16* head = (bf16*)a.heads + token * width + h * a.head_dim;
-        const void* weight = h < a.num_heads ? layer.query_norm : layer.key_norm;
-        norm_row(head, (const bf16*)weight, head, a.head_dim, a.epsilon, false);
-      }
+    for (int64_t token = 0; token < rows; token++) {
+      bf16* heads = (bf16*)a.heads + token * width;
+      norm_each(heads, layer.query_norm, query_heads, query_size);
+      norm_each(heads + query_width, layer.key_norm, key_heads, key_size);
+    }
+  }
+
+  void norm_each(bf16* heads, const NormWeights& weights, int count, int size) const {
+    const bf16 *weight = (const bf16*)weights.weight, *bias = (const bf16*)weights.bias;
+    for (int h = 0; h < count; h++, heads += size, weight += a.head_norm_stride)
+      norm_row(heads, weight, bias, heads, size, a.epsilon, a.norm_kind);
   }
 
   void store(const DecoderLayer& layer) const {
     bf16 *query = (bf16*)a.heads, *key = query + query_width, *value = key + a.num_kv_heads * a.head_dim;
     StoreArguments store{};
     store.query = query, store.key = key, store.value = value;
-    store.cos = a.cos, store.sin = a.sin, store.cache = layer.cache, store.slots = a.slots;
+    store.cos = a.cos + layer.rotation * a.rotation_stride, store.sin = a.sin + layer.rotation * a.rotation_stride;
+    store.cache = layer.cache, store.slots = a.slots, store.interleaved = a.is_interleaved;
     store.query_token_stride = store.key_token_stride = store.value_token_stride = width;
     store.query_head_stride = store.key_head_stride = store.value_head_stride = a.head_dim;
     store.cache_block_stride = a.cache_block_stride, store.cache_value_offset = a.cache_value_offset;
@@ -118,7 +159,8 @@ struct Step {
     attend.cache_block_stride = a.cache_block_stride, attend.cache_value_offset = a.cache_value_offset;
     attend.cache_head_stride = a.cache_head_stride, attend.cache_token_stride = a.cache_token_stride;
     attend.table_stride = a.table_stride, attend.num_seqs = a.num_seqs;
-    attend.num_heads = a.num_heads, attend.num_kv_heads = a.num_kv_heads, attend.head_dim = a.head_dim;
+    attend.num_heads = a.num_heads, attend.num_kv_heads = a.num_kv_heads;
+    attend.head_dim = attend.value_dim = a.head_dim;
     attend.block_tokens = a.block_tokens, attend.sliding_window = layer.sliding_window, attend.dtype = BF16;
     attend.num_threads = a.num_threads, attend.codes = a.codes, attend.scale = layer.scale, attend.softcap = layer.softcap;
     return baton_attend(&attend) == 0;
@@ -129,6 +171,7 @@ struct Step {
     for (int64_t i = 0; i < a.num_logits; i++) {
       move_row(a.attended, query_width, a.logit_rows[i], i);
       move_row(a.residual, hidden, a.logit_rows[i], i);
+      if (a.is_parallel) move_row(a.normed, hidden, a.logit_rows[i], i);
     }
     rows = a.num_logits;
   }

@@ -1,4 +1,4 @@
-// The small steps between the matrix products of a layer, each one pass over memory: RMS norm with the residual sum,
+// The small steps between the matrix products of a layer, each one pass over memory: norms with the residual sum,
 // gated activation, rotary embedding, and the KV store. Arithmetic is float32; roundings to the tensor's dtype happen
 // where the plain-torch twin (baton_serve/engine/kernels/reference/attention.py) has them.
 #include "arguments.h"
@@ -41,26 +41,32 @@ template <class F> int with_dtype(int dtype, F f) {
 
 extern "C" {
 
-int baton_rms_norm(const NormArguments* a) {
+int baton_norm(const NormArguments* a) {
   return with_dtype(a->dtype, [a](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     const int n = a->size;
     for_rows(a->num_rows, n, a->num_threads, [=](int64_t row) {
       const T* input = (const T*)a->input + row * a->input_stride;
-      const T* weight = (const T*)a->weight;
       T* output = (T*)a->output + row * n;
+      if (a->input_weight) {
+        norm_row(input, (const T*)a->input_weight, (const T*)a->input_bias, output, n, a->epsilon, a->kind);
+        input = output;
+      }
       if (a->residual) {
         T* residual = (T*)a->residual + row * a->residual_stride;
-        for (int i = 0; i < n; i += W)
-          store_elements(residual + i, load_elements(input + i, n - i) + load_elements(residual + i, n - i), n - i);
+        for (int i = 0; i < n; i += W) {
+          vf x = load_elements(input + i, n - i);
+          if (a->scale != 1.f) x = rounded<T>(x * a->scale);
+          store_elements(residual + i, x + load_elements(residual + i, n - i), n - i);
+        }
         input = residual;
       }
-      norm_row(input, weight, output, n, a->epsilon, a->unit_offset);
+      if (a->weight) norm_row(input, (const T*)a->weight, (const T*)a->bias, output, n, a->epsilon, a->kind);
     });
   });
 }
 
-int baton_silu_mul(const GateArguments* a) {
+int baton_gate(const GateArguments* a) {
   return with_dtype(a->dtype, [a](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     const int n = a->size;
@@ -70,7 +76,7 @@ int baton_silu_mul(const GateArguments* a) {
       T* output = (T*)a->output + row * n;
       for (int i = 0; i < n; i += W) {
         const vf x = load_elements(gate + i, n - i);
-        vf e = vf{} - x;
+        vf e = vf{} - gate_argument(x, a->activation);
         e = exponential<T>(e > splat(80.f) ? splat(80.f) : e);
         store_elements(output + i, rounded<T>(x / (1.f + e)) * load_elements(up + i, n - i), n - i);
       }

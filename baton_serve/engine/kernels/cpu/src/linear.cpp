@@ -252,8 +252,9 @@ class Product {
       low += load_elements(m.bias + column, left);
       if (left > W) high += load_elements(m.bias + column + W, left - W);
     }
-    if (epilogue == GATED) {
-      const vf gate = rounded<bf16>(low), minus = vf{} - gate;
+    if (epilogue != PLAIN) {
+      const vf gate = rounded<bf16>(low);
+      const vf minus = vf{} - gate_argument(gate, epilogue == GELU_GATED ? GELU_TANH : SILU);
       const vf e = exp2_fast((minus > splat(80.f) ? splat(80.f) : minus) * 1.44269504088896341f);
       store_elements(row + panel * W, rounded<bf16>(gate / (1.f + e)) * rounded<bf16>(high));
       return;

@@ -1,0 +1,241 @@
+"""The differences between families of decoders and Llama, in one table for the fused layers.
+
+A row names the attributes of transformers' modules and configs that hold a norm, a scale or an activation. Whatever
+is not named is as in Llama.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from baton_serve.engine.kernels import Norm
+
+GELU_TANH = "gelu_pytorch_tanh"
+ACTIVATIONS = ("silu", GELU_TANH)
+"""Activations of gates that fused layers compute, as configs name them."""
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _rotates_in_windows(attention: Any) -> bool:
+    return attention.sliding_window is not None
+
+
+def _rotates_unless_global(attention: Any) -> bool:
+    return attention.sliding_window is None or attention.is_sliding
+
+
+def _rotates_by_rule(attention: Any) -> bool:
+    return bool(attention.use_rope)
+
+
+def _is_sequential(config: Any) -> bool:
+    return not config.qk_layernorm and not config.use_parallel_residual
+
+
+def _clips_nothing(config: Any) -> bool:
+    return config.clip_qkv is None
+
+
+def _has_plain_rotation(config: Any) -> bool:
+    # The factor of PhiMoE's long rotations depends on the length of a step.
+    return bool(config.rope_parameters["rope_type"] == "default")
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyDescription:
+    """The differences between the layers of a family and Llama's."""
+
+    input_norm: str | None = "input_layernorm"
+    """The norm before attention. None: attention reads the residual."""
+    attention_norm: str | None = None
+    """The norm of attention's output, before it is added to the residual."""
+    mlp_norm: str | None = "post_attention_layernorm"
+    """The norm before the MLP. None: it reads the residual, or what attention has read if `is_parallel`."""
+    mlp_output_norm: str | None = None
+    mlp: str = "mlp"
+    is_parallel: bool = False
+    """True if attention and MLP read the same input and both outputs are added to the residual."""
+    is_centered: bool = False
+    """True if all norms are LayerNorm instead of RMSNorm."""
+    has_offset: bool = False
+    """True if all norms multiply by 1 + weight."""
+    has_wide_norms: bool = False
+    """True if queries and keys have one norm over all heads instead of one for each head."""
+    is_interleaved: bool = False
+    """True if the pairs that rotate are neighbours instead of halves."""
+    rotates: Callable[[Any], bool] = _always
+    """Returns whether an attention module rotates queries and keys."""
+    is_supported: Callable[[Any], bool] = _always
+    """Returns whether the table describes models with this config."""
+    # Names in the config:
+    activation: str = "hidden_act"
+    embedding_scale: str | None = None
+    residual_scale: str | None = None
+    logit_scale: str | None = None
+    logit_divisor: str | None = None
+    logit_softcap: str | None = None
+
+    def norm_names(self) -> list[str]:
+        """Return the names of a layer's norms."""
+        names = (self.input_norm, self.attention_norm, self.mlp_norm, self.mlp_output_norm)
+        return [name for name in names if name is not None]
+
+    def norm_of(self, module: Any) -> Norm:
+        """Return the weights of a norm of this family."""
+        eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+        bias = getattr(module, "bias", None)
+        return Norm(module.weight, float(eps), bias, is_centered=self.is_centered, has_offset=self.has_offset)
+
+    def norm_at(self, owner: Any, name: str | None) -> Norm | None:
+        """Return a norm by its name; None if the owner does not have it."""
+        module = None if name is None else getattr(owner, name, None)
+        return None if module is None else self.norm_of(module)
+
+
+_LLAMA = FamilyDescription()
+_GRANITE = FamilyDescription(
+    embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
+)
+_GEMMA = FamilyDescription(has_offset=True, activation="hidden_act")
+_GEMMA_2 = replace(
+    _GEMMA,
+    attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+    activation="hidden_activation",
+    logit_softcap="final_logit_softcapping",
+)
+_OLMO_2 = FamilyDescription(
+    input_norm=None,
+    attention_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_output_norm="post_feedforward_layernorm",
+    has_wide_norms=True,
+)
+_GLM = FamilyDescription(is_interleaved=True)
+_COHERE = FamilyDescription(
+    mlp_norm=None, is_parallel=True, is_centered=True, is_interleaved=True, logit_scale="logit_scale"
+)
+
+FAMILIES: dict[str, FamilyDescription] = {
+    "Cohere2DecoderLayer": replace(_COHERE, rotates=_rotates_in_windows),
+    "CohereDecoderLayer": _COHERE,
+    "DenseLayer": _LLAMA,  # our own
+    "Ernie4_5DecoderLayer": _GLM,
+    "Ernie4_5_MoeDecoderLayer": _GLM,
+    "Exaone4DecoderLayer": replace(_OLMO_2, has_wide_norms=False, rotates=_rotates_unless_global),
+    "Gemma2DecoderLayer": _GEMMA_2,
+    "Gemma3DecoderLayer": _GEMMA_2,
+    "GemmaDecoderLayer": _GEMMA,
+    "Glm4DecoderLayer": replace(_GLM, attention_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"),
+    "Glm4MoeDecoderLayer": _LLAMA,
+    "GlmDecoderLayer": _GLM,
+    "GptOssDecoderLayer": _LLAMA,
+    "GraniteDecoderLayer": _GRANITE,
+    "GraniteMoeDecoderLayer": replace(_GRANITE, mlp="block_sparse_moe"),
+    "LlamaDecoderLayer": _LLAMA,
+    "MinistralDecoderLayer": _LLAMA,
+    "MistralDecoderLayer": _LLAMA,
+    "MixtralDecoderLayer": _LLAMA,
+    "Olmo2DecoderLayer": _OLMO_2,
+    "Olmo3DecoderLayer": _OLMO_2,
+    "OlmoeDecoderLayer": FamilyDescription(has_wide_norms=True, is_supported=_clips_nothing),
+    "Phi3DecoderLayer": _LLAMA,
+    "PhimoeDecoderLayer": FamilyDescription(is_centered=True, is_supported=_has_plain_rotation),
+    "Qwen2DecoderLayer": _LLAMA,
+    "Qwen2MoeDecoderLayer": _LLAMA,
+    "Qwen3DecoderLayer": _LLAMA,
+    "Qwen3MoeDecoderLayer": _LLAMA,
+    "SeedOssDecoderLayer": _LLAMA,
+    "SmolLM3DecoderLayer": FamilyDescription(rotates=_rotates_by_rule),
+    "StableLmDecoderLayer": FamilyDescription(is_centered=True, is_supported=_is_sequential),
+}
+"""The families by the class of their layers.
+
+They were compared with transformers, and are found by name, since a layer that looks alike may differ.
+"""
+
+
+def describe(module: nn.Module) -> FamilyDescription | None:
+    """Return the description of a model, or None if there is none."""
+    layers, config = getattr(getattr(module, "model", None), "layers", ()), cast(Any, module).config
+    kinds = {type(layer).__name__ for layer in layers}
+    family = FAMILIES.get(kinds.pop()) if len(kinds) == 1 else None
+    if family is None or not family.is_supported(config):
+        return None
+    # Other versions of transformers may have other modules.
+    owners = [(layer, [*family.norm_names(), "self_attn", family.mlp]) for layer in layers]
+    owners.append((cast(Any, module).model, ["rotary_emb", "norm", "embed_tokens"]))
+    is_whole = all(getattr(owner, name, None) is not None for owner, names in owners for name in names)
+    return family if is_whole and getattr(config, family.activation, None) in ACTIVATIONS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The factors by which a model multiplies its embeddings, what it adds to the residual, and its logits.
+
+    `logit_softcap` c replaces a logit x by c * tanh(x / c).
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logit: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Scales()
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Scale and cap logits in place, and return them."""
+        if self.logit != 1.0:
+            logits *= self.logit
+        if self.logit_softcap is not None:
+            logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits
+
+
+def scales_of(family: FamilyDescription, config: Any) -> Scales:
+    """Return the scales of a model with this config."""
+
+    def value(name: str | None) -> float:
+        return 1.0 if name is None else float(getattr(config, name))
+
+    cap = None if family.logit_softcap is None else getattr(config, family.logit_softcap)
+    return Scales(
+        embedding=value(family.embedding_scale),
+        residual=value(family.residual_scale),
+        logit=value(family.logit_scale) / value(family.logit_divisor),
+        logit_softcap=None if cap is None else float(cap),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rotations:
+    """The different rotations of a model's layers. Layers without rotation have the frequencies 0."""
+
+    frequencies: Tensor  # float32 [num_rotations, rotary_dim / 2] in radians per token
+    scaling: tuple[float, ...]
+    """By rotation: the factor of cos and sin."""
+    of_layer: tuple[int, ...]
+    """By layer: the number of its rotation."""
+
+
+def rotations_of(family: FamilyDescription, module: Any) -> Rotations:
+    """Return the rotations of a model. Frequencies that would change with the length of a step must have been fixed
+    (engine/model/rotary.py).
+    """
+    rotary, layers = module.model.rotary_emb, module.model.layers
+    # Gemma 3 has frequencies of their own for each type of layer.
+    types = [""] * len(layers) if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in module.config.layer_types]
+    kinds = [(kind, family.rotates(layer.self_attn)) for kind, layer in zip(types, layers, strict=True)]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    frequencies = [getattr(rotary, f"{kind}inv_freq").float() * float(rotates) for kind, rotates in numbers]
+    scaling = (float(getattr(rotary, f"{kind}attention_scaling", 1.0)) if rotates else 1.0 for kind, rotates in numbers)
+    return Rotations(torch.stack(frequencies), tuple(scaling), tuple(numbers[kind] for kind in kinds))
