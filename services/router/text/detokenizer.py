@@ -1,10 +1,9 @@
 """Converts token ids to text while they arrive. The streamed text equals the text of decoding all tokens together.
 
 The tokenizers library's `DecodeStream` decodes each token together with the tokens before it, and holds text back while
-it ends within a character. A table with the bytes of all tokens took 0.25 to 0.47 us per token instead of 0.81
-(byte-level). The difference is 2 % of the router's CPU time for a streamed chat of 16 tokens (370 to 460 us), and 5 to
-10 % of its time for a token of an open stream (5.7 to 7.9 us): too little for 105 more lines. Vocabularies without a
-table took 2.8 us per token and take 2.1 (WordPiece, 30,522 tokens).
+it ends within a character. Tokens of byte-level vocabularies that form whole characters do not need it: their bytes are
+in a table, which takes 0.27 us instead of 0.67 for one token, and 2.4 us instead of 5.6 for 16 that come together.
+Other vocabularies take 2.1 us per token (WordPiece, 30,522 tokens).
 """
 
 import json
@@ -38,16 +37,24 @@ class TokenStream:
     """
 
     # There is one object for each running sequence, and `push` runs for each token.
-    __slots__ = ("_has_known_bytes", "_held", "_joined", "_skipped", "_stream", "_tokenizer", "_was_joined")
+    __slots__ = ("_has_known_bytes", "_held", "_joined", "_skipped", "_stream", "_table", "_tokenizer", "_was_joined")
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skipped: frozenset[int], joined: frozenset[int], has_known_bytes: bool
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skipped: frozenset[int],
+        joined: frozenset[int],
+        has_known_bytes: bool,
+        table: Sequence[bytes] | None = None,
     ) -> None:
         """Skip the tokens of `skipped`, and write adjacent tokens of `joined` without a space between them.
 
-        With `has_known_bytes` each token stands for bytes that do not depend on the tokens around it.
+        With `has_known_bytes` each token stands for bytes that do not depend on the tokens around it. `table` has these
+        bytes by token id if the text is exactly their sequence, also at its beginning.
         """
         self._has_known_bytes = has_known_bytes
+        self._table = None if joined else table
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._joined = joined
@@ -58,6 +65,11 @@ class TokenStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Convert the next tokens and return the text that is final now; it may be empty."""
+        if self._table is not None and not self._held:
+            try:
+                return b"".join([self._table[i] for i in token_ids if i not in self._skipped]).decode()
+            except (IndexError, UnicodeDecodeError):
+                pass  # The library handles unknown tokens and parts of characters. It does not need the tokens before.
         if len(token_ids) != 1:
             return self._push_several(token_ids)
         [token_id] = token_ids
@@ -97,6 +109,8 @@ class TokenStream:
 
     def finish(self) -> str:
         """Return the rest of the text: incomplete characters that were held back for further tokens."""
+        if not self._held:
+            return ""
         text = self._tokenizer.decode(self._held, skip_special_tokens=False)
         self._held.clear()
         return text
@@ -115,9 +129,11 @@ class Detokenizer:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        pieces = _pieces_of(tokenizer)
+        steps = _decoder_steps(tokenizer.backend)
+        pieces = _pieces_of(tokenizer, steps)
         # A decoder may have settings that the table does not model. Then the library is right by definition.
         self._pieces = pieces if pieces is not None and _agree(pieces, tokenizer) else None
+        self._is_byte_level = _is_byte_level(steps)
 
     @property
     def uses_table(self) -> bool:
@@ -134,6 +150,7 @@ class Detokenizer:
             skipped=special_ids if skip_special_tokens else none,
             joined=none if spaces_between_special_tokens else special_ids,
             has_known_bytes=self._pieces is not None,
+            table=self._pieces if self._is_byte_level else None,
         )
 
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -151,12 +168,13 @@ class Detokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
-def _pieces_of(tokenizer: TextTokenizer) -> list[bytes] | None:
-    """Return the bytes of all tokens by token id, or None if the decoder is of another kind."""
-    steps = _decoder_steps(tokenizer.backend)
+def _pieces_of(tokenizer: TextTokenizer, steps: list[dict[str, object]]) -> list[bytes] | None:
+    """Return the bytes of all tokens by token id, or None if the decoder, which consists of `steps`, is of another
+    kind.
+    """
     kinds = [step.get("type") for step in steps]
     tokens = [tokenizer.token(i) or "" for i in range(tokenizer.vocab_size)]
-    if kinds == ["ByteLevel"]:
+    if _is_byte_level(steps):
         return [_byte_level(token) for token in tokens]
     # These are the steps of decoders that were converted from SentencePiece (Llama 2, Mistral, Gemma).
     if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or kinds[3:] not in ([], ["Strip"]):
@@ -189,6 +207,10 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, object]]:
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
     return [step for step in steps if isinstance(step, dict)]
+
+
+def _is_byte_level(steps: list[dict[str, object]]) -> bool:
+    return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
 def _byte_alphabet() -> dict[str, int]:

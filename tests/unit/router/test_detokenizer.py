@@ -92,6 +92,13 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
     assert stream.finish() == "\ufffd"
 
 
+@pytest.mark.parametrize("cut", [1, 2, 6])
+def test_tokens_outside_of_the_vocabulary_have_no_text_and_harm_no_others(cut: int) -> None:
+    unknown = BYTE_LEVEL.vocab_size + 5
+    first, second, third = "€".encode()
+    assert streamed(BYTE_LEVEL, [ord("a"), unknown, first, second, third, ord("b")], cut) == "a€b"
+
+
 def test_a_leading_space_goes_once() -> None:
     ids = BYTE_FALLBACK.encode("hello hello", add_special_tokens=False)
     assert not Detokenizer(BYTE_FALLBACK).stream().push(ids[:1]).startswith(" ")
