@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -136,6 +137,20 @@ def device_name(device: torch.device) -> str:
     return "" if device.type == "cpu" else str(_module(device).get_device_name(device))
 
 
+def driver_version(device: torch.device) -> str:
+    """Return the version of the device's driver and of the libraries that torch was built for; for the CPU its
+    instruction sets."""
+    if device.type == "cpu":
+        return str(torch.backends.cpu.get_cpu_capability())
+    properties = _module(device).get_device_properties(device)
+    stated = str(getattr(properties, "driver_version", ""))
+    # torch does not show the version of NVIDIA's driver, but the kernel module does.
+    module = Path("/proc/driver/nvidia/version")
+    if not stated and module.is_file():
+        stated = module.read_text().split("\n", 1)[0]
+    return f"{stated} {torch.version.cuda}"
+
+
 def has_side_streams(device: torch.device) -> bool:
     """Return whether the device has streams beside the default one, and events to order them."""
     return device.type != "cpu" and all(hasattr(_module(device), name) for name in ("Stream", "Event", "stream"))
@@ -168,8 +183,14 @@ class Capturing:
         assert graph_type is not None
         graph = graph_type()
         module.synchronize()
-        with module.graph(graph, pool=self._pool, **self._mode):
-            call()
+        try:
+            # Such a graph replays nothing (https://github.com/vllm-project/vllm/issues/48946).
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*Graph is empty")
+                with module.graph(graph, pool=self._pool, **self._mode):
+                    call()
+        except Warning as exc:
+            raise RuntimeError(str(exc)) from exc
         module.synchronize()
         # The next graph may use the same scratch memory, since graphs run one after the other.
         self._pool = graph.pool()

@@ -35,6 +35,7 @@ from baton_serve.engine.errors import UsageError
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.execution.setup import EngineSetup
+from baton_serve.engine.kernels.proof import KernelVerdict
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress
@@ -94,7 +95,7 @@ class Engine:
         self.max_model_len = model.max_model_len
         report("packing weights", 0.0)
         setup = EngineSetup(config, model, self._device, self._ranks.group)
-        self.layout, self.limits = setup.layout, setup.limits
+        self.layout, self.limits, self._kernels = setup.layout, setup.limits, setup.kernels
         self._store, self._images, self.image_reader = setup.adapters, setup.images, setup.image_reader
         self._start(config, setup, report)
 
@@ -112,7 +113,9 @@ class Engine:
         self.kv = maker.make(num_blocks := usable + 1)  # block 0 is for padding
         states = maker.make_states(self.kv)
         self._host = maker.make_host_tier(self.kv)
-        self._executor = make_executor(LocalExecutor(setup.forward, self.kv, self.limits, states.views), self._ranks)
+        self._executor = make_executor(
+            LocalExecutor(setup.forward, self.kv, self.limits, states.views, setup.kernels.argmax), self._ranks
+        )
         self._runner = ModelRunner(
             self._executor,
             self.limits,
@@ -293,6 +296,11 @@ class Engine:
         """
         self._mirror_refs.copy_to_device(self._imports.receive(import_id, received))
         self._mirror_refs.free_mirror(self._imports.end(import_id))
+
+    @property
+    def kernel_verdicts(self) -> list[KernelVerdict]:
+        """Return which kernels were right on this device, which are used, and which captured graphs were wrong."""
+        return [*self._kernels.verdicts, *self._executor.wrong_graphs]
 
     @property
     def last_batch(self) -> BatchSize:

@@ -112,6 +112,8 @@ class Scheduler:
         self.admission = PromptAdmission(table)
         self._step_loras: set[str] = set()
         """LoRA adapters of the step that is being scheduled."""
+        self._had_prompts = False
+        """Whether the last step computed prompts; only used if steps must not mix."""
 
     def has_work(self) -> bool:
         """Return whether `schedule` may find something to compute, or loading sequences are to be polled."""
@@ -126,25 +128,62 @@ class Scheduler:
         table = self._table
         table.promote_ready()
         table.sort_running()
-        chunks: list[ScheduledChunk] = []
-        budget = table.limits.max_num_batched_tokens
-        prompts: list[Sequence] = []
+        if table.limits.mixes_prompts:
+            return self._schedule(now, decodes=True, prompts=True)
+        return self._schedule_in_turns(now)
+
+    def _schedule_in_turns(self, now: float) -> ScheduledBatch:
+        """Schedule a step of one kind: sequences with one new token, or longer chunks of prompts. The kinds take turns
+        if there is work of both.
+        """
+        if not self._had_prompts:
+            batch = self._schedule(now, decodes=False, prompts=True)
+            if batch.chunks:
+                self._had_prompts = True
+                return batch
+        self._had_prompts = False
+        batch = self._schedule(now, decodes=True, prompts=False)
+        return batch if batch.chunks else self._schedule(now, decodes=False, prompts=True)
+
+    def _schedule(self, now: float, *, decodes: bool, prompts: bool) -> ScheduledBatch:
+        """Schedule a step with the work of these kinds."""
         self._step_loras.clear()
+        decoding, unfinished = self._pick_running(decodes=decodes, prompts=prompts)
+        chunks = [ScheduledChunk(s, s.num_computed_tokens, 1, True) for s in decoding] if decodes else []
+        budget = self._table.limits.max_num_batched_tokens - len(chunks)
+        if prompts:
+            # The chunk budget protects decoding sequences only if prompts can enter this step.
+            if decoding and (unfinished or self._table.peek_waiting() is not None):
+                budget = min(budget, self._chunk_budget(decoding, budget))
+            self._append_prompts(chunks, unfinished, budget, now)
+        return ScheduledBatch(chunks, _sample_rows(chunks))
+
+    def _pick_running(self, *, decodes: bool, prompts: bool) -> tuple[list[Sequence], list[Sequence]]:
+        """Return the running sequences that decode, and those whose prompts are not finished. With `decodes`, the
+        former get the blocks for their next tokens, for which others may be preempted.
+        """
+        decoding: list[Sequence] = []
+        unfinished: list[Sequence] = []
         # Iterate over a copy: a preemption removes from `running`.
-        for sequence in list(table.running):
-            if sequence.must_await_tokens or not self._fits_max_loras(sequence):
+        for sequence in list(self._table.running):
+            is_prompt = sequence.num_uncomputed_tokens > 1
+            is_computed = prompts if is_prompt else decodes
+            if sequence.must_await_tokens or (is_computed and not self._fits_max_loras(sequence)):
                 continue
-            if sequence.num_uncomputed_tokens > 1:
-                prompts.append(sequence)
+            if is_prompt:
+                unfinished.append(sequence)
             # RUNNING: a sequence before it may have preempted this one. The preempted sequence always sorts after the
             # one that needs the block, so it has no chunk in this step yet.
-            elif sequence.state is SequenceState.RUNNING and self._allocate_next_block(sequence):
-                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, True))
-        budget -= len(chunks)
-        # The chunk budget protects decoding sequences only if prompts can enter this step.
-        if chunks and (prompts or table.peek_waiting() is not None):
-            budget = min(budget, self._chunk_budget([chunk.sequence for chunk in chunks], budget))
-        for sequence in prompts:
+            elif sequence.state is SequenceState.RUNNING and (not decodes or self._allocate_next_block(sequence)):
+                decoding.append(sequence)
+        return decoding, unfinished
+
+    def _append_prompts(
+        self, chunks: list[ScheduledChunk], unfinished: list[Sequence], budget: int, now: float
+    ) -> None:
+        """Add chunks of prompts, of `budget` tokens in all: of running sequences, then of waiting ones."""
+        table = self._table
+        for sequence in unfinished:
             if budget > 0 and sequence.state is SequenceState.RUNNING:
                 budget -= self._append_chunk(chunks, sequence, budget)
         while (
@@ -155,7 +194,6 @@ class Scheduler:
         ):
             if head.state is SequenceState.RUNNING:
                 budget -= self._append_chunk(chunks, head, budget)
-        return ScheduledBatch(chunks, _sample_rows(chunks))
 
     def schedule_ahead(self, now: float) -> ScheduledBatch | None:
         """Choose a step to launch before the tokens of the previous step are known, or return None if there is none.
@@ -266,15 +304,19 @@ class Scheduler:
         return True
 
     def _append_chunk(self, chunks: list[ScheduledChunk], sequence: Sequence, budget: int) -> int:
-        """Add a chunk of at most `budget` tokens and return its length."""
+        """Add a chunk of at most `budget` tokens and return its length; all of `budget` if no other may follow."""
         length = min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
         length = self._table.checkpoints.cut(sequence, length)
+        # Kernels do not know whether a single token is the end of a prompt or the next one of an answer.
+        is_alone = length == 1 and not self._table.limits.mixes_prompts
+        if is_alone and chunks:
+            return budget
         is_last = length == sequence.num_uncomputed_tokens
         self._table.num_scheduled_prompt_tokens += length
         chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, length, is_last))
-        return length
+        return budget if is_alone else length
 
     def _allocate_next_block(self, sequence: Sequence) -> bool:
         """Allocate a block for the next token if needed. Return False if the sequence itself was preempted."""

@@ -9,7 +9,7 @@ mixture: the slot of each row is an input too. A caller that samples differently
 that read them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,7 +22,9 @@ from torch import Tensor
 from baton_serve.engine import device as devices
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.scheduler import ScheduledBatch
+from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
 from baton_serve.engine.kernels import AttentionMetadata, argmax_kernel
+from baton_serve.engine.kernels.operations import Argmax
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
@@ -117,7 +119,9 @@ class DecodeGraphs:
     outputs.
     """
 
-    def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig) -> None:
+    def __init__(
+        self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, argmax: Argmax | None = None
+    ) -> None:
         device = layers[0].device
         self._forward = forward
         self._layers = layers
@@ -136,7 +140,7 @@ class DecodeGraphs:
         # logits.
         self._parts = parts if parts is not None and limits.max_num_seqs <= parts.max_rows else None
         self._logits: Tensor | None = None
-        self._argmax = argmax_kernel(device)
+        self._argmax = argmax or argmax_kernel(device)
         self._graphs: dict[int, Graph] = {}
         self._adapter_graphs: dict[int, Graph] = {}
         self._slots = forward.adapter_slots
@@ -173,6 +177,40 @@ class DecodeGraphs:
                 raise
             self._slots.use_one_stream()
             self._adapter_graphs = self._capture_sizes(capture, sizes, self._slots)
+
+    @torch.inference_mode()
+    def proof_cases(self, blocks: ProofBlocks) -> Iterator[GraphCase]:
+        """Iterate over all graphs, with random inputs for each. The caller uses one before it takes the next."""
+        for size, graph in self._graphs.items():
+            host = self._staging[0].numpy()
+            self._fill_padding(host, 0, size)
+            self._fill_proof(host, size, blocks)
+            self._inputs[1:].copy_(self._staging[0][1:])
+            yield GraphCase(
+                "decode graph",
+                f"batch of {size}",
+                partial(self._compute, size, None),
+                graph.replay,
+                partial(self._last_logits, size),
+            )
+        self.last_tokens.zero_()
+
+    def _last_logits(self, count: int) -> Tensor:
+        assert self._logits is not None
+        return self._logits[:count]
+
+    def _fill_proof(self, host: NDArray[np.int64], size: int, blocks: ProofBlocks) -> None:
+        """Fill the inputs with sequences of different lengths that end in blocks of their own."""
+        for number in range(size):
+            context = blocks.context(number, size, self._limits.max_model_len)
+            table = blocks.table(number, size, context)
+            if table is None:
+                continue  # this row stays padding
+            self._tables.tensor[number, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            host[TOKENS, number], host[POSITIONS, number] = number % 7, context - 1
+            host[TOKEN_AT, number], host[TABLE_ROWS, number] = self._width + number, number
+            host[SLOTS, number] = table[-1] * blocks.block_tokens + (context - 1) % blocks.block_tokens
+            host[CONTEXTS].view(np.int32)[number] = context
 
     def release(self) -> None:
         """Free the graphs; later steps are computed without them."""

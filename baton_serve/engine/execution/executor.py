@@ -4,7 +4,7 @@ With tensor parallelism each rank has an executor, and only rank 0 plans.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,8 +15,11 @@ from torch import Tensor
 
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeGraphs, DecodeResult
+from baton_serve.engine.execution.graph_proof import ProofBlocks, prove_graphs, random_blocks
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kernels import SlotRows
+from baton_serve.engine.kernels.operations import Argmax
+from baton_serve.engine.kernels.proof import KernelVerdict
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.batch_inputs import StepArrays, StepStates
@@ -41,6 +44,11 @@ class Executor(Protocol):
     @property
     def has_adapter_graphs(self) -> bool:
         """Return whether `replay` supports decode steps with LoRA adapters."""
+        ...
+
+    @property
+    def wrong_graphs(self) -> Sequence[KernelVerdict]:
+        """Return the graphs that were captured but differ from eager work, so that none of their kind is used."""
         ...
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
@@ -72,7 +80,7 @@ class Executor(Protocol):
         ...
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
-        """Capture graphs for decode steps and for small steps with prompts.
+        """Capture graphs for decode steps and for small steps with prompts, and prove them.
 
         If this fails, steps are computed without graphs.
         """
@@ -87,14 +95,23 @@ class LocalExecutor:
     """Executes steps on this process's device."""
 
     def __init__(
-        self, forward: Forward, cache: KVCache, limits: SchedulerConfig, states: StateViews | None = None
+        self,
+        forward: Forward,
+        cache: KVCache,
+        limits: SchedulerConfig,
+        states: StateViews | None = None,
+        argmax: Argmax | None = None,
     ) -> None:
-        """`states` are the recurrent states of all batch slots, for models that have them."""
+        """`states` are the recurrent states of all batch slots, for models that have them. `argmax` finds the largest
+        logits; None uses the device's kernel."""
         self._forward = forward
         self._states = states or {}
         self._device = cache.device
         self._layers = cache.layers()
-        self._graphs = DecodeGraphs(forward, self._layers, limits)
+        self._limits = limits
+        self._blocks = ProofBlocks(cache.num_blocks, limits.block_tokens)
+        self.wrong_graphs: list[KernelVerdict] = []
+        self._graphs = DecodeGraphs(forward, self._layers, limits, argmax)
         self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens)
 
     @property
@@ -162,6 +179,21 @@ class LocalExecutor:
             self._prompts.capture(capture)
         except RuntimeError as error:
             logger.warning("cannot capture graphs for prompts, short prompts will be slower: %s", error)
+        self._prove_graphs()
+
+    def _prove_graphs(self) -> None:
+        """Free graphs that compute something else than the same work without them. If those of decode steps do, none
+        are used.
+        """
+        with torch.inference_mode(), random_blocks(self._layers, self._limits.max_num_seqs):
+            wrong = prove_graphs(self._graphs.proof_cases(self._blocks))
+            if wrong:
+                self._graphs.release()
+            else:
+                wrong = prove_graphs(self._prompts.proof_cases(self._blocks))
+        if wrong:
+            self._prompts.release()
+        self.wrong_graphs = wrong
 
     def _step_states(self, arrays: StepArrays) -> StepStates | None:
         if not self._states:

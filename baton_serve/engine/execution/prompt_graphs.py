@@ -7,6 +7,7 @@ to no sequence and are stored nowhere; padding sequences have no token and no co
 computed without one.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,6 +21,7 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.step_time_model import GRAPH_SIZES_TOKENS
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, Graph
+from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
 from baton_serve.engine.kernels import AttentionMetadata
 from baton_serve.engine.model.batch_inputs import StepArrays, StepInputs
 from baton_serve.engine.model.block_tables import table_width
@@ -112,6 +114,26 @@ class PromptGraphs:
             graphs[kind, size] = capture(partial(self._compute, kind, size))
         self._graphs = graphs
 
+    @torch.inference_mode()
+    def proof_cases(self, blocks: ProofBlocks) -> Iterator[GraphCase]:
+        """Iterate over all graphs, with random inputs for each. The caller uses one before it takes the next."""
+        for (kind, size), graph in self._graphs.items():
+            arrays = _proof_arrays(kind, size, blocks, self._limits.max_model_len)
+            if arrays is None:
+                continue  # the KV cache is too small for a prompt of this size
+            self._fill_inputs(arrays, kind, size)
+            yield GraphCase(
+                "prompt graph",
+                f"step of {size} tokens and up to {kind.num_seqs} sequences",
+                partial(self._compute, kind, size),
+                graph.replay,
+                partial(self._last_logits, len(arrays.context_lens)),
+            )
+
+    def _last_logits(self, count: int) -> Tensor:
+        assert self._logits is not None
+        return self._logits[:count]
+
     def release(self) -> None:
         """Free the graphs; later steps are computed without them."""
         self._graphs = {}
@@ -125,6 +147,13 @@ class PromptGraphs:
         if not self._graphs or count > self._sizes[-1] or (kind := graph_shape_for(arrays)) is None:
             return None
         size = next(size for size in self._sizes if size >= count)
+        self._fill_inputs(arrays, kind, size)
+        self._graphs[kind, size].replay()
+        assert arrays.logit_rows is not None
+        return self._last_logits(len(arrays.logit_rows))
+
+    def _fill_inputs(self, arrays: StepArrays, kind: GraphShape, size: int) -> None:
+        """Start copying the inputs of a step to the device."""
         self._staging.reverse()
         staging, num_seqs = self._staging[0], len(arrays.context_lens)
         staging.wait()
@@ -133,9 +162,6 @@ class PromptGraphs:
         self._inputs.copy_(staging.inputs, non_blocking=True)
         self._tables[:num_seqs].copy_(staging.tables[:num_seqs], non_blocking=True)
         staging.is_being_copied(self._device)
-        self._graphs[kind, size].replay()
-        assert self._logits is not None and arrays.logit_rows is not None
-        return self._logits[: len(arrays.logit_rows)]
 
     def _fill_nothing(self) -> None:
         """Fill the inputs with padding only."""
@@ -165,6 +191,36 @@ class PromptGraphs:
             most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
             self._logits = logits.new_empty((most_seqs, logits.shape[1]))
         self._logits[:num_seqs] = logits
+
+
+def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, longest: int) -> StepArrays | None:
+    """Return a step for the proof of a graph: prompts of different lengths, and sequences with one token if the graph
+    is for such steps. Return None if the blocks are too few.
+    """
+    lengths = [3, 1] if kind.has_singles else [3]
+    while sum(lengths) < size and len(lengths) < kind.num_seqs:
+        lengths.append(min(size - sum(lengths), longest, 5 + 2 * len(lengths)))
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    counts = [-(-length // blocks.block_tokens) for length in lengths]
+    ends = np.cumsum(counts)
+    if ends[-1] >= blocks.num_blocks:
+        return None
+    tables = np.zeros((len(lengths), max(counts)), dtype=np.int32)
+    for row, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        tables[row, :count] = np.arange(end - count, end) + 1
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    slots = tables[rows, positions // blocks.block_tokens].astype(np.int64) * blocks.block_tokens
+    return StepArrays(
+        tokens=positions % 7,
+        positions=positions,
+        slots=slots + positions % blocks.block_tokens,
+        query_starts=starts,
+        context_lens=np.array(lengths, dtype=np.int32),
+        block_tables=tables,
+        logit_rows=starts[1:].astype(np.int64) - 1,
+        pending=None,
+    )
 
 
 class _Staging:

@@ -12,7 +12,7 @@ from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
-from baton_serve.engine.kernels import attention_backend, layer_kernels
+from baton_serve.engine.execution.kernel_choice import choose_kernels
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.state_memory import row_bytes
 from baton_serve.engine.model.forward import choose_forward
@@ -57,6 +57,7 @@ class EngineSetup:
             )
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
+        self.kernels = choose_kernels(config, model, self.layout, device)
         self.limits = SchedulerConfig(
             block_tokens=self.layout.block_tokens,
             max_model_len=model.max_model_len,
@@ -65,9 +66,8 @@ class EngineSetup:
             max_loras=config.max_loras,
             state_blocks=self.layout.state_blocks,
             checkpoint_tokens=-(-CHECKPOINT_TOKENS // self.layout.block_tokens) * self.layout.block_tokens,
+            mixes_prompts=self.kernels.mixes_prompts,
         )
-        backend = attention_backend(device, model.dtype)
-        layers = layer_kernels(device, model.dtype)
         self.adapters: AdapterStore | None = None
         if config.enable_lora:
             self.adapters = AdapterStore(
@@ -81,7 +81,14 @@ class EngineSetup:
         self.images: PromptImages | None = load_images(config, device, model.dtype) if config.reads_images else None
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
         """Decodes images; usable from any thread. None: this instance has no vision tower."""
-        self.forward = choose_forward(model, backend, layers, collectives, self.adapters)
+        self.forward = choose_forward(
+            model,
+            self.kernels.attention,
+            self.kernels.layers,
+            collectives,
+            self.adapters,
+            may_call_once=self.kernels.has_decoder,
+        )
         for given in config.adapters_at_start:
             assert self.adapters is not None  # `EngineConfig.check` requires enable_lora here
             read = self.adapters.read(given.name, given.path)

@@ -4,13 +4,17 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from baton_serve.engine.kernels.cpu.attention import CpuAttention
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, PackedDecoder
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, CpuLayers
+from baton_serve.engine.kernels.cpu.linear import has_packed_linear
+from baton_serve.engine.kernels.library import LibraryAttention, PackageLayers, has_package
 from baton_serve.engine.kernels.metadata import (
     AdapterKernels,
     AttentionBackend,
@@ -19,10 +23,42 @@ from baton_serve.engine.kernels.metadata import (
     RowKernel,
     RowLayer,
 )
+from baton_serve.engine.kernels.proof import Candidate
+from baton_serve.engine.kernels.proved import KernelCandidates
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 logger = logging.getLogger(__name__)
+
+
+def kernel_candidates(device: torch.device, dtype: torch.dtype) -> KernelCandidates:
+    """Return the implementations to prove for an engine: Baton's own, and on devices those of libraries. Call it once
+    for an engine, as it may compile kernels.
+    """
+    own_attention, own_layers = attention_backend(device, dtype), layer_kernels(device, dtype)
+    name = "C++" if device.type == "cpu" else "Triton"
+    has_own_attention = not isinstance(own_attention, ReferenceAttention)
+    attention = [Candidate(name, lambda: own_attention)] if has_own_attention else []
+    layers = [Candidate(name, lambda: own_layers)] if own_layers is not reference_layers else []
+    if device.type == "cpu":
+        can_decode = isinstance(own_layers, CpuLayers) and dtype == torch.bfloat16
+        library = own_layers.library if isinstance(own_layers, CpuLayers) else None
+        if library is not None and can_decode and has_packed_linear(library):
+            decoders: tuple[Candidate[DecoderKernel], ...] = (Candidate(name, lambda: PackedDecoder(library)),)
+            return KernelCandidates(tuple(attention), tuple(layers), (), decoders)
+        return KernelCandidates(tuple(attention), tuple(layers))
+    prompts = frozenset({"prefill attention", "mixed attention"})
+    attention.append(Candidate("SDPA", LibraryAttention, prompts, is_last=True))
+    if has_package():
+        layers.append(Candidate("vllm-xpu-kernels", _package_layers, frozenset({"norm", "gate"})))
+    own_argmax = argmax_kernel(device)
+    argmax = () if own_argmax is reference_layers.argmax else (Candidate(name, lambda: own_argmax),)
+    return KernelCandidates(tuple(attention), tuple(layers), argmax)
+
+
+def _package_layers() -> LayerKernels:
+    # It has two of the operations, and is asked for these only.
+    return cast(LayerKernels, PackageLayers())
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:

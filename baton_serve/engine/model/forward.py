@@ -125,13 +125,16 @@ def choose_forward(
     kernels: LayerKernels,
     collectives: Collectives,
     adapters: AdapterStore | None = None,
+    *,
+    may_call_once: bool = True,
 ) -> Forward:
-    """Return the fastest forward that supports the model.
+    """Return the fastest forward that supports the model. `may_call_once` says that the call of C++ that computes all
+    layers is right on this machine.
 
     Call it once: fusing repacks the weights in place. The products that adapters may change are offered to `adapters`.
     Raises `UnsupportedModelError` for quantized experts outside of fused layers.
     """
-    is_plain = model.is_whole and adapters is None
+    is_plain = model.is_whole and adapters is None and may_call_once
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
     if adapters is not None and fused_adapted.fits(model.module):

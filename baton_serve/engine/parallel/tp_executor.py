@@ -16,6 +16,7 @@ from torch import Tensor
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeResult
 from baton_serve.engine.execution.executor import AfterLayer, Executor, LocalExecutor
+from baton_serve.engine.kernels.proof import KernelVerdict
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.model.batch_inputs import StepArrays
 from baton_serve.engine.parallel.commands import (
@@ -45,6 +46,10 @@ class TPExecutor:
     @property
     def has_adapter_graphs(self) -> bool:
         return self._own.has_adapter_graphs
+
+    @property
+    def wrong_graphs(self) -> Sequence[KernelVerdict]:
+        return self._own.wrong_graphs
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         # The command goes out first, so that all ranks start the step at about the same time.

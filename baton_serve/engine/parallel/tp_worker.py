@@ -150,7 +150,7 @@ class TPWorker:
             heads=self._shard.part(layout.num_kv_heads),
         )
         self._memory_before = devices.reset_peak(self._device)
-        self._executor = LocalExecutor(setup.forward, self._cache, setup.limits)
+        self._executor = LocalExecutor(setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax)
 
     @property
     def _blocks(self) -> KVCache:

@@ -1,0 +1,117 @@
+"""Proves captured graphs before their first use: each is replayed twice and compared with the same work done eagerly.
+
+On some devices replays gave wrong numbers without an error (https://github.com/vllm-project/vllm/issues/48327, 54785).
+Graphs belong to one process, so they are proved at each start, before any request owns a block of the KV cache.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.operations import FLOAT32_TOLERANCE, TOLERANCE
+from baton_serve.engine.kernels.proof import RUNS, KernelVerdict, difference
+
+logger = logging.getLogger(__name__)
+
+GRAPH = "captured graph"
+PROOF_TOKENS = 100
+"""Longest context of a proof's sequences, in tokens."""
+
+SHARED_BLOCKS = 16
+"""Number of blocks that the sequences of a proof only read."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCase:
+    """One graph whose inputs have been filled. `compute` does its work eagerly, `replay` by the graph, and `output`
+    shows the logits that were computed last.
+    """
+
+    operation: str
+    shape: str
+    compute: Callable[[], None]
+    replay: Callable[[], None]
+    output: Callable[[], Tensor]
+
+
+@torch.inference_mode()
+def prove_graphs(cases: Iterable[GraphCase]) -> list[KernelVerdict]:
+    """Return the verdicts of graphs that differ from eager work, and log a warning for each."""
+    wrong = [verdict for case in cases if not (verdict := _prove(case)).is_right]
+    for verdict in wrong:
+        logger.warning(
+            "the %s for a %s is wrong on this device: %s. Such graphs are not used, and steps start slower; please"
+            " report it: baton doctor --report",
+            verdict.operation,
+            verdict.shape,
+            verdict.describe(),
+        )
+    return wrong
+
+
+def _prove(case: GraphCase) -> KernelVerdict:
+    case.compute()
+    expected = case.output().clone()
+    largest = 0.0
+    for _ in range(RUNS):
+        # A replay that writes nothing must not find the eager result.
+        case.output().fill_(math.nan)
+        case.replay()
+        largest = max(largest, difference(case.output(), expected))
+    tolerance = FLOAT32_TOLERANCE if expected.dtype == torch.float32 else TOLERANCE
+    return KernelVerdict(
+        case.operation,
+        case.shape,
+        GRAPH,
+        is_right=largest <= tolerance,
+        difference=largest if math.isfinite(largest) else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProofBlocks:
+    """The blocks of the sequences of a proof. Each sequence writes into a block of its own, and reads others that no
+    sequence writes. Block 0 is padding.
+    """
+
+    num_blocks: int
+    block_tokens: int
+
+    def context(self, number: int, num_seqs: int, longest: int) -> int:
+        """Return the KV tokens of sequence `number`, different for neighbours."""
+        room = 1 + min(self._num_shared(num_seqs), PROOF_TOKENS // self.block_tokens)
+        return 1 + (number * 37 + 29) % max(1, min(longest, PROOF_TOKENS, room * self.block_tokens))
+
+    def table(self, number: int, num_seqs: int, context: int) -> list[int] | None:
+        """Return the blocks of a sequence, the last of which it writes; None if there are too few blocks."""
+        own = 1 + number
+        if own >= self.num_blocks:
+            return None
+        shared = self._num_shared(num_seqs)
+        length = -(-context // self.block_tokens)
+        first = 1 + num_seqs
+        return [*(first + (number + at) % shared for at in range(length - 1)), own] if length > 1 else [own]
+
+    def _num_shared(self, num_seqs: int) -> int:
+        return max(0, min(SHARED_BLOCKS, self.num_blocks - 1 - num_seqs))
+
+
+@contextmanager
+def random_blocks(layers: Sequence[Tensor], num_seqs: int) -> Iterator[None]:
+    """Fill the blocks of a proof with random numbers, and with zeros again at the end. Caches of one-byte codes stay
+    as they are, as torch cannot draw such numbers.
+    """
+    last = 1 + num_seqs + SHARED_BLOCKS
+    planes = [layer[:last, plane] for layer in layers if layer.element_size() > 1 for plane in (0, 1)]
+    for plane in planes:
+        plane.normal_()
+    try:
+        yield
+    finally:
+        for plane in planes:
+            plane.zero_()

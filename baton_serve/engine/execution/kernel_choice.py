@@ -1,0 +1,115 @@
+"""Derives from a loaded model the shapes with which its kernels are proved, and chooses the kernels."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.kernels.metadata import AttentionSpec
+from baton_serve.engine.kernels.operations import ProofShapes, WeightFormat, different_specs
+from baton_serve.engine.kernels.proved import ProvedKernels, proof_folder, prove_kernels
+from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.selection import kernel_candidates
+from baton_serve.engine.kv.kv_cache import DTYPES
+from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.quantized.modules import quantized_layers
+
+DEFAULT_HIDDEN_SIZE = 512
+"""Size of the norms that are proved if a config does not state one by a known name."""
+WHOLE_ROW = 1 << 30
+"""The group of a weight with one scale for a whole row, whatever its length."""
+
+
+def choose_kernels(config: EngineConfig, model: LoadedModel, layout: KVLayout, device: torch.device) -> ProvedKernels:
+    """Return the kernels for a model. The first time on a machine, all candidates are proved."""
+    candidates = kernel_candidates(device, model.dtype)
+    return prove_kernels(
+        candidates, shapes_of(model, layout, config.tensor_parallel_size), device, folder=proof_folder()
+    )
+
+
+def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShapes:
+    """Return the shapes of one rank's part of a model."""
+    stated: Any = cast(Any, model.module).config
+    get_text_config = getattr(stated, "get_text_config", None)
+    text = stated if get_text_config is None else get_text_config()
+    whole = getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None)
+    return ProofShapes(
+        dtype=model.dtype,
+        hidden=_stated_size(text, "hidden_size", "n_embd", "d_model") or DEFAULT_HIDDEN_SIZE,
+        num_heads=_num_heads(model, whole // num_ranks if isinstance(whole, int) else 0),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        num_planes=layout.num_planes,
+        block_tokens=layout.block_tokens,
+        scale_rows=layout.scale_rows,
+        cache_dtype=DTYPES[layout.dtype],
+        vocab_size=model.vocab_size,
+        specs=different_specs(model.specs),
+        formats=_formats(model),
+        has_experts=bool(_stated_size(text, "num_local_experts", "num_experts", "n_routed_experts")),
+    )
+
+
+def shapes_of_config(folder: Path, device_dtype: torch.dtype, block_tokens: int) -> ProofShapes:
+    """Return the shapes of the model in a folder as far as its config states them, without loading it. Raises
+    `OSError` or `ValueError`."""
+    stated: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
+    text = stated.get("text_config") or stated
+    hidden, num_heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+    head_dim = int(text.get("head_dim") or hidden // num_heads)
+    window = text.get("sliding_window")
+    specs = [AttentionSpec(head_dim**-0.5)]
+    if isinstance(window, int) and window > 0 and text.get("use_sliding_window", True):
+        specs.append(AttentionSpec(head_dim**-0.5, sliding_window=window))
+    return ProofShapes(
+        dtype=device_dtype,
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
+        head_dim=head_dim,
+        num_planes=2,
+        block_tokens=block_tokens,
+        scale_rows=0,
+        cache_dtype=device_dtype,
+        vocab_size=int(text.get("vocab_size") or DEFAULT_HIDDEN_SIZE),
+        specs=different_specs(specs),
+        formats=(
+            WeightFormat("int4", 128, torch.bfloat16, has_zeros=False),
+            WeightFormat("int8", WHOLE_ROW, torch.bfloat16, has_zeros=False),
+        ),
+        has_experts=any(text.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")),
+    )
+
+
+def _stated_size(config: object, *names: str) -> int:
+    """Return the first of these fields that is a number; 0 if there is none."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+
+def _num_heads(model: LoadedModel, stated: int) -> int:
+    """Return the number of query heads, which must be a multiple of that of KV heads."""
+    sinks = next((spec.sinks for spec in model.specs if spec.sinks is not None), None)
+    slopes = next((spec.alibi for spec in model.specs if spec.alibi is not None), None)
+    own = sinks if sinks is not None else slopes
+    count = stated if own is None else len(own)
+    return count if count and count % model.num_kv_heads == 0 else model.num_kv_heads
+
+
+def _formats(model: LoadedModel) -> tuple[WeightFormat, ...]:
+    """Return the different formats of the quantized weights of a model."""
+    weights = [layer.weight for layer in quantized_layers(model.module)]
+    found = {
+        WeightFormat(
+            weight.codebook,
+            weight.group if weight.group < weight.inputs else WHOLE_ROW,
+            weight.scales.dtype,
+            weight.zeros is not None,
+        )
+        for weight in weights
+        if isinstance(weight, QuantizedWeight)
+    }
+    return tuple(sorted(found, key=repr))

@@ -1,0 +1,265 @@
+"""Chooses the kernels of an engine by proof: every operation of every candidate is compared with its twin, once for a
+machine and a model's shapes.
+
+The verdicts are kept in ~/.cache/baton/proofs, under a name that follows from everything that may change them: device,
+driver, versions of torch and Triton, the source of the kernels, and the shapes.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import torch
+
+from baton_serve.engine import device as devices
+from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
+from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, TwinDecoder, decoder_operations
+from baton_serve.engine.kernels.metadata import AttentionBackend, LayerKernels
+from baton_serve.engine.kernels.operations import (
+    Argmax,
+    ProofShapes,
+    argmax_operations,
+    attention_operations,
+    layer_operations,
+)
+from baton_serve.engine.kernels.proof import (
+    TWIN,
+    Candidate,
+    KernelVerdict,
+    Made,
+    Operation,
+    Prover,
+    make_candidates,
+    warn_of_wrong,
+)
+from baton_serve.engine.kernels.reference import layers as twin_layers
+from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+
+K = TypeVar("K")
+_MadeKinds: TypeAlias = tuple[
+    list[Made[AttentionBackend]], list[Made[LayerKernels]], list[Made[Argmax]], list[Made[DecoderKernel]]
+]
+
+_TWIN_DECODER: DecoderKernel = TwinDecoder
+MIXED = "mixed attention"
+_SOURCES = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCandidates:
+    """The implementations that an engine may use on a device, each kind in order of preference. The twins serve where
+    none is right.
+    """
+
+    attention: tuple[Candidate[AttentionBackend], ...] = ()
+    layers: tuple[Candidate[LayerKernels], ...] = ()
+    argmax: tuple[Candidate[Argmax], ...] = ()
+    decoders: tuple[Candidate[DecoderKernel], ...] = ()
+    """Implementations of all layers in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProvedKernels:
+    """The kernels of an engine, and how they were chosen."""
+
+    attention: AttentionBackend
+    layers: LayerKernels
+    argmax: Argmax
+    verdicts: tuple[KernelVerdict, ...]
+    mixes_prompts: bool
+    """Whether `attention` is right for steps in which some sequences decode and others compute their prompt. If not,
+    the scheduler makes such steps of one kind only."""
+    has_decoder: bool
+    """Whether the implementation of all layers in one call is right."""
+
+
+def prove_kernels(
+    candidates: KernelCandidates, shapes: ProofShapes, device: torch.device, *, folder: Path | None
+) -> ProvedKernels:
+    """Prove the candidates, or read the verdicts of an earlier proof from `folder` (None: always prove), and return
+    the kernels to use. Log a warning for each that is wrong.
+    """
+    made = (
+        make_candidates(candidates.attention),
+        make_candidates(candidates.layers),
+        make_candidates(candidates.argmax),
+        make_candidates(candidates.decoders),
+    )
+    file = (
+        None
+        if folder is None
+        else folder / f"{_proof_key([one for kind in made for one in kind], shapes, device)}.json"
+    )
+    verdicts = _read(file)
+    if verdicts is None:
+        verdicts = _prove_all(made, shapes, device)
+        _write(file, verdicts)
+    warn_of_wrong(verdicts)
+    chosen = _Choice(verdicts)
+    return ProvedKernels(
+        attention=_attention(chosen, made[0]),
+        layers=_layers(chosen, made[1]),
+        argmax=chosen.of("argmax", made[2]) or twin_layers.argmax,
+        verdicts=tuple(verdicts),
+        mixes_prompts=_mixes(chosen, verdicts),
+        has_decoder=bool(made[3]) and chosen.of("decoder", made[3]) is not None,
+    )
+
+
+def proof_folder() -> Path | None:
+    """Return the folder of kept verdicts, or None if this user has no home folder."""
+    try:
+        return Path.home() / ".cache" / "baton" / "proofs"
+    except RuntimeError:
+        return None
+
+
+def _prove_all(made: _MadeKinds, shapes: ProofShapes, device: torch.device) -> list[KernelVerdict]:
+    prover = Prover(device, is_timed=not devices.is_host(device))
+    # Several threads of a busy host would wait for each other much longer than these small operations take.
+    with torch.inference_mode(), devices.one_thread() if devices.is_host(device) else contextlib.nullcontext():
+        return [
+            *(_prove(prover, attention_operations(shapes, device), ReferenceAttention(), made[0]) if made[0] else ()),
+            *(_prove(prover, layer_operations(shapes, device), twin_layers, made[1]) if made[1] else ()),
+            *(_prove(prover, argmax_operations(shapes, device), twin_layers.argmax, made[2]) if made[2] else ()),
+            *(_prove(prover, decoder_operations(shapes), _TWIN_DECODER, made[3]) if made[3] else ()),
+        ]
+
+
+def _prove(prover: Prover, operations: Iterable[Operation[K]], twin: K, made: Sequence[Made[K]]) -> list[KernelVerdict]:
+    return [verdict for operation in operations for verdict in prover.prove(operation, twin, made)]
+
+
+class _Choice:
+    """Finds the chosen implementation of an operation. One that is wrong for some of its shapes is not used for any."""
+
+    def __init__(self, verdicts: Sequence[KernelVerdict]) -> None:
+        wrong = {(one.operation, one.candidate) for one in verdicts if not one.is_right}
+        self.wrong = {operation for operation, _ in wrong}
+        """The operations for which a candidate is wrong."""
+        self._names: dict[str, str] = {}
+        for one in verdicts:
+            is_usable = (one.operation, one.candidate) not in wrong
+            if is_usable and (one.is_chosen or one.operation in self.wrong):
+                self._names.setdefault(one.operation, one.candidate)
+        self._proved = {one.operation for one in verdicts}
+
+    def name(self, operation: str) -> str:
+        """Return the name of the implementation that serves this operation; "" for one that was not proved, because
+        the model does not have it."""
+        return self._names.get(operation, TWIN if operation in self._proved else "")
+
+    def of(self, operation: str, made: Sequence[Made[K]]) -> K | None:
+        """Return the implementation that serves this operation; None for the twin."""
+        name = self.name(operation)
+        return next((one.kernels for one in made if one.candidate.name == name), None)
+
+
+def _attention(chosen: _Choice, made: Sequence[Made[AttentionBackend]]) -> AttentionBackend:
+    twin: AttentionBackend = ReferenceAttention()
+    storing, decode, prefill = (
+        chosen.of(name, made) or twin for name in ("KV store", "decode attention", "prefill attention")
+    )
+    fused = chosen.of("fused decode attention", made)
+    if storing is decode is prefill and (fused is storing or "fused decode attention" not in chosen.wrong):
+        return storing
+    return ComposedAttention(storing, decode, prefill, fused)
+
+
+def _layers(chosen: _Choice, made: Sequence[Made[LayerKernels]]) -> LayerKernels:
+    twin: LayerKernels = twin_layers
+    operations = ("product", "norm", "gate", "rotation", "rotary store", "experts")
+    if not made or all(chosen.name(one) == TWIN for one in operations):
+        return twin
+    first = made[0].candidate.name
+    if not chosen.wrong & {*operations, "fused products"} and all(
+        chosen.name(one) in (first, "") for one in operations
+    ):
+        return chosen.of("product", made) or twin
+    # An operation that was not proved, as the model has none, is that of the twin.
+    products, fused = chosen.of("product", made) or twin, chosen.of("fused products", made)
+    others = [chosen.of(one, made) or twin for one in operations[1:]]
+    return ComposedLayers(products, fused if fused is products else None, *others)
+
+
+def _mixes(chosen: _Choice, verdicts: Sequence[KernelVerdict]) -> bool:
+    """Return whether what serves prompts is right for mixed steps too."""
+    name = chosen.name("prefill attention")
+    return not any(v.operation == MIXED and v.candidate == name and not v.is_right for v in verdicts)
+
+
+def _read(file: Path | None) -> list[KernelVerdict] | None:
+    """Return the verdicts of an earlier proof; None if there are none."""
+    if file is None:
+        return None
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[KernelVerdict])
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _write(file: Path | None, verdicts: Sequence[KernelVerdict]) -> None:
+    """Keep the verdicts for later starts, if the folder can be written."""
+    if file is None:
+        return
+    # A home folder that is read-only or full costs the next start a proof, nothing else.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(prefix="proof-", dir=file.parent)
+        with os.fdopen(handle, "wb") as output:
+            output.write(msgspec.json.encode(verdicts))
+        Path(partial).replace(file)
+
+
+def _proof_key(made: Sequence[Made[Any]], shapes: ProofShapes, device: torch.device) -> str:
+    digest = hashlib.sha256()
+    parts = (
+        devices.device_name(device) or platform.processor() or platform.machine(),
+        devices.driver_version(device),
+        torch.__version__,
+        _triton_version(),
+        _fingerprint(),
+        shapes.key,
+        *map(_described, made),
+    )
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _described(made: Made[Any]) -> str:
+    """Return the name of a candidate and of its class or module, which may be another one in a later start."""
+    kernels = made.kernels
+    where = getattr(kernels, "__name__", None) or f"{type(kernels).__module__}.{type(kernels).__qualname__}"
+    return f"{made.candidate.name} {where} {made.error}"
+
+
+def _triton_version() -> str:
+    # Read without importing it, which takes a second.
+    if importlib.util.find_spec("triton") is None:
+        return ""
+    names = ("triton", "triton-xpu", "pytorch-triton-xpu", "pytorch-triton")
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return "unknown"
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Return the hash of the sources of all kernels, in Python and C++."""
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCES.rglob("*")):
+        if path.suffix in {".py", ".cpp", ".h"}:
+            digest.update(str(path.relative_to(_SOURCES)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
