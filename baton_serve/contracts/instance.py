@@ -37,6 +37,31 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     host_total_blocks: int = 0
 
 
+class KernelVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of one implementation of one operation, as logs, `/health` and `baton doctor --kernels` show it."""
+
+    operation: str
+    shape: str
+    candidate: str
+    is_right: bool
+    is_chosen: bool = False
+    difference: float | None = None
+    """Largest difference from the twin, as a fraction of the twin's largest number. None: NaN, infinity or no number
+    at all, which JSON cannot hold."""
+    error: str = ""
+    """The exception that it raised, if any."""
+    time_s: float | None = None
+    """Shortest time of one run; measured only where several implementations are right."""
+
+    def describe(self) -> str:
+        """Return what is wrong, in words."""
+        if self.error:
+            return f"it raised {self.error}"
+        if self.difference is None:
+            return "it computes NaN or infinity"
+        return f"its largest difference from plain torch is {self.difference:.2%}"
+
+
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The link from a peer instance to this one, as measured by this instance, which receives the blocks."""
 
@@ -101,5 +126,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     can_generate: bool = False
     """True if a prefill instance also serves `Generate`, so that it can generate answers while no decode or unified
     instance is ready. Prefill instances of versions before this field register without it."""
+    wrong_kernels: list[str] = []
+    """Operations whose kernels were wrong on the instance's device at its start, and are not used."""
     pooling: PoolingProfile | None = None
     """Set if the model computes vectors. Such an instance generates no text, and its blocks are empty."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from baton_serve.contracts.identity import BlockHash, RequestId
+from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import device
@@ -35,7 +36,6 @@ from baton_serve.engine.errors import UsageError
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.execution.setup import EngineSetup
-from baton_serve.engine.kernels.proof import KernelVerdict
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from baton_serve.contracts.identity import Generation, InstanceId
-from baton_serve.contracts.instance import LinkStatus, Load, Role
+from baton_serve.contracts.instance import KernelVerdict, LinkStatus, Load, Role
 from baton_serve.services.common.cluster_key import ClusterKey
 
 # One line per end of a connection: its own address, the peer's address, its state, and further on its user id.
@@ -88,6 +88,8 @@ class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Running requests; a drain waits for them."""
     step_age_s: float
     """Seconds for which the current step of the engine has run; 0 if it is idle."""
+    wrong_kernels: list[KernelVerdict] = []
+    """Kernels and captured graphs that were wrong on this device at the start, so that others serve."""
 
 
 class Drained(msgspec.Struct, frozen=True):

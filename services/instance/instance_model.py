@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from baton_serve.contracts.identity import InstanceId, new_generation
-from baton_serve.contracts.instance import InstanceRecord, LinkStatus
+from baton_serve.contracts.instance import InstanceRecord, KernelVerdict, LinkStatus
 from baton_serve.contracts.messages import ToInstance, WeightsSource
 from baton_serve.engine import Engine
 from baton_serve.engine.device import release_unused
@@ -141,6 +141,7 @@ class InstanceModel:
             adapters=model.adapters(),
             reads_images=isinstance(engine, Engine) and engine.image_reader is not None,
             can_generate=isinstance(engine, Engine),
+            wrong_kernels=list(dict.fromkeys(verdict.operation for verdict in model.wrong_kernels())),
             pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
         )
         return self._last_record
@@ -148,6 +149,10 @@ class InstanceModel:
     def links(self) -> Sequence[LinkStatus]:
         """Return the links to other instances; none without a model."""
         return self.model.links() if self.model is not None else []
+
+    def wrong_kernels(self) -> list[KernelVerdict]:
+        """Return the kernels and captured graphs that were wrong on this device; none without a model."""
+        return self.model.wrong_kernels() if self.model is not None else []
 
     def kill_ranks(self) -> None:
         """Kill the other ranks of the engine, if there are any. Any thread may call it."""

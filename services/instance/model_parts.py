@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 import torch
 
-from baton_serve.contracts.instance import AdapterRecord, LinkStatus, Role
+from baton_serve.contracts.instance import AdapterRecord, KernelVerdict, LinkStatus, Role
 from baton_serve.contracts.messages import (
     AdapterChanged,
     LoadAdapter,
@@ -156,6 +156,11 @@ class ModelParts:
     def adapters(self) -> list[AdapterRecord]:
         """Return the LoRA adapters that requests may name."""
         return self.engine.adapters.records() if isinstance(self.engine, Engine) else []
+
+    def wrong_kernels(self) -> list[KernelVerdict]:
+        """Return the kernels and captured graphs that were wrong on this device."""
+        verdicts = self.engine.kernel_verdicts if isinstance(self.engine, Engine) else []
+        return [verdict for verdict in verdicts if not verdict.is_right]
 
     def kill_ranks(self) -> None:
         """Kill the other ranks of the engine, if there are any. Any thread may call it."""

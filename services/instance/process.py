@@ -269,6 +269,7 @@ class InstanceProcess:
             routers=len(self._rpc.routers()),
             requests=model.num_requests,
             step_age_s=self._watchdog.step_age_s(),
+            wrong_kernels=model.wrong_kernels(),
         )
 
     def _announce(self) -> None:

@@ -58,8 +58,8 @@ class SchedulerConfig:
     checkpoint_tokens: int = 4096
     """Distance between the checkpoints inside a prompt, in tokens; a multiple of `block_tokens`."""
     mixes_prompts: bool = True
-    """Whether a step may hold sequences with one new token beside chunks of prompts. False for kernels that are wrong
-    for such batches."""
+    """True if a step may hold sequences with one new token beside chunks of prompts. It is False for kernels that are
+    wrong for such batches."""
 
 
 class RequestTable:

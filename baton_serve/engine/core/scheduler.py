@@ -113,7 +113,7 @@ class Scheduler:
         self._step_loras: set[str] = set()
         """LoRA adapters of the step that is being scheduled."""
         self._had_prompts = False
-        """Whether the last step computed prompts; only used if steps must not mix."""
+        """True if the last step computed prompts. It is used only if steps must not mix."""
 
     def has_work(self) -> bool:
         """Return whether `schedule` may find something to compute, or loading sequences are to be polled."""
@@ -257,7 +257,7 @@ class Scheduler:
             if chunk.is_last:
                 # `advance` of a step that ran ahead could not hash blocks whose last tokens were unknown then.
                 self._register_full_blocks(sequence)
-                self._report_first(sequence.request, now, result)
+                _report_first(sequence.request, now, result)
                 self._append_tokens(sequence, plan, by_chunk[number], sampled, result)
         return result
 
@@ -378,24 +378,6 @@ class Scheduler:
         named = [NamedBlock(name, block) for name, block in zip(block_hashes, blocks, strict=True)]
         return CompletedBlocks(request.work.request_id, named)
 
-    def _report_first(self, request: Request, now: float, result: StepResult) -> None:
-        """Add the report of a request's first token, once."""
-        # A request whose blocks came from another instance has computed no prompt here.
-        if request.is_first_reported or request.started_at is None:
-            return
-        request.is_first_reported = True
-        wanted = request.work.sampling.prompt_logprobs is not None
-        result.first.append(
-            FirstTokenInfo(
-                request_id=request.work.request_id,
-                queue_s=request.started_at - request.arrived_at,
-                prefill_s=now - request.started_at,
-                cached_tokens=request.cached_tokens,
-                host_tokens=request.host_tokens,
-                prompt_logprobs=[None, *request.prompt_logprobs] if wanted else None,
-            )
-        )
-
     def _append_tokens(
         self, sequence: Sequence, plan: ScheduledBatch, rows: list[int], sampled: ModelRunnerOutput, result: StepResult
     ) -> None:
@@ -435,6 +417,25 @@ class Scheduler:
             table.finish(sequence)
         else:
             sequence.token_ids.append(chosen[sequence.index])
+
+
+def _report_first(request: Request, now: float, result: StepResult) -> None:
+    """Add the report of a request's first token, once."""
+    # A request whose blocks came from another instance has computed no prompt here.
+    if request.is_first_reported or request.started_at is None:
+        return
+    request.is_first_reported = True
+    wanted = request.work.sampling.prompt_logprobs is not None
+    result.first.append(
+        FirstTokenInfo(
+            request_id=request.work.request_id,
+            queue_s=request.started_at - request.arrived_at,
+            prefill_s=now - request.started_at,
+            cached_tokens=request.cached_tokens,
+            host_tokens=request.host_tokens,
+            prompt_logprobs=[None, *request.prompt_logprobs] if wanted else None,
+        )
+    )
 
 
 def _sample_rows(chunks: list[ScheduledChunk]) -> list[SampleRow]:

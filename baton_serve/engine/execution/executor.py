@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeGraphs, DecodeResult
 from baton_serve.engine.execution.graph_proof import ProofBlocks, prove_graphs, random_blocks
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kernels import SlotRows
 from baton_serve.engine.kernels.operations import Argmax
-from baton_serve.engine.kernels.proof import KernelVerdict
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.batch_inputs import StepArrays, StepStates

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.kernels.operations import FLOAT32_TOLERANCE, TOLERANCE
-from baton_serve.engine.kernels.proof import RUNS, KernelVerdict, difference
+from baton_serve.engine.kernels.proof import RUNS, difference
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Kernels of libraries: torch's own attention (SDPA), and Intel's package `vllm-xpu-kernels` if it is installed.
+"""Wraps kernels of libraries: torch's own attention (SDPA), and Intel's package `vllm-xpu-kernels` if it is installed.
 
-They are candidates beside Baton's kernels, for devices only. The package is never required, and only detected. What it
-offers for other layouts of the KV cache or of weights is not used.
+They are candidates beside Baton's kernels, for devices only. The package is never required, and only detected. Its
+kernels for other layouts of the KV cache or of weights are not used.
 """
 
 import importlib

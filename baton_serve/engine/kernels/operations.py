@@ -293,7 +293,7 @@ def _fused_decode(
     def run(attention: AttentionBackend) -> tuple[Tensor, ...] | None:
         stored = batch.tensor.clone()
         cache = batch.layer(stored, 1)
-        if isinstance(attention, ReferenceAttention):
+        if type(attention) is ReferenceAttention:
             output = _separate_decode(attention, new, cache, batch.meta, spec)
             return (output, *batch.read(stored))
         found = attention.attend_new(new, cache, batch.meta, spec)

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine import device as devices
 
 logger = logging.getLogger(__name__)
@@ -33,31 +34,6 @@ TWIN = "plain torch"
 REMEDY = "please report it: baton doctor --report"
 
 
-class KernelVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of one implementation of one operation, as logs, `/health` and `baton doctor --kernels` show it."""
-
-    operation: str
-    shape: str
-    candidate: str
-    is_right: bool
-    is_chosen: bool = False
-    difference: float | None = None
-    """Largest difference from the twin, as a fraction of the twin's largest number. None: NaN, infinity or no number
-    at all, which JSON cannot hold."""
-    error: str = ""
-    """The exception that it raised, if any."""
-    time_s: float | None = None
-    """Shortest time of one run; measured only where several implementations are right."""
-
-    def describe(self) -> str:
-        """Return what is wrong, in words."""
-        if self.error:
-            return f"it raised {self.error}"
-        if self.difference is None:
-            return "it computes NaN or infinity"
-        return f"its largest difference from plain torch is {self.difference:.2%}"
-
-
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[K]):
     """An operation with fixed random inputs, for implementations of the interface `K`."""
@@ -71,7 +47,7 @@ class Operation(Generic[K]):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(Generic[K]):
+class KernelCandidate(Generic[K]):
     """An implementation of the interface `K`. `make` may raise: the package that it is from may not fit the device."""
 
     name: str
@@ -79,14 +55,14 @@ class Candidate(Generic[K]):
     only: frozenset[str] = frozenset()
     """The operations that it has; empty: all."""
     is_last: bool = False
-    """It is chosen only if no other is right, however fast it is; for those that graphs cannot capture."""
+    """It is chosen only if no other is right, however fast it is. Graphs cannot capture such a one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made(Generic[K]):
     """A candidate that was made: its implementation, or the reason why there is none."""
 
-    candidate: Candidate[K]
+    candidate: KernelCandidate[K]
     kernels: K | None
     error: str = ""
 
@@ -169,7 +145,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return largest if largest == largest else math.inf
 
 
-def make_candidates(candidates: Iterable[Candidate[K]]) -> list[Made[K]]:
+def make_candidates(candidates: Iterable[KernelCandidate[K]]) -> list[Made[K]]:
     """Make the implementations. One that cannot be made is replaced by the reason."""
     made: list[Made[K]] = []
     for one in candidates:

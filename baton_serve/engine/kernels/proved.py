@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import torch
 
+from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine import device as devices
 from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
 from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, TwinDecoder, decoder_operations
@@ -34,8 +35,7 @@ from baton_serve.engine.kernels.operations import (
 )
 from baton_serve.engine.kernels.proof import (
     TWIN,
-    Candidate,
-    KernelVerdict,
+    KernelCandidate,
     Made,
     Operation,
     Prover,
@@ -61,10 +61,10 @@ class KernelCandidates:
     none is right.
     """
 
-    attention: tuple[Candidate[AttentionBackend], ...] = ()
-    layers: tuple[Candidate[LayerKernels], ...] = ()
-    argmax: tuple[Candidate[Argmax], ...] = ()
-    decoders: tuple[Candidate[DecoderKernel], ...] = ()
+    attention: tuple[KernelCandidate[AttentionBackend], ...] = ()
+    layers: tuple[KernelCandidate[LayerKernels], ...] = ()
+    argmax: tuple[KernelCandidate[Argmax], ...] = ()
+    decoders: tuple[KernelCandidate[DecoderKernel], ...] = ()
     """Implementations of all layers in one call."""
 
 
@@ -77,10 +77,10 @@ class ProvedKernels:
     argmax: Argmax
     verdicts: tuple[KernelVerdict, ...]
     mixes_prompts: bool
-    """Whether `attention` is right for steps in which some sequences decode and others compute their prompt. If not,
-    the scheduler makes such steps of one kind only."""
+    """True if `attention` is right for steps in which some sequences decode and others compute their prompts. If not,
+    each step of the scheduler is of one kind."""
     has_decoder: bool
-    """Whether the implementation of all layers in one call is right."""
+    """True if the implementation of all layers in one call is right."""
 
 
 def prove_kernels(

@@ -23,7 +23,7 @@ from baton_serve.engine.kernels.metadata import (
     RowKernel,
     RowLayer,
 )
-from baton_serve.engine.kernels.proof import Candidate
+from baton_serve.engine.kernels.proof import KernelCandidate
 from baton_serve.engine.kernels.proved import KernelCandidates
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
@@ -38,21 +38,23 @@ def kernel_candidates(device: torch.device, dtype: torch.dtype) -> KernelCandida
     own_attention, own_layers = attention_backend(device, dtype), layer_kernels(device, dtype)
     name = "C++" if device.type == "cpu" else "Triton"
     has_own_attention = not isinstance(own_attention, ReferenceAttention)
-    attention = [Candidate(name, lambda: own_attention)] if has_own_attention else []
-    layers = [Candidate(name, lambda: own_layers)] if own_layers is not reference_layers else []
+    attention = [KernelCandidate(name, lambda: own_attention)] if has_own_attention else []
+    layers = [KernelCandidate(name, lambda: own_layers)] if own_layers is not reference_layers else []
     if device.type == "cpu":
         can_decode = isinstance(own_layers, CpuLayers) and dtype == torch.bfloat16
         library = own_layers.library if isinstance(own_layers, CpuLayers) else None
         if library is not None and can_decode and has_packed_linear(library):
-            decoders: tuple[Candidate[DecoderKernel], ...] = (Candidate(name, lambda: PackedDecoder(library)),)
+            decoders: tuple[KernelCandidate[DecoderKernel], ...] = (
+                KernelCandidate(name, lambda: PackedDecoder(library)),
+            )
             return KernelCandidates(tuple(attention), tuple(layers), (), decoders)
         return KernelCandidates(tuple(attention), tuple(layers))
     prompts = frozenset({"prefill attention", "mixed attention"})
-    attention.append(Candidate("SDPA", LibraryAttention, prompts, is_last=True))
+    attention.append(KernelCandidate("SDPA", LibraryAttention, prompts, is_last=True))
     if has_package():
-        layers.append(Candidate("vllm-xpu-kernels", _package_layers, frozenset({"norm", "gate"})))
+        layers.append(KernelCandidate("vllm-xpu-kernels", _package_layers, frozenset({"norm", "gate"})))
     own_argmax = argmax_kernel(device)
-    argmax = () if own_argmax is reference_layers.argmax else (Candidate(name, lambda: own_argmax),)
+    argmax = () if own_argmax is reference_layers.argmax else (KernelCandidate(name, lambda: own_argmax),)
     return KernelCandidates(tuple(attention), tuple(layers), argmax)
 
 

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeResult
 from baton_serve.engine.execution.executor import AfterLayer, Executor, LocalExecutor
-from baton_serve.engine.kernels.proof import KernelVerdict
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.model.batch_inputs import StepArrays
 from baton_serve.engine.parallel.commands import (

@@ -71,6 +71,8 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
     host_used_blocks: int
     host_total_blocks: int
     prefill_tokens_per_s: float
+    wrong_kernels: list[str]
+    """Operations whose kernels were wrong on the instance's device, so that slower ones serve."""
     links: list[LinkHealth]
 
 
@@ -186,6 +188,7 @@ def _instance_health(worker: WorkerState) -> InstanceHealth:
         host_used_blocks=load.host_used_blocks,
         host_total_blocks=load.host_total_blocks,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
+        wrong_kernels=record.wrong_kernels,
         links=[
             LinkHealth(link.peer, link.transport, link.bytes_per_second / 1e9, link.choice, link.reason)
             for link in worker.links
