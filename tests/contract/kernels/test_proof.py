@@ -49,7 +49,7 @@ INT4 = WeightFormat("int4", 32, torch.bfloat16, has_zeros=False)
 
 
 class Layers:
-    """All operations of the twin, of which tests replace some."""
+    """The operations of the twin, of which tests replace some."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(twin_module, name)
