@@ -51,7 +51,7 @@ class KernelVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     """The exception that it raised, if any."""
     time_s: float | None = None
-    """Shortest time of one run; measured only where several implementations are right."""
+    """Shortest time of one run; None if it was not measured."""
 
     def describe(self) -> str:
         """Return what is wrong, in words."""

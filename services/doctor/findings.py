@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from baton_serve.contracts.instance import KernelVerdict
+
 Status = Literal["ok", "note", "warning", "problem"]
 
 
@@ -26,6 +28,8 @@ class DoctorReport(msgspec.Struct, frozen=True):
     version: str
     healthy: bool
     findings: list[Finding]
+    kernels: list[KernelVerdict] = []
+    """The results of `--kernels`."""
 
 
 def ok(check: str, message: str) -> Finding:

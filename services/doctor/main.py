@@ -15,6 +15,7 @@ from baton_serve.services.doctor.cards import check_cards, check_visible
 from baton_serve.services.doctor.device_probe import ProbeFacts
 from baton_serve.services.doctor.devices import check_transports, device_findings, probe_devices
 from baton_serve.services.doctor.findings import DoctorReport, Finding
+from baton_serve.services.doctor.kernel_table import as_table, prove_kernels
 from baton_serve.services.doctor.kernels import check_kernels
 from baton_serve.services.doctor.limits import check_limits
 from baton_serve.services.doctor.network import check_network
@@ -31,6 +32,10 @@ def main(argv: Sequence[str]) -> int:
         program="baton doctor",
         description="Check whether this machine can serve models: driver, cards, torch, memory, limits, network.",
     )
+    if settings.kernels:
+        report = prove_kernels(settings.model, settings.probe_timeout_s)
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if settings.json else as_table(report))
+        return 0 if report.healthy else 1
     findings = asyncio.run(run_checks(settings, Path("/")))
     report = DoctorReport(VERSION, all(finding.status != "problem" for finding in findings), findings)
     sys.stdout.write(_shown(report, settings))

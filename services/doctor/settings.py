@@ -24,6 +24,16 @@ class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True):
             " of the engine, against plain torch"
         ),
     ] = False
+    kernels: Annotated[
+        bool,
+        Meta(
+            description="prove the kernels of the engine alone, with the shapes of MODEL, and print a table of all"
+            " operations: whether each implementation is right, its difference from plain torch, and its time"
+        ),
+    ] = False
+    model: Annotated[
+        str, Meta(description="with --kernels: a folder with a config.json", extra={"positional": True})
+    ] = ""
     report: Annotated[
         bool,
         Meta(
@@ -37,5 +47,9 @@ class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 120.0
 
     def __post_init__(self) -> None:
+        if self.model and not self.kernels:
+            raise ValueError("a model is proved with --kernels only: baton doctor --kernels MODEL")
+        if self.kernels and self.report:
+            raise ValueError("--report proves kernels too: leave out --kernels")
         if self.report and (self.json or self.registry or self.peer):
             raise ValueError("--report is a text without addresses: leave out --json, --registry and --peer")

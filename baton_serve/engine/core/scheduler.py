@@ -141,6 +141,7 @@ class Scheduler:
             if batch.chunks:
                 self._had_prompts = True
                 return batch
+        # Decoding sequences wait for at most one chunk, and prompts for one decode step.
         self._had_prompts = False
         batch = self._schedule(now, decodes=True, prompts=False)
         return batch if batch.chunks else self._schedule(now, decodes=False, prompts=True)

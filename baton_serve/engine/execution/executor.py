@@ -191,6 +191,7 @@ class LocalExecutor:
                 self._graphs.release()
             else:
                 wrong = prove_graphs(self._prompts.proof_cases(self._blocks))
+        # Without graphs of decode steps those of prompts are not used either: both come from the same capture.
         if wrong:
             self._prompts.release()
         self.wrong_graphs = wrong

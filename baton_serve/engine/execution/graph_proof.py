@@ -107,6 +107,7 @@ def random_blocks(layers: Sequence[Tensor], num_seqs: int) -> Iterator[None]:
     """Fill the blocks of a proof with random numbers, and with zeros again at the end. Caches of one-byte codes stay
     as they are, as torch cannot draw such numbers.
     """
+    # Zeros alone would hide a graph that reads other blocks than those of its inputs.
     last = 1 + num_seqs + SHARED_BLOCKS
     planes = [layer[:last, plane] for layer in layers if layer.element_size() > 1 for plane in (0, 1)]
     for plane in planes:

@@ -9,7 +9,7 @@ import torch
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels.metadata import AttentionSpec
-from baton_serve.engine.kernels.operations import ProofShapes, WeightFormat, different_specs
+from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat, different_specs
 from baton_serve.engine.kernels.proved import ProvedKernels, proof_folder, prove_kernels
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.selection import kernel_candidates
@@ -19,8 +19,6 @@ from baton_serve.engine.model.quantized.modules import quantized_layers
 
 DEFAULT_HIDDEN_SIZE = 512
 """Size of the norms that are proved if a config does not state one by a known name."""
-WHOLE_ROW = 1 << 30
-"""The group of a weight with one scale for a whole row, whatever its length."""
 
 
 def choose_kernels(config: EngineConfig, model: LoadedModel, layout: KVLayout, device: torch.device) -> ProvedKernels:
@@ -35,6 +33,7 @@ def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShap
     """Return the shapes of one rank's part of a model."""
     stated: Any = cast(Any, model.module).config
     get_text_config = getattr(stated, "get_text_config", None)
+    # Configs of this project's own loader have no parts.
     text = stated if get_text_config is None else get_text_config()
     whole = getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None)
     return ProofShapes(
@@ -77,10 +76,6 @@ def shapes_of_config(folder: Path, device_dtype: torch.dtype, block_tokens: int)
         cache_dtype=device_dtype,
         vocab_size=int(text.get("vocab_size") or DEFAULT_HIDDEN_SIZE),
         specs=different_specs(specs),
-        formats=(
-            WeightFormat("int4", 128, torch.bfloat16, has_zeros=False),
-            WeightFormat("int8", WHOLE_ROW, torch.bfloat16, has_zeros=False),
-        ),
         has_experts=any(text.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")),
     )
 

@@ -62,6 +62,8 @@ class ComposedLayers:
     rotations: LayerKernels
     rotary_stores: LayerKernels
     experts: LayerKernels
+    other_norms: LayerKernels
+    gelu_gates: LayerKernels
 
     def pack(self, weight: QuantizedWeight) -> Weight:
         return self.products.pack(weight)
@@ -82,6 +84,9 @@ class ComposedLayers:
         unit_offset: bool = False,
     ) -> Tensor:
         return self.norms.rms_norm(x, weight, eps, residual=residual, unit_offset=unit_offset)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self.other_norms.norm(x, norm)
 
     def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
         if self.fused_products is None:
@@ -111,6 +116,9 @@ class ComposedLayers:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self.gates.silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self.gelu_gates.gelu_mul(gate_up)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         return self.rotations.rotation(positions, frequencies, scaling)

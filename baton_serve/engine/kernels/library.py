@@ -55,9 +55,11 @@ def _attend_one(query: Tensor, cache: Tensor, length: int, table: Tensor, spec: 
     keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(query.dtype).unbind(0)
     positions = torch.arange(length - len(query), length, device=query.device)[:, None]
     kv_positions = torch.arange(length, device=query.device)[None, :]
+    # Not `is_causal`: it aligns a chunk with the first keys, and a chunk lies at the end of its context.
     visible = kv_positions <= positions
     if spec.sliding_window is not None:
         visible &= kv_positions > positions - spec.sliding_window
+    # `enable_gqa` has no fast kernel on some devices.
     group = query.shape[1] // keys.shape[0]
     found = functional.scaled_dot_product_attention(
         query.transpose(0, 1),

@@ -6,7 +6,7 @@ model; the numbers of tokens and of outputs are small, so that a proof on a CPU 
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ FLOAT32_TOLERANCE, TOLERANCE = 5e-3, 0.02
 """Largest differences that rounding explains: in float32 (matrix units may round its products), and in 16 bits. A
 kernel that reads a wrong block differs by about 1."""
 EPS = 1e-6
+WHOLE_ROW = 1 << 30
+"""The group of a weight with one scale for a whole row, whatever its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class WeightFormat:
     group: int
     scales: torch.dtype
     has_zeros: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.codebook} in rows" if self.group >= WHOLE_ROW else f"{self.codebook} in groups of {self.group}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +94,7 @@ class ProofShapes:
     @property
     def key(self) -> str:
         """Return everything that distinguishes these shapes from others."""
-        rules = [(s.scale, s.sliding_window, s.softcap, s.sinks is None, s.alibi is None) for s in self.specs]
-        return repr((replace(self, specs=()), rules))
+        return repr((replace(self, specs=()), [_kind_of(spec) for spec in self.specs]))
 
 
 def different_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
@@ -97,9 +102,16 @@ def different_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]
     kinds: dict[object, AttentionSpec] = {}
     for spec in specs:
         window = None if spec.sliding_window is None else min(spec.sliding_window, WINDOW)
-        kind = (spec.scale, window, spec.softcap, spec.sinks is None, spec.alibi is None)
-        kinds.setdefault(kind, replace(spec, sliding_window=window))
+        cut = replace(spec, sliding_window=window)
+        kinds.setdefault(_kind_of(cut), cut)
     return tuple(kinds.values())
+
+
+def _kind_of(spec: AttentionSpec) -> tuple[object, ...]:
+    """Return everything by which rules differ; of sinks and slopes, only whether there are any."""
+    return tuple(
+        isinstance(value, Tensor) or value for value in (getattr(spec, field.name) for field in fields(AttentionSpec))
+    )
 
 
 def random_weight(form: WeightFormat, outputs: int, inputs: int, draw: "Draw") -> QuantizedWeight:
@@ -236,6 +248,8 @@ def layer_operations(shapes: ProofShapes, device: torch.device) -> list[Operatio
     found = [
         Operation("norm", f"hidden size {hidden}, {kind}", _norm(hidden, draw), tolerance),
         Operation("gate", f"width {WIDTH}, {kind}", _gate(draw), tolerance),
+        Operation("other norms", f"hidden size {hidden}, {kind}", _other_norms(hidden, draw), tolerance),
+        Operation("GELU gate", f"width {WIDTH}, {kind}", _gelu_gate(draw), tolerance),
     ]
     if shapes.head_dim % 2 == 0:
         heads = f"{shapes.heads}, {kind}"
@@ -244,7 +258,7 @@ def layer_operations(shapes: ProofShapes, device: torch.device) -> list[Operatio
             found.append(Operation("rotary store", heads, _rotary_store(shapes, draw), tolerance))
     plain = (None, *shapes.formats)
     for form in plain:
-        label = kind if form is None else f"{form.codebook} in groups of {form.group}"
+        label = kind if form is None else form.label
         shape = f"hidden size {hidden}, {label}"
         found.append(Operation("product", shape, _product(hidden, form, draw), tolerance))
         found.append(Operation("fused products", shape, _fused_products(hidden, form, draw), 2 * tolerance))
@@ -268,6 +282,7 @@ def _store(batch: CacheBatch, draw: Draw) -> Callable[[AttentionBackend], tuple[
     key, value = batch.new_rows(draw)
 
     def run(attention: AttentionBackend) -> tuple[Tensor, ...]:
+        # The whole cache is compared: a kernel must leave all other blocks, and the other layer, as they were.
         stored = batch.tensor.clone()
         attention.store(key, value, batch.layer(stored, 1), batch.meta)
         return batch.read(stored)
@@ -293,6 +308,7 @@ def _fused_decode(
     def run(attention: AttentionBackend) -> tuple[Tensor, ...] | None:
         stored = batch.tensor.clone()
         cache = batch.layer(stored, 1)
+        # The twin has no fused form; its separate steps specify the result.
         if type(attention) is ReferenceAttention:
             output = _separate_decode(attention, new, cache, batch.meta, spec)
             return (output, *batch.read(stored))
@@ -329,6 +345,21 @@ def _norm(hidden: int, draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, ...
         )
 
     return run
+
+
+def _other_norms(hidden: int, draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, ...]]:
+    x, weight, bias = draw.values(ROWS, hidden), draw.values(hidden), draw.values(hidden)
+    kinds = (
+        Norm(weight, EPS, bias, is_centered=True),
+        Norm(weight, EPS, is_centered=True),
+        Norm(weight, EPS, has_offset=True),
+    )
+    return lambda kernels: tuple(kernels.norm(x, kind) for kind in kinds)
+
+
+def _gelu_gate(draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, ...]]:
+    x = draw.values(ROWS, 2 * WIDTH)
+    return lambda kernels: (kernels.gelu_mul(x),)
 
 
 def _gate(draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, ...]]:
@@ -404,6 +435,7 @@ def _fused_products(hidden: int, form: WeightFormat | None, draw: Draw) -> Calla
     def run(kernels: LayerKernels) -> tuple[Tensor, ...]:
         first, second = up.of(kernels), down.of(kernels)
         results: list[Tensor] = []
+        # Products of a single row have kernels of their own.
         for count in (1, ROWS):
             added = residual[:count].clone()
             x = kernels.norm_for(rows[:count].clone(), norm, first)

@@ -68,7 +68,7 @@ class Made(Generic[K]):
 
 
 class Prover:
-    """Proves operations on one device. `is_timed` measures times where several implementations are right."""
+    """Proves operations on one device. With `is_timed` the fastest of the right implementations is chosen."""
 
     def __init__(self, device: torch.device, *, is_timed: bool) -> None:
         self._device = device
@@ -84,8 +84,8 @@ class Prover:
         expected = operation.run(twin)
         assert expected is not None, f"the twin does not compute {operation.name}"
         judged = [(one, verdict) for one in having if (verdict := self._judge(operation, expected, one)) is not None]
-        right = [one for one, verdict in judged if verdict.is_right]
-        if len(right) > 1 and self._is_timed:
+        if self._is_timed:
+            right = [one for one, verdict in judged if verdict.is_right]
             times = {one.candidate.name: self._time(operation, one.kernels) for one in right if one.kernels is not None}
             judged = [
                 (one, msgspec.structs.replace(verdict, time_s=times.get(verdict.candidate))) for one, verdict in judged

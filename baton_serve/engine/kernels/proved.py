@@ -84,10 +84,16 @@ class ProvedKernels:
 
 
 def prove_kernels(
-    candidates: KernelCandidates, shapes: ProofShapes, device: torch.device, *, folder: Path | None
+    candidates: KernelCandidates,
+    shapes: ProofShapes,
+    device: torch.device,
+    *,
+    folder: Path | None,
+    is_timed: bool | None = None,
 ) -> ProvedKernels:
     """Prove the candidates, or read the verdicts of an earlier proof from `folder` (None: always prove), and return
-    the kernels to use. Log a warning for each that is wrong.
+    the kernels to use. Log a warning for each that is wrong. `is_timed` says whether the fastest right one is chosen;
+    None: except on hosts, where C++ is faster than plain torch.
     """
     made = (
         make_candidates(candidates.attention),
@@ -102,7 +108,8 @@ def prove_kernels(
     )
     verdicts = _read(file)
     if verdicts is None:
-        verdicts = _prove_all(made, shapes, device)
+        prover = Prover(device, is_timed=not devices.is_host(device) if is_timed is None else is_timed)
+        verdicts = _prove_all(prover, made, shapes, device)
         _write(file, verdicts)
     warn_of_wrong(verdicts)
     chosen = _Choice(verdicts)
@@ -124,8 +131,7 @@ def proof_folder() -> Path | None:
         return None
 
 
-def _prove_all(made: _MadeKinds, shapes: ProofShapes, device: torch.device) -> list[KernelVerdict]:
-    prover = Prover(device, is_timed=not devices.is_host(device))
+def _prove_all(prover: Prover, made: _MadeKinds, shapes: ProofShapes, device: torch.device) -> list[KernelVerdict]:
     # Several threads of a busy host would wait for each other much longer than these small operations take.
     with torch.inference_mode(), devices.one_thread() if devices.is_host(device) else contextlib.nullcontext():
         return [
@@ -167,6 +173,7 @@ class _Choice:
 
 def _attention(chosen: _Choice, made: Sequence[Made[AttentionBackend]]) -> AttentionBackend:
     twin: AttentionBackend = ReferenceAttention()
+    # A cache that one kernel has written is read by others: they agree on its layout, which the twin specifies.
     storing, decode, prefill = (
         chosen.of(name, made) or twin for name in ("KV store", "decode attention", "prefill attention")
     )
@@ -178,7 +185,7 @@ def _attention(chosen: _Choice, made: Sequence[Made[AttentionBackend]]) -> Atten
 
 def _layers(chosen: _Choice, made: Sequence[Made[LayerKernels]]) -> LayerKernels:
     twin: LayerKernels = twin_layers
-    operations = ("product", "norm", "gate", "rotation", "rotary store", "experts")
+    operations = ("product", "norm", "gate", "rotation", "rotary store", "experts", "other norms", "GELU gate")
     if not made or all(chosen.name(one) == TWIN for one in operations):
         return twin
     first = made[0].candidate.name
@@ -194,6 +201,7 @@ def _layers(chosen: _Choice, made: Sequence[Made[LayerKernels]]) -> LayerKernels
 
 def _mixes(chosen: _Choice, verdicts: Sequence[KernelVerdict]) -> bool:
     """Return whether what serves prompts is right for mixed steps too."""
+    # Mixed steps have more than one new token per sequence, so they go to what serves prompts.
     name = chosen.name("prefill attention")
     return not any(v.operation == MIXED and v.candidate == name and not v.is_right for v in verdicts)
 
@@ -232,6 +240,7 @@ def _proof_key(made: Sequence[Made[Any]], shapes: ProofShapes, device: torch.dev
         shapes.key,
         *map(_described, made),
     )
+    # Parts are separated, so that no two lists of parts give the same bytes.
     for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]

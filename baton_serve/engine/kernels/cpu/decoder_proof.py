@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer
+from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer, DecoderRules
 from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, pack, pack_codes
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Norm
 from baton_serve.engine.kernels.operations import (
     EPS,
     MIXED,
@@ -78,15 +78,18 @@ class PackedDecoder:
     def __call__(self, decoder: SmallDecoder) -> Step:
         layers = [self._packed_layer(layer) for layer in decoder.layers]
         head = pack(self._library, [decoder.head], None)
-        return CpuDecoder(self._library, layers, decoder.final_norm, head, EPS, decoder.num_kv_heads)
+        rules = DecoderRules(decoder.num_kv_heads, Norm(decoder.final_norm, EPS))
+        return CpuDecoder(self._library, layers, head, rules)
 
     def _packed_layer(self, layer: SmallLayer) -> DecoderLayer:
-        query_norm, key_norm = layer.head_norms or (None, None)
+        heads = layer.head_norms
         return DecoderLayer(
-            input_norm=layer.norms[0],
-            query_norm=query_norm,
-            key_norm=key_norm,
-            mlp_norm=layer.norms[1],
+            input_norm=Norm(layer.norms[0], EPS),
+            attention_norm=None,
+            query_norm=None if heads is None else Norm(heads[0], EPS),
+            key_norm=None if heads is None else Norm(heads[1], EPS),
+            mlp_norm=Norm(layer.norms[1], EPS),
+            mlp_output_norm=None,
             qkv=self._packed(layer.qkv, layer.qkv_bias),
             output=self._packed(layer.output, None),
             gate_up=self._packed(layer.gate_up, None, takes_turns=True),
@@ -118,6 +121,8 @@ class TwinDecoder:
         logit_rows: Tensor | None,
     ) -> Tensor:
         hidden: Tensor | None = None
+        # Both halves of the columns are equal, and `rotation` has one of them.
+        rotation = (rotation[0][0].repeat(1, 2), rotation[1][0].repeat(1, 2))
         for layer, cache in zip(self._decoder.layers, caches, strict=True):
             normed = _norm(hidden, residual, layer.norms[0])
             attended = self._attend(layer, normed, rotation, cache, meta)
@@ -144,6 +149,7 @@ class TwinDecoder:
 def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
     """Return the operation `decoder` for plain weights and for each of the model's formats that can be packed."""
     host = torch.device("cpu")
+    # Few heads: the call is the same for more, and packing them would take most of the time.
     draw = Draw(host, shapes.dtype)
     ratio, num_kv_heads = shapes.num_heads // shapes.num_kv_heads, min(MAX_KV_HEADS, shapes.num_kv_heads)
     small = replace(shapes, num_kv_heads=num_kv_heads, num_heads=ratio * num_kv_heads)
@@ -192,7 +198,7 @@ def _cut_heads(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
 def _run(decoder: SmallDecoder, shapes: ProofShapes, draw: Draw) -> Callable[[DecoderKernel], tuple[Tensor, ...]]:
     batch = CacheBatch(shapes, MIXED, draw)
     embeddings = draw.values(batch.num_tokens, HIDDEN)
-    angles = draw.normal(batch.num_tokens, shapes.head_dim // 2).repeat(1, 2)
+    angles = draw.normal(1, batch.num_tokens, shapes.head_dim // 2)
     rows = (batch.meta.query_starts[1:] - 1).long()
 
     def run(kernel: DecoderKernel) -> tuple[Tensor, ...]:
