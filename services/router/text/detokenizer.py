@@ -54,6 +54,8 @@ class TokenStream:
         bytes by token id if the text is exactly their sequence, also at its beginning.
         """
         self._has_known_bytes = has_known_bytes
+        # The bytes of several tokens are joined before they become text. Spaces between tokens of `joined` could not be
+        # removed from that.
         self._table = None if joined else table
         self._tokenizer = tokenizer
         self._skipped = skipped
@@ -109,6 +111,7 @@ class TokenStream:
 
     def finish(self) -> str:
         """Return the rest of the text: incomplete characters that were held back for further tokens."""
+        # Most answers end with a whole character. Decoding an empty list takes several times as long as this test.
         if not self._held:
             return ""
         text = self._tokenizer.decode(self._held, skip_special_tokens=False)
@@ -210,6 +213,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, object]]:
 
 
 def _is_byte_level(steps: list[dict[str, object]]) -> bool:
+    # Further steps may change the text, for example at its beginning, so that tokens' bytes are not all of it.
     return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
