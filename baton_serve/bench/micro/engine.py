@@ -1,6 +1,6 @@
 """Measure the engine alone, in this process: decode and prefill of a named model shape, against limits of the machine.
 
-`baton-bench engine [--shape llama-3.1-8b] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
+`baton-bench engine [--shape llama-3.1-8b | --model DIR] [--device auto] [--batches 1 8 …] [--context 1024] [--json]`
 
 A decode step is limited by the weights and the KV that it reads, at the read bandwidth, or by its products at the
 speed of one large matrix product (on a CPU in bf16 or float32, whichever is faster). Prefill is limited by its
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from baton_serve.bench.micro.engine_adapters import load_random_adapters
+from baton_serve.bench.micro.engine_model_costs import model_costs
 from baton_serve.bench.micro.engine_peer import NAME as PEER_LABEL
 from baton_serve.bench.micro.engine_peer import TransformersPeer
 from baton_serve.bench.micro.engine_shapes import SHAPES, WEIGHT_BITS, Costs, costs, write_shape
@@ -255,7 +256,6 @@ class Cases:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Start the engine and yield the rows of all cases."""
-    cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     target = device.select_device(options.device)
     interleaved = InterleavedRuns(options, target)
     limits = interleaved.first
@@ -264,11 +264,17 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(write_shape(options.shape, Path(folder)))
         started = time.perf_counter()
-        engine = Engine(_config(options, model))
+        config = _config(options, model)
+        engine = Engine(config)
         yield _row(options, "start", time.perf_counter() - started, "s")
     gc.collect()
     gc.freeze()  # as in a serving process: objects made at start are never garbage, so collections skip them
     with engine:
+        cost = (
+            model_costs(config, engine.layout)
+            if options.model
+            else costs(options.shape, options.quantization, options.kv_cache_dtype)
+        )
         cases = Cases(engine, cost, interleaved, options.steps)
         cases.fresh(1, min(512, engine.max_model_len - 1))  # warm up
         adapters = load_random_adapters(
@@ -321,7 +327,12 @@ def _timed_row(options: argparse.Namespace, case: str, taken: CaseResult) -> Row
 
 def _row(options: argparse.Namespace, case: str, value: float, unit: str, taken: CaseResult | None = None) -> Row:
     sys.stderr.write(f"{case}: {value:.4g} {unit}\n")
-    is_measured = options.shape == "llama-3.1-8b" and not options.quantization and options.kv_cache_dtype == "auto"
+    is_measured = (
+        options.model is None
+        and options.shape == "llama-3.1-8b"
+        and not options.quantization
+        and options.kv_cache_dtype == "auto"
+    )
     peer = PEER_VALUES.get(case) if is_measured else None
     name = PEER if peer is not None else None
     if taken is None:
@@ -361,7 +372,7 @@ def _pair(text: str) -> tuple[int, int]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="baton-bench engine", description=__doc__)
     made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="shape of the model")
-    made.add_argument("--model", help="folder with weights of that shape (default: random weights)")
+    made.add_argument("--model", help="folder of a model, whose config gives the limits, in place of a shape")
     made.add_argument(
         "--load",
         choices=["dummy", "auto"],
