@@ -18,7 +18,7 @@ from baton_serve.engine.model.vision.decoder import decoder_config
 from baton_serve.engine.model_folder import read_config, weight_files
 
 _EXPERT = re.compile(r"\.experts\.(\d+\.)?")
-"""In names of parameters of experts; with a number if each expert has parameters of its own."""
+"""Matches names of experts' parameters, with a number if each expert has parameters of its own."""
 
 
 def model_costs(config: EngineConfig, layout: KVLayout) -> Costs:

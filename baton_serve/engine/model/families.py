@@ -99,10 +99,12 @@ class FamilyDescription:
 
 
 _LLAMA = FamilyDescription()
+# muP: the width is taken into account by factors, not by the weights.
 _GRANITE = FamilyDescription(
     embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
 )
 _GEMMA = FamilyDescription(has_offset=True, activation="hidden_act")
+# Norms before and behind attention and the MLP.
 _GEMMA_2 = replace(
     _GEMMA,
     attention_norm="post_attention_layernorm",
@@ -111,6 +113,7 @@ _GEMMA_2 = replace(
     activation="hidden_activation",
     logit_softcap="final_logit_softcapping",
 )
+# The norms stand behind attention and the MLP only.
 _OLMO_2 = FamilyDescription(
     input_norm=None,
     attention_norm="post_attention_layernorm",
@@ -119,6 +122,7 @@ _OLMO_2 = FamilyDescription(
     has_wide_norms=True,
 )
 _GLM = FamilyDescription(is_interleaved=True)
+# The query and key weights of these were trained with neighbouring pairs, and the KV cache holds them so.
 _COHERE = FamilyDescription(
     mlp_norm=None, is_parallel=True, is_centered=True, is_interleaved=True, logit_scale="logit_scale"
 )
@@ -169,7 +173,7 @@ def describe(module: nn.Module) -> FamilyDescription | None:
     family = FAMILIES.get(kinds.pop()) if len(kinds) == 1 else None
     if family is None or not family.is_supported(config):
         return None
-    # Other versions of transformers may have other modules.
+    # Other versions of transformers may have other modules: those run through their own layers.
     owners = [(layer, [*family.norm_names(), "self_attn", family.mlp]) for layer in layers]
     owners.append((cast(Any, module).model, ["rotary_emb", "norm", "embed_tokens"]))
     is_whole = all(getattr(owner, name, None) is not None for owner, names in owners for name in names)
@@ -207,6 +211,7 @@ def scales_of(family: FamilyDescription, config: Any) -> Scales:
     def value(name: str | None) -> float:
         return 1.0 if name is None else float(getattr(config, name))
 
+    # Gemma 3's config has the entry, which is null.
     cap = None if family.logit_softcap is None else getattr(config, family.logit_softcap)
     return Scales(
         embedding=value(family.embedding_scale),

@@ -168,6 +168,7 @@ class FusedForward:
                 inputs.after_layer(number)
             then = None if layer.gate_up is None else layer.gate_up.weight
             summed = self._linear_join(attended, layer.output, residual, layer.after_attention, then)
+            # Parallel layers: the MLP reads what attention has read, and both outputs are added.
             if not self._is_parallel:
                 hidden = summed
             is_last = number + 1 == len(self._layers)
@@ -238,6 +239,7 @@ class FusedForward:
             return self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
         if join.output_norm is not None:
             output = self._kernels.norm(output, join.output_norm)
+        # In place: the caller keeps this tensor as the residual of all layers.
         residual.add_(output, alpha=join.scale)
         return residual if norm is None else self._kernels.norm(residual, norm)
 
@@ -256,6 +258,7 @@ class FusedForward:
         layer, rotation = self._layers[number], rotations[self._rotations.of_layer[number]]
         heads = heads.view(len(heads), -1, self._head_dim)
         has_plain_norms = layer.query_norm is None or (layer.query_norm.is_plain and not self._has_wide_norms)
+        # The fused kernel knows norms of each head and pairs of halves; anything else runs in separate steps.
         if has_plain_norms and not self._is_interleaved:
             new = NewHeads(heads, rotation, layer.query_norm, layer.key_norm)
             # One fused kernel rotates, stores and attends; it returns None for steps that it does not support.

@@ -34,6 +34,7 @@ def _grouped_sigmoid(router: Any) -> Choose:
     def choose(logits: Tensor, _: LayerKernels) -> Routed:
         scores = logits.float().sigmoid()
         corrected = (scores + bias).view(len(scores), groups, -1)
+        # A group counts as its two best experts.
         if kept < groups:
             best = corrected.topk(2, dim=-1).values.sum(dim=-1).topk(kept, dim=-1).indices
             is_out = torch.ones_like(corrected[..., 0], dtype=torch.bool).scatter(1, best, value=False)
@@ -75,6 +76,7 @@ def _sparse_mixer(router: Any) -> Choose:
             is_far = (top - scores) / scores.abs().clamp(min=top) > limit
             weights.append(rest.masked_fill(is_far, float("-inf")).softmax(dim=-1).gather(1, expert))
             chosen.append(expert)
+            # The second expert is chosen, and weighted, without the first one.
             rest = rest.scatter(1, expert, float("-inf"))
         return torch.cat(weights, dim=1).float(), torch.cat(chosen, dim=1).int()
 
