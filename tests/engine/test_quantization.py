@@ -60,7 +60,11 @@ def test_other_families_too(references: References, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("qwen3_moe", "int8"), ("mixtral", "sym_int4"), ("gpt_oss", "mxfp4"), ("gpt_oss", "fp8")]
+    ("family", "name"),
+    [
+        *[("qwen3_moe", "int8"), ("mixtral", "sym_int4"), ("gpt_oss", "mxfp4"), ("gpt_oss", "fp8")],
+        *[("qwen2_moe", "int8"), ("glm4_moe", "int8"), ("olmoe", "sym_int4"), ("ernie4_5_moe", "fp8")],
+    ],
 )
 def test_experts_are_rounded_too(references: References, family: str, name: Quantization) -> None:
     reference, how = references(family), scheme(name, fp8_dtype="e4m3", group_size=32)
@@ -108,7 +112,7 @@ def test_instances_with_other_weights_never_share_blocks(references: References)
 
 def test_what_cannot_be_rounded_is_refused(references: References) -> None:
     with pytest.raises(UnsupportedModelError, match="experts of a kind"):
-        make_engine(references("qwen2_moe").folder, quantization="int8")
+        make_engine(references("hunyuan_v1_moe").folder, quantization="int8")
     with pytest.raises(UnsupportedModelError, match="no linear layers"):
         make_engine(references("gpt2").folder, quantization="int8")
     with pytest.raises(ConfigError, match="group_size is 48"):

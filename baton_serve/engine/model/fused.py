@@ -30,7 +30,7 @@ from baton_serve.engine.model.batch_inputs import StepInputs, embedded
 from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, rotations_of, scales_of
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.slots import AdapterSlots
-from baton_serve.engine.model.mixture_of_experts import Mixture, pack_mixture, shared_expert
+from baton_serve.engine.model.mixture_of_experts import Mixture, SharedExpert, pack_mixture, shared_expert
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear, can_merge, install, merge
 
 
@@ -347,7 +347,7 @@ def _pack_layer(
         after_mlp=after_mlp,
         gate_up=gate_up,
         down=down,
-        mixture=pack_mixture(mlp, partial(_pack_gated, kernels=kernels)) if gate_up is None and can_mix else None,
+        mixture=pack_mixture(mlp, partial(_pack_shared, mlp, kernels)) if gate_up is None and can_mix else None,
         mlp=mlp,
     )
 
@@ -359,6 +359,13 @@ def _pack_gated(mlp: Any, kernels: LayerKernels) -> tuple[Linear, Linear] | None
     if hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
         return _packed([mlp.gate_proj, mlp.up_proj], kernels), _linear(mlp.down_proj, kernels)
     return None
+
+
+def _pack_shared(mlp: Any, kernels: LayerKernels) -> SharedExpert | None:
+    """Return the expert that a mixture applies to all tokens, or None if it has none."""
+    module, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
+    products = None if module is None else _pack_gated(module, kernels)
+    return None if products is None else SharedExpert(*products, None if gate is None else _linear(gate, kernels))
 
 
 def _packed_parts(layer: Any, family: FamilyDescription) -> Iterator[list[nn.Linear]]:

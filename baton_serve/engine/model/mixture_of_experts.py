@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton_serve.engine.kernels import Experts, LayerKernels, Linear, StackedWeight
 
@@ -106,16 +105,18 @@ WIDE_ROUTERS = {"Ernie4_5_MoeTopKRouter", "Glm4MoeTopkRouter"}
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The MLP that a mixture applies to all tokens, and the weight of the sigmoid that scales it, if there is one."""
+    """The MLP that a mixture applies to all tokens, and the product whose sigmoid scales it, if there is one."""
 
     gate_up: Linear
     down: Linear
-    gate: Tensor | None  # [1, hidden]
+    gate: Linear | None  # one output
 
     def __call__(self, hidden: Tensor, kernels: LayerKernels) -> Tensor:
         gated = kernels.gated_linear(hidden, self.gate_up, self.down.weight)
         output = kernels.linear(gated, self.down.weight, self.down.bias)
-        return output if self.gate is None else output * functional.linear(hidden, self.gate).sigmoid()
+        if self.gate is None:
+            return output
+        return output * kernels.linear(hidden, self.gate.weight, self.gate.bias).sigmoid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,11 @@ def shared_expert(mlp: Any) -> Any:
     return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
 
 
-def pack_mixture(mlp: Any, pack: Callable[[Any], tuple[Linear, Linear] | None]) -> Mixture | None:
+def pack_mixture(mlp: Any, pack_shared: Callable[[], SharedExpert | None]) -> Mixture | None:
     """Return the mixture of a transformers module, or None if it is of an unknown kind. Weights that are stored
     transposed (gpt-oss) are transposed once; transformers' parameters become views of them.
 
-    `pack` returns the two products of a gated MLP.
+    `pack_shared` packs the expert for all tokens. It is called for known kinds only, since it takes the weights.
     """
     router: Any = getattr(mlp, "router", None) or getattr(mlp, "gate", None)
     experts: Any = getattr(mlp, "experts", None)
@@ -155,9 +156,6 @@ def pack_mixture(mlp: Any, pack: Callable[[Any], tuple[Linear, Linear] | None]) 
         return None  # this includes older versions of transformers, which keep each expert in a module of its own
     is_transposed = kind == "GptOssTopKRouter"
     gate_up, down = (stacked.get(name) or _rows(experts, name, is_transposed) for name in ("gate_up_proj", "down_proj"))
-    every, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
-    packed = None if every is None else pack(every)
-    assert every is None or packed is not None  # shared experts are gated
     return Mixture(
         router=router.weight.float() if kind in WIDE_ROUTERS else router.weight,
         router_bias=getattr(router, "bias", None),
@@ -171,7 +169,7 @@ def pack_mixture(mlp: Any, pack: Callable[[Any], tuple[Linear, Linear] | None]) 
             limit=float(experts.limit) if is_transposed else None,
             alpha=float(experts.alpha) if is_transposed else 1.0,
         ),
-        shared=None if packed is None else SharedExpert(*packed, None if gate is None else gate.weight),
+        shared=pack_shared(),
     )
 
 
