@@ -6,6 +6,20 @@ from typing import Any
 import msgspec
 
 RESULT = Path(__file__).with_name("model_verdicts.json")
+COMPARED = Path(__file__).parents[1] / "baton_serve" / "engine" / "loading" / "compared_classes.py"
+_MODULE = '''"""Lists the classes of transformers that `make sweep` has compared with it and found equal.
+
+`tools/model_verdicts.py` writes this file from tools/model_verdicts.json whenever a sweep ends.
+"""
+
+TRANSFORMERS_VERSION = "{version}"
+"""The version of transformers that was compared."""
+CLASSES = frozenset(
+    {{
+{lines}    }}
+)
+"""Models of these classes are served without a comparison at load (`miniature.py`)."""
+'''
 VERDICTS = ("equal", "refused", "not built", "different", "crash")
 """The verdicts, of which the last two are defects of the product."""
 
@@ -41,6 +55,14 @@ def read_verdicts() -> Verdicts:
 def write_verdicts(verdicts: Verdicts) -> None:
     """Replace the stored results."""
     RESULT.write_bytes(msgspec.json.format(msgspec.json.encode(verdicts), indent=1) + b"\n")
+    COMPARED.write_text(compared_classes(verdicts))
+
+
+def compared_classes(verdicts: Verdicts) -> str:
+    """Return the product's list of the classes that are equal, as a Python module."""
+    names = sorted({verdict.model_class for verdict in verdicts.families.values() if verdict.verdict == "equal"})
+    lines = "".join(f'        "{name}",\n' for name in names)
+    return _MODULE.format(version=verdicts.transformers, lines=lines)
 
 
 def generating_families() -> dict[str, str]:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tools.model_verdicts import VERDICTS, generating_families, read_verdicts
+from tools.model_verdicts import COMPARED, VERDICTS, compared_classes, generating_families, read_verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEPT = read_verdicts()
@@ -31,3 +31,7 @@ def test_every_refusal_says_why_and_what_to_use_instead() -> None:
 def test_the_page_has_the_verdict_of_every_family() -> None:
     rows = dict(re.findall(r"^\| `([\w.-]+)` \| `\w*` \| ([a-z ]+) \|", PAGE.read_text(), re.MULTILINE))
     assert rows == {kind: found.verdict for kind, found in SWEPT.families.items()}
+
+
+def test_the_product_lists_the_classes_that_are_equal() -> None:
+    assert COMPARED.read_text() == compared_classes(read_verdicts())

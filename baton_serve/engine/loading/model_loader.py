@@ -20,7 +20,8 @@ from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
-from baton_serve.engine.loading.layer_probe import probe_layers, refuse_unsupported
+from baton_serve.engine.loading.layer_probe import ProbedLayers, probe_layers, refuse_unsupported
+from baton_serve.engine.loading.miniature import check_miniature, needs_comparison
 from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
@@ -93,7 +94,7 @@ def load_model(
     # Everything that changes the KV beside the weights goes into the fingerprint.
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
-    layers = probe_layers(module, name, text_config, target)
+    layers = _probe(module, name, text_config, target, progress)
     if config.load_format == "dummy":
         # Ranks draw random weights of their own shapes, so another number of ranks makes another model.
         drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
@@ -120,6 +121,19 @@ def load_model(
         kv_layers=layers.kv_layers,
         states=layers.states,
     )
+
+
+def _probe(
+    module: nn.Module, name: str, text_config: HfConfig, target: torch.device, progress: LoadProgress
+) -> ProbedLayers:
+    """Find out what the layers of a model keep, and compare them with transformers if nobody has. Raises
+    `UnsupportedModelError`.
+    """
+    layers = probe_layers(module, name, text_config, target)
+    if needs_comparison(module):
+        progress("comparing layers", 0.0)
+        check_miniature(module, name)
+    return layers
 
 
 def _read_decoder(folder: Path, config: EngineConfig) -> HfConfig:
