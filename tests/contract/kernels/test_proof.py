@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -248,6 +248,20 @@ def test_the_call_for_all_layers_is_proved_too(decoder: WrongDecoder, is_right: 
     candidates = KernelCandidates(decoders=(KernelCandidate("fake", lambda: decoder),))
     kernels = prove_kernels(candidates, shapes, CPU, folder=None)
     assert kernels.has_decoder is is_right and wrong(kernels) == ([] if is_right else ["decoder"])
+
+
+@pytest.mark.parametrize(
+    "rule", [{"residual_scale": 1.0}, {"is_gelu": False}, {"is_parallel": False}, {"is_interleaved": False}]
+)
+def test_a_decoder_that_ignores_a_rule_of_some_families_is_found(rule: dict[str, Any]) -> None:
+    def ignoring(decoder: SmallDecoder) -> Step:
+        return TwinDecoder(replace(decoder, rules=replace(decoder.rules, **rule)))
+
+    shapes = replace(SHAPES, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    candidates = KernelCandidates(decoders=(KernelCandidate("fake", lambda: ignoring),))
+    kernels = prove_kernels(candidates, shapes, CPU, folder=None)
+    assert not kernels.has_decoder
+    assert wrong(kernels) == ["decoder"]
 
 
 def test_the_package_of_intel_is_a_candidate_for_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> None:

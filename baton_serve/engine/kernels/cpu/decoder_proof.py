@@ -1,6 +1,7 @@
 """Proves the call of C++ that computes all layers of a decoder, on a decoder of two small random layers.
 
-One layer has biases and norms of heads and the other has none, so that both kinds of models are covered. Heads have the
+One layer has biases and norms of heads and the other has none, so that both kinds of models are covered. Decoders
+of several kinds cover the places and kinds of norms, activations and rotations of all families. Heads have the
 model's size and weights its format; the twin computes the layers step by step in plain torch.
 """
 
@@ -40,10 +41,13 @@ Step = Callable[[Tensor, Rotation, list[Tensor], AttentionMetadata, Tensor | Non
 
 @dataclass(frozen=True, slots=True)
 class SmallLayer:
-    """The weights of one layer, not packed. `norms` are those of its input and of its MLP."""
+    """The weights of one layer, not packed. The norms are those of `DecoderLayer`."""
 
-    norms: tuple[Tensor, Tensor]
-    head_norms: tuple[Tensor, Tensor] | None
+    input_norm: Norm | None
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_output_norm: Norm | None
+    head_norms: tuple[Norm, Norm] | None
     qkv: Tensor | QuantizedWeight
     qkv_bias: Tensor | None
     output: Tensor | QuantizedWeight
@@ -57,10 +61,33 @@ class SmallDecoder:
     """The weights of a small decoder."""
 
     layers: Sequence[SmallLayer]
-    final_norm: Tensor
+    rules: DecoderRules
     head: Tensor
-    num_kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderKind:
+    """The differences of a kind of decoders. The norms are before or behind attention and the MLP, or both."""
+
+    label: str
+    has_norms_before: bool = True
+    has_norms_behind: bool = False
+    is_centered: bool = False
+    has_offset: bool = False
+    has_wide_norms: bool = False
+    is_parallel: bool = False
+    is_interleaved: bool = False
+    is_gelu: bool = False
+    residual_scale: float = 1.0
+
+
+LLAMA = DecoderKind("")
+OTHER_KINDS = (
+    DecoderKind(", as Gemma", has_norms_behind=True, has_offset=True, is_gelu=True, residual_scale=0.5),
+    DecoderKind(", as OLMo", has_norms_before=False, has_norms_behind=True, has_wide_norms=True),
+    DecoderKind(", as Cohere", is_centered=True, is_parallel=True, is_interleaved=True),
+)
 
 
 class DecoderKernel(Protocol):
@@ -78,18 +105,17 @@ class PackedDecoder:
     def __call__(self, decoder: SmallDecoder) -> Step:
         layers = [self._packed_layer(layer) for layer in decoder.layers]
         head = pack(self._library, [decoder.head], None)
-        rules = DecoderRules(decoder.num_kv_heads, Norm(decoder.final_norm, EPS))
-        return CpuDecoder(self._library, layers, head, rules)
+        return CpuDecoder(self._library, layers, head, decoder.rules)
 
     def _packed_layer(self, layer: SmallLayer) -> DecoderLayer:
-        heads = layer.head_norms
+        query_norm, key_norm = layer.head_norms or (None, None)
         return DecoderLayer(
-            input_norm=Norm(layer.norms[0], EPS),
-            attention_norm=None,
-            query_norm=None if heads is None else Norm(heads[0], EPS),
-            key_norm=None if heads is None else Norm(heads[1], EPS),
-            mlp_norm=Norm(layer.norms[1], EPS),
-            mlp_output_norm=None,
+            input_norm=layer.input_norm,
+            attention_norm=layer.attention_norm,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            mlp_norm=layer.mlp_norm,
+            mlp_output_norm=layer.mlp_output_norm,
             qkv=self._packed(layer.qkv, layer.qkv_bias),
             output=self._packed(layer.output, None),
             gate_up=self._packed(layer.gate_up, None, takes_turns=True),
@@ -120,52 +146,60 @@ class TwinDecoder:
         meta: AttentionMetadata,
         logit_rows: Tensor | None,
     ) -> Tensor:
-        hidden: Tensor | None = None
+        layers, rules = self._decoder.layers, self._decoder.rules
+        gate = twin.gelu_mul if rules.is_gelu else twin.silu_mul
         # Both halves of the columns are equal, and `rotation` has one of them.
         rotation = (rotation[0][0].repeat(1, 2), rotation[1][0].repeat(1, 2))
-        for layer, cache in zip(self._decoder.layers, caches, strict=True):
-            normed = _norm(hidden, residual, layer.norms[0])
-            attended = self._attend(layer, normed, rotation, cache, meta)
-            normed = _norm(twin.linear(attended, layer.output, None), residual, layer.norms[1])
-            gates = twin.silu_mul(twin.linear(normed, layer.gate_up, None))
-            hidden = twin.linear(gates, layer.down, None)
-        last = _norm(hidden, residual, self._decoder.final_norm)
-        return twin.linear(last if logit_rows is None else last[logit_rows], self._decoder.head, None)
+        x = _normed(residual, layers[0].input_norm)
+        following = [*(layer.input_norm for layer in layers[1:]), rules.final_norm]
+        for layer, cache, after in zip(layers, caches, following, strict=True):
+            attended = twin.linear(self._attend(layer, x, rotation, cache, meta), layer.output, None)
+            residual += _normed(attended, layer.attention_norm) * rules.residual_scale
+            if not rules.is_parallel:
+                x = _normed(residual, layer.mlp_norm)
+            output = twin.linear(gate(twin.linear(x, layer.gate_up, None)), layer.down, None)
+            residual += _normed(output, layer.mlp_output_norm) * rules.residual_scale
+            x = _normed(residual, after)
+        return twin.linear(x if logit_rows is None else x[logit_rows], self._decoder.head, None)
 
     def _attend(
         self, layer: SmallLayer, normed: Tensor, rotation: Rotation, cache: Tensor, meta: AttentionMetadata
     ) -> Tensor:
-        count, dim = self._decoder.num_kv_heads, self._decoder.head_dim
+        rules, dim = self._decoder.rules, self._decoder.head_dim
+        count = rules.num_kv_heads
         heads = twin.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, dim)
         query, key, value = torch.split(heads, [heads.shape[1] - 2 * count, count, count], dim=1)
         if layer.head_norms is not None:
-            query = twin.rms_norm(query, layer.head_norms[0], EPS)
-            key = twin.rms_norm(key, layer.head_norms[1], EPS)
+            rows = [part.flatten(1) if rules.has_wide_norms else part for part in (query, key)]
+            pairs = zip(rows, layer.head_norms, (query, key), strict=True)
+            query, key = (_normed(row, norm).reshape(part.shape) for row, norm, part in pairs)
         query = query.contiguous()
-        twin.rotary_store(query, key, value, rotation, cache, meta.slots)
+        twin.rotary_store(query, key, value, rotation, cache, meta.slots, interleaved=rules.is_interleaved)
         return self._attention.attend(query, cache, meta, layer.spec).flatten(1)
 
 
 def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
-    """Return the operation `decoder` for plain weights and for each of the model's formats that can be packed."""
+    """Return the operation `decoder` for plain weights of all kinds of decoders, and for each of the model's formats
+    that can be packed.
+    """
     host = torch.device("cpu")
     # Few heads: the call is the same for more, and packing them would take most of the time.
     draw = Draw(host, shapes.dtype)
     ratio, num_kv_heads = shapes.num_heads // shapes.num_kv_heads, min(MAX_KV_HEADS, shapes.num_kv_heads)
     small = replace(shapes, num_kv_heads=num_kv_heads, num_heads=ratio * num_kv_heads)
     found = []
-    for form in (None, *shapes.formats):
-        decoder = _draw_decoder(small, form, draw)
+    for kind, form in [(LLAMA, None), *((LLAMA, form) for form in shapes.formats), *((k, None) for k in OTHER_KINDS)]:
+        decoder = _draw_decoder(small, kind, form, draw)
         weights = [weight for layer in decoder.layers for weight in (layer.qkv, layer.gate_up, layer.down)]
         if all(can_pack(weight) for weight in weights if isinstance(weight, QuantizedWeight)):
             label = str(shapes.dtype).removeprefix("torch.") if form is None else form.codebook
             rules = "".join(dict.fromkeys(described(layer.spec) for layer in decoder.layers))
-            shape = f"{small.num_heads} heads, {num_kv_heads} KV heads of {small.head_dim}, {label}{rules}"
+            shape = f"{small.num_heads} heads, {num_kv_heads} KV heads of {small.head_dim}, {label}{rules}{kind.label}"
             found.append(Operation("decoder", shape, _run(decoder, small, draw), 2 * shapes.tolerance))
     return found
 
 
-def _draw_decoder(shapes: ProofShapes, form: WeightFormat | None, draw: Draw) -> SmallDecoder:
+def _draw_decoder(shapes: ProofShapes, kind: DecoderKind, form: WeightFormat | None, draw: Draw) -> SmallDecoder:
     dim, heads = shapes.head_dim, shapes.num_heads
     queries, rows = heads * dim, (heads + 2 * shapes.num_kv_heads) * dim
 
@@ -174,10 +208,19 @@ def _draw_decoder(shapes: ProofShapes, form: WeightFormat | None, draw: Draw) ->
             return draw.values(outputs, inputs).div(inputs**0.5)
         return random_weight(form, outputs, inputs, draw)
 
+    def norm(size: int = HIDDEN) -> Norm:
+        return Norm(draw.values(size), EPS, is_centered=kind.is_centered, has_offset=kind.has_offset)
+
+    def head_norms() -> tuple[Norm, Norm]:
+        return (norm(queries), norm(shapes.num_kv_heads * dim)) if kind.has_wide_norms else (norm(dim), norm(dim))
+
     layers = [
         SmallLayer(
-            norms=(draw.values(HIDDEN), draw.values(HIDDEN)),
-            head_norms=(draw.values(dim), draw.values(dim)) if has_extras else None,
+            input_norm=norm() if kind.has_norms_before else None,
+            attention_norm=norm() if kind.has_norms_behind else None,
+            mlp_norm=norm() if kind.has_norms_before and not kind.is_parallel else None,
+            mlp_output_norm=norm() if kind.has_norms_behind else None,
+            head_norms=head_norms() if has_extras else None,
             qkv=weight(rows, HIDDEN),
             qkv_bias=draw.values(rows) if has_extras else None,
             output=weight(HIDDEN, queries),
@@ -188,7 +231,16 @@ def _draw_decoder(shapes: ProofShapes, form: WeightFormat | None, draw: Draw) ->
         for number, has_extras in enumerate((False, True))
     ]
     head = draw.values(VOCAB_SIZE, HIDDEN).div(HIDDEN**0.5)
-    return SmallDecoder(layers, draw.values(HIDDEN), head, shapes.num_kv_heads, dim)
+    rules = DecoderRules(
+        shapes.num_kv_heads,
+        norm(),
+        kind.residual_scale,
+        is_gelu=kind.is_gelu,
+        is_parallel=kind.is_parallel,
+        is_interleaved=kind.is_interleaved,
+        has_wide_norms=kind.has_wide_norms,
+    )
+    return SmallDecoder(layers, rules, head, dim)
 
 
 def _cut_heads(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
@@ -211,10 +263,5 @@ def _run(decoder: SmallDecoder, shapes: ProofShapes, draw: Draw) -> Callable[[De
     return run
 
 
-def _norm(hidden: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
-    """Return the norm of the residual after `hidden` was added to it."""
-    return (
-        twin.rms_norm(residual, weight, EPS)
-        if hidden is None
-        else twin.rms_norm(hidden, weight, EPS, residual=residual)
-    )
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else twin.norm(x, norm)
