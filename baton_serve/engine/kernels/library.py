@@ -34,7 +34,7 @@ class LibraryAttention:
         self._twin.store(key, value, cache, meta)
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        has_own_rules = spec.softcap is not None or spec.sinks is not None or spec.alibi is not None
+        has_own_rules = any(rule is not None for rule in (spec.softcap, spec.sinks, spec.alibi, spec.value_dim))
         if meta.max_query_len <= 1 or has_own_rules:
             return self._twin.attend(query, cache, meta, spec)
         output = torch.empty_like(query)
