@@ -130,6 +130,7 @@ _COHERE = FamilyDescription(
 FAMILIES: dict[str, FamilyDescription] = {
     "Cohere2DecoderLayer": replace(_COHERE, rotates=_rotates_in_windows),
     "CohereDecoderLayer": _COHERE,
+    "CwmDecoderLayer": _LLAMA,
     "DenseLayer": _LLAMA,  # our own
     "Ernie4_5DecoderLayer": _GLM,
     "Ernie4_5_MoeDecoderLayer": _GLM,
@@ -143,6 +144,7 @@ FAMILIES: dict[str, FamilyDescription] = {
     "GptOssDecoderLayer": _LLAMA,
     "GraniteDecoderLayer": _GRANITE,
     "GraniteMoeDecoderLayer": replace(_GRANITE, mlp="block_sparse_moe"),
+    "HeliumDecoderLayer": _GLM,
     "LlamaDecoderLayer": _LLAMA,
     "MinistralDecoderLayer": _LLAMA,
     "MistralDecoderLayer": _LLAMA,
@@ -159,6 +161,7 @@ FAMILIES: dict[str, FamilyDescription] = {
     "SeedOssDecoderLayer": _LLAMA,
     "SmolLM3DecoderLayer": FamilyDescription(rotates=_rotates_by_rule),
     "StableLmDecoderLayer": FamilyDescription(is_centered=True, is_supported=_is_sequential),
+    "VaultGemmaDecoderLayer": replace(_GEMMA_2, attention_norm=None, mlp_output_norm=None),
 }
 """The families by the class of their layers.
 
