@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,22 @@ def test_decodes_come_before_prompts(table: RequestTable, scheduler: Scheduler) 
     finish(scheduler, scheduler.schedule(0.0))
     add(table, make_work("b", [2] * 30))
     assert lengths(scheduler.schedule(0.0)) == {"a": 1, "b": 7}
+
+
+def test_steps_that_must_not_mix_take_turns() -> None:
+    table = make_table()
+    table.limits = replace(table.limits, mixes_prompts=False)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 3))
+    finish(scheduler, scheduler.schedule(0.0))
+    add(table, make_work("b", [2] * 17))
+    plans = []
+    for _ in range(5):
+        plans.append(scheduler.schedule(0.0))
+        finish(scheduler, plans[-1])
+    # The last token of the prompt is a single one, as the next one of an answer is.
+    assert [lengths(plan) for plan in plans] == [{"a": 1}, {"b": 8}, {"a": 1}, {"b": 8}, {"a": 1, "b": 1}]
+    table.check_invariants()
 
 
 def test_a_smaller_priority_number_runs_first(table: RequestTable, scheduler: Scheduler) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.engine.core.kv_import import KVImports
 from baton_serve.engine.core.outputs import StepResult
 from baton_serve.engine.core.reservations import Reservations
-from baton_serve.engine.core.scheduler import Scheduler
+from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
 from baton_serve.engine.core.sequence import Mode
 from tests.unit.engine.states import FakeStates
 from tests.unit.engine.work import (
@@ -336,11 +337,30 @@ class RecurrentAheadMachine(AheadMachine):
         self.imports = KVImports(self.table)
 
 
+class SeparateStepsMachine(SchedulingMachine):
+    """The same lives with kernels that must not mix prompts and answers."""
+
+    @initialize(caching=st.booleans())
+    def start(self, caching: bool) -> None:
+        super().start(caching)
+        self.table.limits = replace(self.table.limits, mixes_prompts=False)
+        schedule = self.scheduler.schedule
+
+        def watched(now: float) -> ScheduledBatch:
+            plan = schedule(now)
+            assert len({chunk.length == 1 for chunk in plan.chunks}) < 2
+            return plan
+
+        self.scheduler.schedule = watched  # type: ignore[method-assign]
+
+
 SchedulingMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 AheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 HostTierMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 RecurrentMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 RecurrentAheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
+SeparateStepsMachine.TestCase.settings = SchedulingMachine.TestCase.settings
+TestSeparateSteps = SeparateStepsMachine.TestCase
 TestScheduling = SchedulingMachine.TestCase
 TestRecurrent = RecurrentMachine.TestCase
 TestRecurrentAhead = RecurrentAheadMachine.TestCase
