@@ -223,7 +223,10 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "exaone4": Family("EXAONE 4", {**_COMMON, "model_type": "exaone4", **_MIXED}),
-    "cwm": Family("Code World Model 32B", {**_COMMON, "model_type": "cwm", "head_dim": 16, **_MIXED}),
+    "cwm": Family(
+        "Code World Model 32B",
+        {**_COMMON, "model_type": "cwm", "head_dim": 16, "rope_parameters": _LLAMA3_ROPE, **_MIXED},
+    ),
     "helium": Family("Helium 1 2B", {**_COMMON, "model_type": "helium", "head_dim": 16}),
     "vaultgemma": Family(
         "VaultGemma 1B",

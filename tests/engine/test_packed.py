@@ -22,7 +22,7 @@ from tests.engine.driving import make_engine, make_work
 FAMILIES = [
     *("llama", "qwen2", "qwen3", "mistral", "phi3"),
     *("granite", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "glm", "glm4", "cohere", "cohere_norms", "cohere2"),
-    *("exaone4", "smollm3", "ernie4_5", "stablelm", "ministral", "seed_oss", "helium", "vaultgemma"),
+    *("exaone4", "smollm3", "ernie4_5", "stablelm", "ministral", "seed_oss", "helium", "starcoder2", "vaultgemma"),
 ]
 
 

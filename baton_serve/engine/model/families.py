@@ -59,6 +59,9 @@ class FamilyDescription:
     """The norm before the MLP. None: it reads the residual, or what attention has read if `is_parallel`."""
     mlp_output_norm: str | None = None
     mlp: str = "mlp"
+    up: str | None = None
+    """The first product of an MLP that has no gate. None: it has one, and the usual names."""
+    down: str = "down_proj"
     is_parallel: bool = False
     """True if attention and MLP read the same input and both outputs are added to the residual."""
     is_centered: bool = False
@@ -85,6 +88,13 @@ class FamilyDescription:
         """Return the names of a layer's norms."""
         names = (self.input_norm, self.attention_norm, self.mlp_norm, self.mlp_output_norm)
         return [name for name in names if name is not None]
+
+    def first_products(self, mlp: Any) -> list[str]:
+        """Return the names of the products that an MLP computes first; [] for a mixture of experts."""
+        for names in ([self.up or "gate_up_proj"], ["gate_proj", "up_proj"]):
+            if all(hasattr(mlp, name) for name in [*names, self.down]):
+                return names
+        return []
 
     def norm_of(self, module: Any) -> Norm:
         """Return the weights of a norm of this family."""
@@ -161,6 +171,7 @@ FAMILIES: dict[str, FamilyDescription] = {
     "SeedOssDecoderLayer": _LLAMA,
     "SmolLM3DecoderLayer": FamilyDescription(rotates=_rotates_by_rule),
     "StableLmDecoderLayer": FamilyDescription(is_centered=True, is_supported=_is_sequential),
+    "Starcoder2DecoderLayer": FamilyDescription(is_centered=True, up="c_fc", down="c_proj"),
     "VaultGemmaDecoderLayer": replace(_GEMMA_2, attention_norm=None, mlp_output_norm=None),
 }
 """The families by the class of their layers.
@@ -180,7 +191,8 @@ def describe(module: nn.Module) -> FamilyDescription | None:
     owners = [(layer, [*family.norm_names(), "self_attn", family.mlp]) for layer in layers]
     owners.append((cast(Any, module).model, ["rotary_emb", "norm", "embed_tokens"]))
     is_whole = all(getattr(owner, name, None) is not None for owner, names in owners for name in names)
-    return family if is_whole and getattr(config, family.activation, None) in ACTIVATIONS else None
+    activations = ACTIVATIONS if family.up is None else (GELU_TANH,)
+    return family if is_whole and getattr(config, family.activation, None) in activations else None
 
 
 @dataclass(frozen=True, slots=True)

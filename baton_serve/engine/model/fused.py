@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import (
@@ -105,6 +106,7 @@ class FusedForward:
         module = cast(Any, model.module)
         family = describe(module)
         assert family is not None  # `fits` is True
+        self._has_gate = family.up is None
         self._is_gelu = getattr(module.config, family.activation) == GELU_TANH
         self._scales = scales_of(family, module.config)
         self._rotations = rotations_of(family, module)
@@ -292,10 +294,12 @@ class FusedForward:
     def _gated(self, gate_up: Linear, hidden: Activations, down: Linear) -> Activations:
         if not self._is_gelu:
             return self._kernels.gated_linear(hidden, gate_up, down.weight)
-        return self._kernels.gelu_mul(self._kernels.linear(hidden, gate_up.weight, gate_up.bias))
+        return self._activated(self._kernels.linear(hidden, gate_up.weight, gate_up.bias))
 
     def _activated(self, gate_up: Tensor) -> Tensor:
-        """Return the activation of the gate times up."""
+        """Return the activation of the gate times up; of all columns for an MLP without a gate."""
+        if not self._has_gate:
+            return functional.gelu(gate_up, approximate="tanh")
         return self._kernels.gelu_mul(gate_up) if self._is_gelu else self._kernels.silu_mul(gate_up)
 
 
@@ -335,7 +339,10 @@ def _pack_layer(
         qkv = _linear(attention.qkv_proj, kernels)
     else:
         qkv = _packed([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
-    gated = _pack_gated(mlp, kernels)
+    if family.up is None:
+        gated = _pack_gated(mlp, kernels)
+    else:
+        gated = _linear(getattr(mlp, family.up), kernels), _linear(getattr(mlp, family.down), kernels)
     gate_up, down = (None, None) if gated is None else gated
     return Layer(
         input_norm=family.norm_at(layer, family.input_norm),

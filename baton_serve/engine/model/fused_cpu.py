@@ -47,7 +47,7 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
 
 def _is_dense(layer: Any, family: FamilyDescription) -> bool:
     """Return whether the layer has only products that can be packed. Gate and up are interleaved by 16 rows."""
-    down = getattr(getattr(layer, family.mlp), "down_proj", None)
+    down = getattr(getattr(layer, family.mlp), family.down, None)
     if not isinstance(down, nn.Linear | QuantizedLinear) or down.in_features % 16:
         return False
     return _can_pack_all(layer)
@@ -97,6 +97,7 @@ class CpuForward:
             family.norm_of(module.model.norm),
             self._scales.residual,
             is_gelu=getattr(module.config, family.activation) == GELU_TANH,
+            has_no_gate=family.up is not None,
             is_parallel=family.is_parallel,
             is_interleaved=family.is_interleaved,
             has_wide_norms=family.has_wide_norms,
@@ -122,13 +123,13 @@ def _take(
     attention, mlp = layer.self_attn, getattr(layer, family.mlp)
     is_merged = hasattr(attention, "qkv_proj")
     qkv = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
-    gate_up = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
+    gate_up = [getattr(mlp, name) for name in family.first_products(mlp)]
     taken = DecoderLayer(
         **_norms(layer, family),
         qkv=_packed(library, qkv),
         output=_packed(library, [attention.o_proj]),
-        gate_up=_packed(library, gate_up, takes_turns=True),
-        down=_packed(library, [mlp.down_proj]),
+        gate_up=_packed(library, gate_up, takes_turns=family.up is None),
+        down=_packed(library, [getattr(mlp, family.down)]),
         spec=spec,
         rotation=rotation,
     )

@@ -17,7 +17,7 @@ from baton_serve.engine.kernels import AttentionBackend, LayerKernels, SlotRows
 from baton_serve.engine.kernels.metadata import Linear
 from baton_serve.engine.model import fused
 from baton_serve.engine.model.batch_inputs import StepInputs
-from baton_serve.engine.model.families import describe
+from baton_serve.engine.model.families import FamilyDescription, describe
 from baton_serve.engine.model.fused import FusedForward, Layer, ResidualSum
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import OutputSlice, add_products, output_slices
@@ -81,9 +81,7 @@ class AdaptedForward(FusedForward):
         self._store = store
         family = describe(module)
         assert family is not None  # `fits` is True
-        self._parts = [
-            _parts_of(layer, f"model.layers.{i}.", family.mlp) for i, layer in enumerate(module.model.layers)
-        ]
+        self._parts = [_parts_of(layer, f"model.layers.{i}.", family) for i, layer in enumerate(module.model.layers)]
         products: list[AdaptedProduct] = []
         for parts in (product for layer in self._parts for product in layer.products()):
             inputs = int(module.get_submodule(parts[0].module).in_features)
@@ -198,17 +196,16 @@ class AdaptedForward(FusedForward):
         return output
 
 
-def _parts_of(layer: Any, prefix: str, mlp_name: str) -> LayerParts:
+def _parts_of(layer: Any, prefix: str, family: FamilyDescription) -> LayerParts:
     """Return the modules in each product of a layer."""
-    attention, mlp = layer.self_attn, getattr(layer, mlp_name)
-    is_dense = hasattr(mlp, "down_proj") and (hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj"))
+    attention, mlp = layer.self_attn, getattr(layer, family.mlp)
+    first = family.first_products(mlp)
     qkv = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
-    gate_up = ["gate_up_proj"] if hasattr(mlp, "gate_up_proj") else ["gate_proj", "up_proj"]
     return LayerParts(
         qkv=_side_by_side(attention, qkv, f"{prefix}self_attn."),
         output=_side_by_side(attention, ["o_proj"], f"{prefix}self_attn."),
-        gate_up=_side_by_side(mlp, gate_up, f"{prefix}{mlp_name}.") if is_dense else (),
-        down=_side_by_side(mlp, ["down_proj"], f"{prefix}{mlp_name}.") if is_dense else (),
+        gate_up=_side_by_side(mlp, first, f"{prefix}{family.mlp}."),
+        down=_side_by_side(mlp, [family.down] if first else [], f"{prefix}{family.mlp}."),
     )
 
 

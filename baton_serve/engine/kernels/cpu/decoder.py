@@ -43,6 +43,8 @@ class DecoderRules:
     final_norm: Norm
     residual_scale: float = 1.0
     is_gelu: bool = False
+    has_no_gate: bool = False
+    """True if the MLP applies GELU to all outputs of its first product instead of a gate."""
     is_parallel: bool = False
     is_interleaved: bool = False
     has_wide_norms: bool = False
@@ -85,7 +87,7 @@ class _Step(ctypes.Structure):
         *((name, _LONG) for name in ("num_tokens", "num_logits")),
         *((name, _INT) for name in ("num_layers", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
         *((name, _INT) for name in ("block_tokens", "num_threads", "codes")),
-        *((name, _INT) for name in ("norm_kind", "activation", "is_parallel", "is_interleaved")),
+        *((name, _INT) for name in ("norm_kind", "activation", "has_no_gate", "is_parallel", "is_interleaved")),
         *((name, _INT) for name in ("has_wide_norms", "head_norm_stride")),
         *((name, _FLOAT) for name in ("epsilon", "residual_scale")),
         ("after_layer", _AfterLayer),
@@ -166,7 +168,7 @@ class CpuDecoder:
     def _set_rules(self, rules: DecoderRules, query_norm: Norm | None) -> None:
         step = self._step
         step.norm_kind, step.residual_scale = norm_kind(rules.final_norm), rules.residual_scale
-        step.activation = GELU_TANH if rules.is_gelu else SILU
+        step.activation, step.has_no_gate = GELU_TANH if rules.is_gelu else SILU, rules.has_no_gate
         step.is_parallel, step.is_interleaved = rules.is_parallel, rules.is_interleaved
         step.has_wide_norms = rules.has_wide_norms
         # Cohere's norms of heads have weights [num_heads, head_dim].

@@ -35,7 +35,7 @@ struct StepArguments {
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
   int64_t table_stride, rotary_stride, rotation_stride, num_tokens, num_logits;
   int32_t num_layers, num_seqs, num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, num_threads, codes;
-  int32_t norm_kind, activation, is_parallel, is_interleaved;
+  int32_t norm_kind, activation, has_no_gate, is_parallel, is_interleaved;
   int32_t has_wide_norms;    // queries and keys have one norm over all heads, not one for each
   int32_t head_norm_stride;  // from the norm weights of a head to those of the next; 0: all have the same
   float epsilon, residual_scale;
@@ -63,7 +63,7 @@ struct Step {
 
   bool run() {
     const void* x = normed(a.layers[0].input_norm);
-    const Epilogue gate = a.activation == GELU_TANH ? GELU_GATED : GATED;
+    const Epilogue gate = a.has_no_gate ? GELU : a.activation == GELU_TANH ? GELU_GATED : GATED;
     for (int number = 0; number < a.num_layers; number++) {
       const DecoderLayer& layer = a.layers[number];
       const bool is_last = number + 1 == a.num_layers;

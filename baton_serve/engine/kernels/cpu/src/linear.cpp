@@ -252,7 +252,9 @@ class Product {
       low += load_elements(m.bias + column, left);
       if (left > W) high += load_elements(m.bias + column + W, left - W);
     }
-    if (epilogue != PLAIN) {
+    if (epilogue == GELU) {
+      low = gelu(rounded<bf16>(low)), high = gelu(rounded<bf16>(high));
+    } else if (epilogue != PLAIN) {
       const vf gate = rounded<bf16>(low);
       const vf minus = vf{} - gate_argument(gate, epilogue == GELU_GATED ? GELU_TANH : SILU);
       const vf e = exp2_fast((minus > splat(80.f) ? splat(80.f) : minus) * 1.44269504088896341f);
@@ -261,6 +263,11 @@ class Product {
     }
     store_elements(row + column, low, left);
     if (left > W) store_elements(row + column + W, high, left - W);
+  }
+
+  static vf gelu(vf x) {
+    const vf minus = vf{} - gate_argument(x, GELU_TANH);
+    return x / (1.f + exp2_fast((minus > splat(80.f) ? splat(80.f) : minus) * 1.44269504088896341f));
   }
 
   const PackedMatrix& m;

@@ -26,6 +26,7 @@ enum Epilogue : int32_t {
   PLAIN = 0,
   GATED = 1,  // a panel holds 16 columns of the gate, then the same 16 of up: silu(gate) * up, half as many columns
   GELU_GATED = 2,  // the same with GELU (its tanh form)
+  GELU = 3,        // GELU of every output, no gate
 };
 
 // y[rows][outputs] = x[rows][inputs] x weights + bias, both bf16; strides count elements and are even.
