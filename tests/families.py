@@ -83,9 +83,16 @@ def _stretched(theta: float, factor: float, **more: float) -> dict[str, Any]:
 
 
 _UNTIED = {"tie_word_embeddings": False}  # tied ones repeat their last token for ever
-_MIXED = {
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_MIXED = {"sliding_window": SLIDING_WINDOW, "layer_types": _TYPES}
+_GEMMA4: dict[str, Any] = {
+    **_COMMON,
+    **_UNTIED,
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
     "sliding_window": SLIDING_WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 _MULTIPLIED = {
     "embedding_multiplier": 3.0,
@@ -168,6 +175,61 @@ FAMILIES: dict[str, Family] = {
             **_MIXED,
         },
     ),
+    "gemma3n": Family(
+        "Gemma 3n (text)",
+        {
+            **_COMMON,
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 5,
+            "intermediate_size": [96] * 5,
+            "head_dim": 16,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": [*_TYPES, "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma4": Family(
+        "Gemma 4 E2B, E4B (text)",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "layer_types": [*_TYPES, "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma4_moe": Family(
+        "Gemma 4 31B, 26B-A4B (text)",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+            "layer_types": [*_TYPES, "full_attention"],
+        },
+    ),
+    "mimo_v2_flash": Family(
+        "MiMo-V2-Flash",
+        {
+            **_ROUTED,
+            "model_type": "mimo_v2_flash",
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            **_MIXED,
+        },
+    ),
+    "youtu": Family("Youtu-LLM", {**_COMMON, **_LATENT, "model_type": "youtu"}),
     "glm": Family("GLM-4-9B-chat in transformers' format", {**_COMMON, "model_type": "glm", "head_dim": 32}),
     "glm4": Family("GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1", {**_COMMON, "model_type": "glm4", "head_dim": 32}),
     "glm4_moe": Family(
@@ -498,6 +560,7 @@ IN_PROCESSES = (
     "qwen3",
     "mistral",
     "gemma3",
+    "gemma4",
     "phi3",
     "gpt2",
     "mixtral",

@@ -179,8 +179,10 @@ WORDS = {"softcap": "soft cap", "sinks": "sinks", "alibi": "ALiBi"}
 
 def attention_kinds(model: LoadedModel) -> str:
     """Return the kinds of attention of a model, for the table."""
-    kinds = [] if model.num_planes == 2 else ["latent (MLA)"]
-    specs = model.specs
+    kinds = ["latent (MLA)"] if any(shape.num_planes == 1 for shape in model.kv_shapes) else []
+    kinds += [] if model.is_uniform else ["KV shapes that differ by layer"]
+    kinds += ["layers that share KV"] if model.shared_layers else []
+    specs = model.specs + [shared.spec for shared in model.shared_layers]
     if any(spec.sliding_window is not None for spec in specs):
         everywhere = all(spec.sliding_window is not None for spec in specs)
         kinds.append("sliding window" if everywhere else "sliding window in some layers")

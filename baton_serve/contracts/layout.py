@@ -1,9 +1,10 @@
 """The memory layout of a KV block. Code that only moves blocks needs `block_bytes` alone."""
 
-from typing import Annotated
+from itertools import groupby
+from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 """Bytes per element of each data type of a KV cache."""
@@ -11,10 +12,42 @@ SCALE_BYTES = 2
 """Bytes of one scale (bfloat16) of the one-byte data types."""
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """Describes a block: `[num_layers, num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`, contiguous.
+class KVShape(msgspec.Struct, frozen=True, array_like=True):
+    """Describes one layer's part of a block: `[num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`,
+    contiguous.
 
-    The planes are K and V; latent attention (MLA) has one plane, from which both are computed.
+    The planes are K and V; latent attention (MLA) has one plane, from which both are computed. If keys and values have
+    different sizes, `head_dim` is the larger one, and the rest of the other's rows is zero.
+    """
+
+    num_kv_heads: Annotated[int, Meta(ge=0)]
+    head_dim: Annotated[int, Meta(ge=0)]
+    num_planes: Annotated[int, Meta(ge=1)] = 2
+
+    @property
+    def num_heads(self) -> int:
+        """Return the number of heads of all planes."""
+        return self.num_planes * self.num_kv_heads
+
+    def scale_rows(self, layout: "KVLayout") -> int:
+        """Return how many rows of `head_dim` elements hold the scales of one head; 0 without scales."""
+        has_scales = DTYPE_BYTES[layout.dtype] == 1 and self.head_dim
+        return -(-SCALE_BYTES * layout.block_tokens // self.head_dim) if has_scales else 0
+
+    def num_elements(self, layout: "KVLayout") -> int:
+        """Return the number of elements of one layer of this shape in a block."""
+        return self.num_heads * (layout.block_tokens + self.scale_rows(layout)) * self.head_dim
+
+
+class KVRun(NamedTuple):
+    """Layers of one shape that follow each other in a block."""
+
+    num_layers: int
+    shape: KVShape
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Describes a block: the parts of all layers (`KVShape`), one after the other.
 
     One-byte elements are multiples of a scale, one bfloat16 per token and head. The scales are stored in `scale_rows`
     rows after the tokens of each head. So the bytes of a block do not depend on which instance filled it, or in which
@@ -24,25 +57,36 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     fingerprint: str
     num_layers: Annotated[int, Meta(ge=0)]
+    """Number of layers with KV of their own; layers that read another layer's KV are not counted."""
     num_kv_heads: Annotated[int, Meta(ge=0)]
+    """KV heads of each layer; 0 with `layers`."""
     block_tokens: Annotated[int, Meta(ge=1)]
     head_dim: Annotated[int, Meta(ge=0)]
+    """Size of each head; 0 with `layers`."""
     dtype: str
     num_planes: Annotated[int, Meta(ge=1)] = 2
     state_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of the recurrent states of one sequence in bytes; 0 for models whose layers all have KV."""
+    layers: tuple[KVShape, ...] | UnsetType = UNSET
+    """The shape of each layer, if they are not all equal. Messages about other models do not contain this field, so
+    that older instances read them."""
+
+    def __post_init__(self) -> None:
+        if self.layers is not UNSET and len(self.layers) != self.num_layers:
+            raise ValueError(f"{len(self.layers)} shapes for {self.num_layers} layers")
 
     @property
-    def scale_rows(self) -> int:
-        """Return how many rows of `head_dim` elements hold the scales of one head; 0 without scales."""
-        has_scales = DTYPE_BYTES[self.dtype] == 1 and self.head_dim
-        return -(-SCALE_BYTES * self.block_tokens // self.head_dim) if has_scales else 0
+    def runs(self) -> tuple[KVRun, ...]:
+        """Return the layers in the order of a block, those of equal shape together."""
+        # Not one entry for each layer: a message may state any number of equal layers.
+        if self.layers is UNSET:
+            return (KVRun(self.num_layers, KVShape(self.num_kv_heads, self.head_dim, self.num_planes)),)
+        return tuple(KVRun(len(list(equal)), shape) for shape, equal in groupby(self.layers))
 
     @property
     def block_bytes(self) -> int:
         """Return the size of a block in bytes."""
-        rows = self.num_layers * self.num_planes * self.num_kv_heads * (self.block_tokens + self.scale_rows)
-        return rows * self.head_dim * DTYPE_BYTES[self.dtype]
+        return sum(run.num_layers * run.shape.num_elements(self) for run in self.runs) * DTYPE_BYTES[self.dtype]
 
     @property
     def state_blocks(self) -> int:
@@ -64,10 +108,9 @@ def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
         return None
     if not {source.dtype, sink.dtype} <= DTYPE_BYTES.keys():
         return "unknown data type of the KV cache"
-    shapes = [(s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim) for s in (source, sink)]
     if source.fingerprint != sink.fingerprint:
         return "the model weights differ (fingerprints)"
-    if shapes[0] != shapes[1]:
+    if source.runs != sink.runs:
         return "the shapes of a token's KV differ"
     if source.state_bytes or sink.state_bytes:
         return "recurrent states are exchanged only between equal layouts (block size, data type)"

@@ -3,12 +3,13 @@
 One-byte codes and their scales equal those of the engine's own kernels, bit by bit (`engine.kernels.kv_codes`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout
+from baton_serve.contracts.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout, KVShape
 from baton_serve.kvtransfer.conversion.staging_buffers import TokenTarget
 
 DTYPES = {
@@ -23,14 +24,37 @@ MAX_CODE_VALUE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.in
 """Largest value of each one-byte dtype that a row is scaled to."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The heads of layers of one shape: uint8 [..., num_heads, bytes_per_head]. The tokens of a head lie together,
+    followed by their scales if the dtype has any.
+    """
+
+    data: Tensor
+    shape: KVShape
+    layout: KVLayout
+
+    def tokens(self, first: int, count: int) -> Tensor:
+        """Return the bytes of `count` tokens, [..., num_heads, bytes]."""
+        row = self.shape.head_dim * DTYPE_BYTES[self.layout.dtype]
+        return self.data[..., first * row : (first + count) * row]
+
+    def scales(self, first: int, count: int) -> Tensor | None:
+        """Return the bytes of the scales of `count` tokens, or None without scales."""
+        if not self.shape.scale_rows(self.layout):
+            return None
+        # A code has one byte.
+        start = self.layout.block_tokens * self.shape.head_dim + first * SCALE_BYTES
+        return self.data[..., start : start + count * SCALE_BYTES]
+
+
 def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory: Tensor, layout: KVLayout) -> None:
     """Copy the tokens of one arrived `block`, uint8 [wire.block_bytes], to the blocks and positions that `targets` name
     in `memory`, uint8 [num_blocks, layout.block_bytes].
     """
-    heads = block.view(_num_heads(wire), -1)
     for target in targets:
-        there = memory[target.block].view(_num_heads(layout), -1)
-        _convert(heads, wire, target.source_token, there, layout, target.sink_token, target.count)
+        for here, there in zip(_heads(block, wire), _heads(memory[target.block], layout), strict=True):
+            _convert(here, target.source_token, there, target.sink_token, target.count)
 
 
 def recoded(blocks: Tensor, source: KVLayout, wire: KVLayout) -> Tensor:
@@ -38,22 +62,26 @@ def recoded(blocks: Tensor, source: KVLayout, wire: KVLayout) -> Tensor:
     tokens.
     """
     made = torch.zeros((len(blocks), wire.block_bytes), dtype=torch.uint8, device=blocks.device)
-    heads, there = blocks.view(len(blocks) * _num_heads(source), -1), made.view(len(blocks) * _num_heads(wire), -1)
-    _convert(heads, source, 0, there, wire, 0, source.block_tokens)
+    for here, there in zip(_heads(blocks, source), _heads(made, wire), strict=True):
+        _convert(here, 0, there, 0, source.block_tokens)
     return made
 
 
-def _num_heads(layout: KVLayout) -> int:
-    return layout.num_layers * layout.num_planes * layout.num_kv_heads
+def _heads(blocks: Tensor, layout: KVLayout) -> Iterator[_Heads]:
+    """Yield the heads of `blocks`, uint8 [..., block_bytes], for each run of layers of equal shape."""
+    start = 0
+    for num_layers, shape in layout.runs:
+        size = num_layers * shape.num_elements(layout) * DTYPE_BYTES[layout.dtype]
+        part = blocks[..., start : start + size]
+        yield _Heads(part.view(*part.shape[:-1], num_layers * shape.num_heads, -1), shape, layout)
+        start += size
 
 
-def _convert(here: Tensor, source: KVLayout, first: int, there: Tensor, sink: KVLayout, start: int, count: int) -> None:
-    """Copy tokens between two tensors, both uint8 [num_heads, bytes_per_head].
-
-    The tokens of a head lie together, followed by their scales if the dtype has any.
-    """
-    codes, scales = _tokens(here, source, first, count), _scales(here, source, first, count)
-    new_codes, new_scales = _tokens(there, sink, start, count), _scales(there, sink, start, count)
+def _convert(here: _Heads, first: int, there: _Heads, start: int, count: int) -> None:
+    """Copy tokens between heads of the same shape."""
+    source, sink = here.layout, there.layout
+    codes, scales = here.tokens(first, count), here.scales(first, count)
+    new_codes, new_scales = there.tokens(start, count), there.scales(start, count)
     # Equal dtypes: copy the bytes, so that nothing is rounded again.
     if source.dtype == sink.dtype:
         new_codes.copy_(codes)
@@ -61,14 +89,14 @@ def _convert(here: Tensor, source: KVLayout, first: int, there: Tensor, sink: KV
             new_scales.copy_(scales)
         return
     # The dtypes differ: decode to real numbers, then encode again.
-    rows = codes.view(DTYPES[source.dtype]).reshape(len(codes), count, source.head_dim)
+    rows = codes.view(DTYPES[source.dtype]).reshape(*codes.shape[:-1], count, here.shape.head_dim)
     if scales is not None:
         rows = rows.float() * scales.view(torch.bfloat16).float()[..., None]
     if new_scales is None:
-        new_codes.view(DTYPES[sink.dtype]).copy_(rows.flatten(1))
+        new_codes.view(DTYPES[sink.dtype]).copy_(rows.flatten(-2))
         return
     made, factors = _encoded(rows, DTYPES[sink.dtype])
-    new_codes.copy_(made.view(torch.uint8).flatten(1))
+    new_codes.copy_(made.view(torch.uint8).flatten(-2))
     new_scales.view(torch.bfloat16).copy_(factors)
 
 
@@ -81,16 +109,3 @@ def _encoded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     inverse = torch.where(divisor > 0, 1.0 / divisor, 0.0)
     scaled = (wide * inverse[..., None]).clamp(-largest, largest)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
-
-
-def _tokens(heads: Tensor, layout: KVLayout, first: int, count: int) -> Tensor:
-    row = layout.head_dim * DTYPE_BYTES[layout.dtype]
-    return heads[:, first * row : (first + count) * row]
-
-
-def _scales(heads: Tensor, layout: KVLayout, first: int, count: int) -> Tensor | None:
-    if not layout.scale_rows:
-        return None
-    # The scales of a head follow the codes of all its tokens; a code has one byte.
-    start = layout.block_tokens * layout.head_dim + first * SCALE_BYTES
-    return heads[:, start : start + count * SCALE_BYTES]

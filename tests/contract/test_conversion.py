@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout, obstacle
+from baton_serve.contracts.layout import KVLayout, KVShape, obstacle
 from baton_serve.engine.kernels import kv_codes
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.kvtransfer import Corrupt, LocalTransferError, Refused, Translation
@@ -38,28 +39,37 @@ def changed(layout: KVLayout, **changes: object) -> KVLayout:
     return msgspec.structs.replace(layout, **changes)
 
 
-def cache_of(layout: KVLayout, rows: Tensor) -> KVCache:
-    """Tokens' KV [layers, planes, tokens, heads, head_dim], written by the engine's own twin."""
-    num_tokens = rows.shape[2]
+Rows = list[Tensor]
+"""Tokens' KV by layer: [planes, tokens, heads, head_dim]."""
+
+
+def cache_of(layout: KVLayout, rows: Rows) -> KVCache:
+    """Tokens' KV, written by the engine's own twin."""
+    num_tokens = rows[0].shape[1]
     cache = KVCache(layout, -(-num_tokens // layout.block_tokens), torch.device("cpu"))
     tokens = torch.arange(num_tokens)
     blocks, offsets = tokens // layout.block_tokens, tokens % layout.block_tokens
     for layer, view in enumerate(cache.layers()):
-        for plane in range(layout.num_planes):
-            kv_codes.write(view, plane, blocks, offsets, rows[layer, plane])
+        for plane in range(len(rows[layer])):
+            kv_codes.write(view, plane, blocks, offsets, rows[layer][plane])
     return cache
 
 
-def rows_of(layout: KVLayout, num_tokens: int, seed: int = 0) -> Tensor:
-    shape = (layout.num_layers, layout.num_planes, num_tokens, layout.num_kv_heads, layout.head_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def rows_of(layout: KVLayout, num_tokens: int, seed: int = 0) -> Rows:
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn((shape.num_planes, num_tokens, shape.num_kv_heads, shape.head_dim), generator=draw)
+        for count, shape in layout.runs
+        for _ in range(count)
+    ]
 
 
-def read(cache: KVCache, num_tokens: int) -> Tensor:
-    """Return K and V as the engine reads them: float32 [layers, planes, heads, tokens, head_dim]."""
+def read(cache: KVCache, num_tokens: int) -> Rows:
+    """Return K and V as the engine reads them, in float32."""
     everything = torch.arange(cache.num_blocks)
-    layers = [kv_codes.read(view, everything).permute(1, 2, 0, 3, 4).flatten(2, 3) for view in cache.layers()]
-    return torch.stack(layers)[:, :, :, :num_tokens]
+    planes = [shape.num_planes for count, shape in cache.layout.runs for _ in range(count)]
+    layers = [kv_codes.read(view, everything).permute(1, 0, 3, 2, 4).flatten(1, 2) for view in cache.layers()]
+    return [layer[:count, :num_tokens] for layer, count in zip(layers, planes, strict=True)]
 
 
 dtypes = st.sampled_from(["float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8_e5m2"])
@@ -73,22 +83,25 @@ layouts = st.builds(
     block_tokens=st.sampled_from([1, 4, 8, 12, 16, 32]),
     dtype=dtypes,
 )
+shapes = st.sampled_from([(KVShape(2, 8), KVShape(3, 20)), (KVShape(1, 24, 1), KVShape(2, 12))]) | st.just(UNSET)
+"""Of the two layers, if they are not equal."""
 
 
-@given(source=layouts, sink=layouts, num_tokens=st.integers(1, 70), seed=st.integers(0, 5))
-@settings(deadline=None, max_examples=60)
+@given(source=layouts, sink=layouts, layers=shapes, num_tokens=st.integers(1, 70), seed=st.integers(0, 5))
+@settings(deadline=None, max_examples=100)
 def test_converted_blocks_hold_what_the_engine_would_have_written(
-    source: KVLayout, sink: KVLayout, num_tokens: int, seed: int
+    source: KVLayout, sink: KVLayout, layers: tuple[KVShape, ...] | UnsetType, num_tokens: int, seed: int
 ) -> None:
-    sink = changed(sink, head_dim=source.head_dim)
+    source = changed(source, layers=layers)
+    sink = changed(sink, head_dim=source.head_dim, layers=layers)
     if obstacle(source, sink) is not None:
         return
     here = cache_of(source, rows_of(source, num_tokens, seed))
     there = KVCache(sink, -(-num_tokens // sink.block_tokens), torch.device("cpu"))
     move(here.device_tensor, source, there.device_tensor, sink, num_tokens)
-    expected = cache_of(sink, read(here, num_tokens).transpose(2, 3))
+    expected = cache_of(sink, read(here, num_tokens))
     assert torch.equal(there.device_tensor, expected.device_tensor)
-    if source.scale_rows == 0 or sink.dtype == source.dtype:
+    if source.runs[0].shape.scale_rows(source) == 0 or sink.dtype == source.dtype:
         back = KVCache(source, here.num_blocks, torch.device("cpu"))
         move(there.device_tensor, sink, back.device_tensor, source, num_tokens)
         is_lossless = sink.dtype in (source.dtype, "float32")
@@ -150,7 +163,7 @@ async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block
 
 
 def expected_blocks(source: KVLayout, sink: KVLayout) -> Tensor:
-    rows = read(cache_of(source, rows_of(source, NUM_TOKENS)), NUM_TOKENS).transpose(2, 3)
+    rows = read(cache_of(source, rows_of(source, NUM_TOKENS)), NUM_TOKENS)
     return cache_of(sink, rows).device_tensor
 
 
@@ -169,6 +182,19 @@ def test_blocks_arrive_in_the_consumers_layout(transport: str, case: str, is_rev
             assert torch.equal(await hand_over(pair, source, sink), expected_blocks(source, sink))
             (link,) = pair.consumer.node.links()
             assert f"converting {source.dtype} in blocks of {source.block_tokens}" in link.reason
+
+    run(test())
+
+
+@pytest.mark.parametrize("case", ["larger blocks", "smaller blocks", "one byte in larger blocks"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_blocks_whose_layers_have_different_shapes_arrive(transport: str, case: str) -> None:
+    mixed = {"num_kv_heads": 0, "head_dim": 0, "layers": (KVShape(2, 16), KVShape(1, 64))}
+    source, sink = changed(SOURCE, **mixed), changed(CASES[case], **mixed)
+
+    async def test() -> None:
+        async with pair_of(only(transport, parts=2), producer_layout=source, consumer_layout=sink) as pair:
+            assert torch.equal(await hand_over(pair, source, sink), expected_blocks(source, sink))
 
     run(test())
 

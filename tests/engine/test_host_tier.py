@@ -21,7 +21,7 @@ from tests.tiny_models import write_tiny_model
 pytestmark = pytest.mark.slow
 
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 120, "block_size": 8, "host_kv_bytes": 4 << 20}
-FAMILIES = ["llama", "gemma2", "deepseek_v3"]
+FAMILIES = ["llama", "gemma2", "deepseek_v3", "gemma4"]
 
 
 def ask_in_turn(engine: Engine, reference: Reference) -> list[list[int]]:

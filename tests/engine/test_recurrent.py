@@ -61,7 +61,7 @@ class PackedModel:
             block_tokens=BLOCK_TOKENS,
             head_dim=model.head_dim,
             dtype=str(model.dtype).removeprefix("torch."),
-            num_planes=model.num_planes,
+            num_planes=model.kv_shapes[0].num_planes,
         )
         self._cache = KVCache(layout, NUM_SLOTS * BLOCKS_PER_SLOT, CPU, place="device")
         kernels = layer_kernels(CPU, model.dtype) if uses_kernels else reference_layers

@@ -5,11 +5,12 @@ next one is not.
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.layout import KVLayout, KVShape
 from baton_serve.engine import CompletedLayerGroups
 from baton_serve.engine.core.outputs import CompletedBlocks, NamedBlock
 from baton_serve.engine.device import has_side_streams
@@ -94,6 +95,39 @@ def test_few_blocks_are_reported_in_larger_groups_or_whole() -> None:
     assert found[2] == [[(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)]]
     assert found[3] == [[(0, 1), (1, 2), (2, 3), (3, 4)]] * 2
     assert made.follow([CompletedBlocks(RequestId("w"), [])]) is None
+
+
+def test_groups_of_unequal_layers_are_reported_when_their_last_byte_is_computed() -> None:
+    """Four parts of a block with layers of 1/8, 1/8, 1/2 and 1/4 of its bytes: none of the borders in the large layer
+    is one of a layer."""
+    shapes = (KVShape(2, 16), KVShape(1, 32), KVShape(2, 64), KVShape(1, 64))
+    layout = KVLayout(
+        fingerprint="f", num_layers=4, num_kv_heads=0, block_tokens=16, head_dim=0, dtype="float32", layers=shapes
+    )
+    cpu = torch.device("cpu")
+    plan = tail.plan_layer_groups(4, layout, cpu, is_mirrored=False)
+    assert plan.parts == 4
+    found: list[list[tuple[int, int]]] = []
+    for min_bytes in (1, layout.block_bytes // 2):
+        reports: list[range] = []
+        made = tail.LayerGroupReporter(
+            layout,
+            tail.LayerGroupPlan(4, min_bytes),
+            cpu,
+            lambda part, reports=reports: reports.append(part.parts),  # type: ignore[misc]
+        )
+        after_layer = made.follow([CompletedBlocks(RequestId("w"), [NamedBlock(BlockHash(b""), 0)])])
+        assert after_layer is not None
+        found.append([])
+        for layer in range(4):
+            after_layer(layer)
+            found[-1].append((layer, sum(map(len, reports))))
+    assert found == [[(0, 0), (1, 1), (2, 3), (3, 4)], [(0, 0), (1, 0), (2, 2), (3, 4)]]
+    odd = msgspec.structs.replace(layout, num_layers=3, layers=(KVShape(1, 2), KVShape(1, 4), KVShape(1, 6)))
+    assert tail.plan_layer_groups(3, odd, cpu, is_mirrored=False).parts == 3
+    assert tail.plan_layer_groups(2, odd, cpu, is_mirrored=False).parts == 2
+    small = msgspec.structs.replace(odd, block_tokens=1)
+    assert tail.plan_layer_groups(3, small, cpu, is_mirrored=False).parts == 1
 
 
 def test_by_default_hosts_have_no_tail_and_devices_that_copy_meanwhile_do(tmp_path: Path) -> None:

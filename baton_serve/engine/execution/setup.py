@@ -4,6 +4,7 @@ and the forward.
 
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from baton_serve.contracts.layout import KVLayout
@@ -39,16 +40,7 @@ class EngineSetup:
         Call it once: it repacks the model's weights in place. Raises `ConfigError` or `AdapterError`.
         """
         defaults = devices.defaults(device)
-        self.layout = KVLayout(
-            fingerprint=model.fingerprint,
-            num_layers=len(model.specs),
-            num_kv_heads=model.num_kv_heads * config.tensor_parallel_size,
-            block_tokens=config.block_size or defaults.block_tokens,
-            head_dim=model.head_dim,
-            dtype=_kv_dtype(config, model),
-            num_planes=model.num_planes,
-            state_bytes=row_bytes(model.states),
-        )
+        self.layout = _layout(config, model, config.block_size or defaults.block_tokens)
         self.states = model.states
         if model.states and config.tensor_parallel_size > 1:
             raise ConfigError(
@@ -97,6 +89,25 @@ class EngineSetup:
             self.adapters.keep(adapter, in_use=(), pinned=())
 
 
+def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLayout:
+    """Return the layout of blocks with the heads of all ranks. Raises `ConfigError`."""
+    first = model.kv_shapes[0]
+    layout = KVLayout(
+        fingerprint=model.fingerprint,
+        num_layers=len(model.kv_shapes),
+        num_kv_heads=first.num_kv_heads * config.tensor_parallel_size,
+        block_tokens=block_tokens,
+        head_dim=first.head_dim,
+        dtype=_kv_dtype(config, model),
+        num_planes=first.num_planes,
+        state_bytes=row_bytes(model.states),
+    )
+    if model.is_uniform:
+        return layout
+    # Models that ranks divide have equal layers (`check_shardable`).
+    return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=model.kv_shapes)
+
+
 def _slot_settings(config: EngineConfig, device: torch.device) -> SlotSettings | None:
     """Return the settings of the adapter slots that captured graphs need, or None if nothing is captured."""
     if config.enforce_eager or not devices.has_graphs(device):
@@ -108,8 +119,6 @@ def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
     """Return the name of the KV cache's dtype. Raises `ConfigError` if codes of one byte do not fit the heads."""
     if config.kv_cache_dtype == "auto":
         return str(model.dtype).removeprefix("torch.")
-    if model.head_dim % 2:
-        raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype} needs an even head_dim, not {model.head_dim}: use auto"
-        )
+    if odd := [shape.head_dim for shape in model.kv_shapes if shape.head_dim % 2]:
+        raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype} needs an even head_dim, not {odd[0]}: use auto")
     return f"fp8_{config.fp8_dtype}" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype

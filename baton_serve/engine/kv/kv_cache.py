@@ -8,7 +8,7 @@ blocks are copied there for transport. Only those blocks occupy host memory, sin
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -31,7 +31,8 @@ KVMemoryKind = Literal["shared", "device", "mirrored"]
 
 
 class KVCache:
-    """The KV cache's tensor [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim].
+    """The KV cache's tensor [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim],
+    or [num_blocks, elements] if the layers have different shapes.
 
     With several ranks, each rank's tensor has the rank's own heads. `host_view` shows all blocks as bytes: the cache
     itself on hosts, the mirror with `is_mirrored`. A single device has neither that nor a `shared_fd`; transports use
@@ -73,12 +74,12 @@ class KVCache:
 
         Until they end, nothing else may read or write the block.
         """
-        rows = layout.block_tokens + layout.scale_rows
-        shape = (num_blocks, layout.num_layers, layout.num_planes, layout.num_kv_heads, rows, layout.head_dim)
-        dtype = DTYPES[layout.dtype]
+        shape, dtype = (num_blocks, *_block_shape(layout)), DTYPES[layout.dtype]
+        assert heads is None or len(shape) > 2, "ranks divide the heads of equal layers"
         self._host = torch.empty(0)
         if place != "device":
-            self._host = self._map().view(dtype).view(shape)[:, :, :, heads or slice(None)]
+            whole = self._map().view(dtype).view(shape)
+            self._host = whole if heads is None else whole[:, :, :, heads]
         if place == "shared":
             self.tensor = self._host
         else:
@@ -98,13 +99,25 @@ class KVCache:
         return torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.num_blocks, self.block_bytes)
 
     def layers(self) -> list[Tensor]:
-        """Return one strided view per layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim].
+        """Return one strided view per layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim], in the layer's own
+        shape.
 
         Scales of quantized KV lie behind each head's tokens (`kernels.kv_codes`). A single plane (MLA) appears as both
         K and V, with a stride of 0.
         """
-        tokens = self.tensor[:, :, :, :, : self.layout.block_tokens]
-        return [layer.expand(-1, 2, -1, -1, -1) for layer in tokens.unbind(1)]
+        parts = self.tensor.unbind(1) if self.tensor.dim() > 2 else self._unequal_layers()
+        return [part[:, :, :, : self.layout.block_tokens].expand(-1, 2, -1, -1, -1) for part in parts]
+
+    def _unequal_layers(self) -> Iterator[Tensor]:
+        """Yield the view of each layer with its scale rows, for layers of different shapes."""
+        start = 0
+        for num_layers, shape in self.layout.runs:
+            rows = self.layout.block_tokens + shape.scale_rows(self.layout)
+            for _ in range(num_layers):
+                end = start + shape.num_elements(self.layout)
+                sizes = (shape.num_planes, shape.num_kv_heads, rows, shape.head_dim)
+                yield self.tensor[:, start:end].view(self.num_blocks, *sizes)
+                start = end
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks on the device. Sources and targets must be disjoint."""
@@ -184,6 +197,15 @@ class KVCache:
         self._mapping = mmap.mmap(self.shared_fd, size)
         self.host_view = memoryview(self._mapping)
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+
+def _block_shape(layout: KVLayout) -> tuple[int, ...]:
+    """Return the shape of one block's tensor: one dimension if the layers have different shapes."""
+    if len(layout.runs) > 1:
+        return (sum(num_layers * shape.num_elements(layout) for num_layers, shape in layout.runs),)
+    ((num_layers, shape),) = layout.runs
+    rows = layout.block_tokens + shape.scale_rows(layout)
+    return (num_layers, shape.num_planes, shape.num_kv_heads, rows, shape.head_dim)
 
 
 def _place(device: torch.device, heads: slice | None) -> KVMemoryKind:

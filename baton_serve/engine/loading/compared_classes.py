@@ -7,6 +7,7 @@ TRANSFORMERS_VERSION = "5.23.0"
 """The version of transformers that was compared."""
 CLASSES = frozenset(
     {
+        "AXK1ForCausalLM",
         "AfmoeForCausalLM",
         "ApertusForCausalLM",
         "ArceeForCausalLM",
@@ -53,6 +54,10 @@ CLASSES = frozenset(
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "Gemma3nForCausalLM",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
         "GemmaForCausalLM",
         "Glm46VForConditionalGeneration",
         "Glm4ForCausalLM",
@@ -101,7 +106,9 @@ CLASSES = frozenset(
         "LlavaNextForConditionalGeneration",
         "LlavaNextVideoForConditionalGeneration",
         "LlavaOnevisionForConditionalGeneration",
+        "LongcatFlashForCausalLM",
         "MellumForCausalLM",
+        "MiMoV2FlashForCausalLM",
         "MiniCPM3ForCausalLM",
         "MiniCPMOcrForConditionalGeneration",
         "MiniCPMV4_6ForConditionalGeneration",
@@ -156,6 +163,7 @@ CLASSES = frozenset(
         "VideoLlama3ForConditionalGeneration",
         "VideoLlavaForConditionalGeneration",
         "VipLlavaForConditionalGeneration",
+        "YoutuForCausalLM",
         "Zamba2ForCausalLM",
     }
 )

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart
 from baton_serve.engine.loading.refusals import INSTEAD, refuse_type
+from baton_serve.engine.model.loaded_model import SharedLayer
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
 from baton_serve.engine.model.recurrent import StateProbe
 from baton_serve.engine.model_folder import HfConfig, first_line
@@ -39,14 +41,12 @@ NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayers:
-    """Describes the KV and the states of a model's layers."""
+    """Describes the KV and the states of a model's layers. `LoadedModel` has the same fields."""
 
-    shape: LayerShape
-    """The shape of KV, which is the same in all layers that have it. The rules of attention may differ."""
+    kv_shapes: tuple[KVShape, ...]
     specs: list[AttentionSpec]
-    """The rules of each layer that has KV."""
     kv_layers: tuple[int, ...] | None
-    """See `LoadedModel`, which has the same field."""
+    shared_layers: tuple[SharedLayer, ...]
     states: tuple[StatePart, ...]
 
 
@@ -58,7 +58,8 @@ def refuse_unsupported(name: str, text_config: HfConfig) -> None:
             f"{name} has layers of type {', '.join(sorted(others))}; supported are"
             f" {', '.join(sorted(SUPPORTED_LAYERS))} only: {INSTEAD}"
         )
-    if getattr(text_config, "use_bidirectional_attention", None):
+    # In text alone, models whose images attend in both directions ("vision") are causal.
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served: {INSTEAD}")
 
 
@@ -73,13 +74,17 @@ def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: to
     num_layers = int(text_config.num_hidden_layers)
     types = _layer_types(text_config) or ["full_attention"] * num_layers
     _check_states(name, types, parts)
-    kv_layers = tuple(i for i, kind in enumerate(types) if kind in ATTENTION_LAYERS | MIXED_LAYERS)
-    shapes = _uniform_shapes(attention, name, kv_layers)
-    _check_window(name, text_config, types, shapes)
+    attending = tuple(i for i, kind in enumerate(types) if kind in ATTENTION_LAYERS | MIXED_LAYERS)
+    shapes = _layer_shapes(attention, name, attending)
+    _check_window(name, text_config, types, list(shapes.values()))
+    own = {layer: shape for layer, shape in shapes.items() if shape.source is None}
     return ProbedLayers(
-        shape=shapes[0],
-        specs=[shape.spec for shape in shapes],
-        kv_layers=None if len(kv_layers) == num_layers else kv_layers,
+        kv_shapes=tuple(shape.kv for shape in own.values()),
+        specs=[shape.spec for shape in own.values()],
+        kv_layers=None if len(own) == num_layers else tuple(own),
+        shared_layers=tuple(
+            SharedLayer(layer, shape.source, shape.spec) for layer, shape in shapes.items() if shape.source is not None
+        ),
         states=parts,
     )
 
@@ -144,28 +149,19 @@ def _check_window(name: str, text_config: HfConfig, types: list[str], shapes: li
         )
 
 
-def _uniform_shapes(probe: AttentionProbe, name: str, kv_layers: tuple[int, ...]) -> list[LayerShape]:
-    """Return the shape of every layer with KV. Rules such as windows may differ, but K and V must have the same shape
-    in all.
+def _layer_shapes(probe: AttentionProbe, name: str, attending: tuple[int, ...]) -> dict[int, LayerShape]:
+    """Return the shape of every layer with attention, by its number, in order.
 
-    Raises `UnsupportedModelError` for layers with their own attention, or of mixed shapes, and for models without KV.
+    Raises `UnsupportedModelError` for layers with their own attention, and for models without attention.
     """
-    if not kv_layers:
+    if not attending:
         raise UnsupportedModelError(
             f"{name} has no layer with attention, without which models are not supported: {INSTEAD}"
         )
     # The KV cache has one entry for each of these layers, in order.
-    if sorted(probe.shapes) != list(kv_layers) or any(len(s) != 1 for s in probe.shapes.values()):
+    if sorted(probe.shapes) != list(attending) or any(len(s) != 1 for s in probe.shapes.values()):
         raise UnsupportedModelError(
-            f"{name} cannot be served: {len(probe.shapes)} of its {len(kv_layers)} layers with attention use"
+            f"{name} cannot be served: {len(probe.shapes)} of its {len(attending)} layers with attention use"
             f" transformers' attention interface; attention of their own is not supported: {INSTEAD}"
         )
-    shapes = [probe.shapes[layer][0] for layer in kv_layers]
-    sizes = {(s.num_kv_heads, s.key_dim, s.value_dim, s.is_latent) for s in shapes}
-    if len(sizes) > 1 or shapes[0].key_dim != shapes[0].value_dim:
-        raise UnsupportedModelError(
-            f"{name} cannot be served: its keys and values have different shapes ({sorted(sizes)}, as"
-            " KV heads, key and value size, latent), as mixed layers and unknown kinds of latent attention (MLA) have:"
-            f" {INSTEAD}"
-        )
-    return shapes
+    return {layer: probe.shapes[layer][0] for layer in attending}

@@ -111,14 +111,13 @@ def load_model(
         dtype=dtype,
         vocab_size=int(text_config.vocab_size),
         max_model_len=max_model_len,
-        num_kv_heads=layers.shape.num_kv_heads,
-        head_dim=layers.shape.key_dim,
-        num_planes=1 if layers.shape.is_latent else 2,
+        kv_shapes=layers.kv_shapes,
         specs=layers.specs,
         eos_token_ids=_eos_token_ids(module, text_config),
         fingerprint=fingerprint,
         is_whole=shard.is_whole,
         kv_layers=layers.kv_layers,
+        shared_layers=layers.shared_layers,
         states=layers.states,
     )
 

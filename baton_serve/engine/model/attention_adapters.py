@@ -160,6 +160,7 @@ def _slopes(num_heads: int, device: torch.device) -> Tensor:
 
 
 _ADAPTERS: dict[str, Callable[[Module], None]] = {
+    "AXK1Attention": _mla,
     "BailingHybridAttention": _mla,
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
@@ -170,7 +171,9 @@ _ADAPTERS: dict[str, Callable[[Module], None]] = {
     "GPTNeoSelfAttention": _gpt_neo,
     "Glm4MoeLiteAttention": _mla,
     "KimiLinearAttention": _mla,
+    "LongcatFlashMLA": _mla,
     "MiniCPM3Attention": _mla,
     "PhimoeAttention": _phimoe,
     "Qwen2MoeAttention": _masked_window,
+    "YoutuAttention": _mla,
 }

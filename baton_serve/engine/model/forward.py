@@ -18,7 +18,7 @@ from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.lora.store import AdapterStore
-from baton_serve.engine.model.paged_attention import PagedAttention, StepHolder
+from baton_serve.engine.model.paged_attention import CachePlace, PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
 from baton_serve.engine.model.recurrent import PackedMixers, install_steps
@@ -74,6 +74,17 @@ class Forward(Protocol):
         ...
 
 
+def _cache_places(model: LoadedModel) -> dict[int, CachePlace]:
+    """Return where each layer with attention finds its KV, by the model's number of the layer."""
+    kv_layers = range(len(model.specs)) if model.kv_layers is None else model.kv_layers
+    places = {
+        layer: CachePlace(number, spec) for number, (layer, spec) in enumerate(zip(kv_layers, model.specs, strict=True))
+    }
+    for shared in model.shared_layers:
+        places[shared.layer] = CachePlace(places[shared.source].number, shared.spec, is_shared=True)
+    return places
+
+
 class TransformersForward:
     """Runs a decoder of transformers with paged attention."""
 
@@ -87,8 +98,7 @@ class TransformersForward:
         self._adapters = adapters
         self._step_adapters = adapt_modules(model.module, adapters) if adapters is not None else None
         self._step = StepHolder(model.module)
-        kv_layers = range(len(model.specs)) if model.kv_layers is None else model.kv_layers
-        self._numbers = {layer: number for number, layer in enumerate(kv_layers)}
+        self._places = _cache_places(model)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         if self._adapters is not None and self._step_adapters is not None:
@@ -106,9 +116,8 @@ class TransformersForward:
             PagedAttention(
                 self._backend,
                 layers,
-                self._model.specs,
+                self._places,
                 inputs.meta,
-                self._numbers,
                 inputs.after_layer,
                 None if inputs.states is None else PackedMixers(inputs.states),
             ),

@@ -6,11 +6,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart
 
 LoadProgress = Callable[[str, float], None]
 """Called with the current phase of loading and its finished fraction, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayer:
+    """A layer with attention that has no KV of its own, but reads that of another layer."""
+
+    layer: int
+    source: int
+    """The layer whose KV it reads. Both are the model's own numbers."""
+    spec: AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +33,10 @@ class LoadedModel:
     dtype: torch.dtype
     vocab_size: int
     max_model_len: int
-    num_kv_heads: int
-    """Number of KV heads of this rank."""
-    head_dim: int
-    num_planes: int
-    """Planes of the KV cache: 2 for K and V, 1 for latents (MLA)."""
+    kv_shapes: tuple[KVShape, ...]
+    """The shape of the KV of each layer that has KV, with the heads of this rank."""
     specs: list[AttentionSpec]
-    """Attention parameters of each layer."""
+    """Attention parameters of each layer that has KV."""
     eos_token_ids: frozenset[int]
     """Tokens that end a sequence."""
     fingerprint: str
@@ -40,5 +48,27 @@ class LoadedModel:
     """False if this is one rank's part, whose outputs have to be summed over the ranks."""
     kv_layers: tuple[int, ...] | None = None
     """The model's number of each layer that has KV, in the order of the cache and of `specs`; None: all layers."""
+    shared_layers: tuple[SharedLayer, ...] = ()
+    """The layers that read the KV of other layers."""
     states: tuple[StatePart, ...] = ()
     """The recurrent states of layers of linear attention and state spaces."""
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return whether the KV of all layers has the same shape."""
+        return len(set(self.kv_shapes)) == 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Return the number of KV heads of this rank, in all layers."""
+        return self._kv_shape.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of the heads of all layers."""
+        return self._kv_shape.head_dim
+
+    @property
+    def _kv_shape(self) -> KVShape:
+        assert self.is_uniform, "the layers have different shapes"
+        return self.kv_shapes[0]

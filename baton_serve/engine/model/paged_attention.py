@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
 
@@ -55,41 +57,49 @@ class AttentionContext(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class CachePlace:
+    """Where a layer finds its KV, and its rules of attention."""
+
+    number: int
+    """The number of the layer's KV in a block."""
+    spec: AttentionSpec
+    is_shared: bool = False
+    """True if another layer, which is computed before, stores this KV."""
+
+
+@dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention of one step of the engine. `specs` and `layers` have one entry for each layer with KV."""
+    """Attention of one step of the engine. `layers` has one entry for each layer with KV of its own."""
 
     backend: AttentionBackend
     layers: list[Tensor]
-    specs: list[AttentionSpec]
+    places: Mapping[int, CachePlace]
+    """By the model's number of a layer with attention."""
     meta: AttentionMetadata
-    numbers: Mapping[int, int]
-    """By the model's number of a layer: its number among those with KV."""
     after_layer: Callable[[int], None] | None = None
     """Called after a layer's KV was stored; see `StepInputs.after_layer`."""
     mixers: MixerContext | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
         """Store the new KV and attend over the cache."""
-        number = self.numbers[layer]
-        cache = self.layers[number]
-        self.backend.store(key, value, cache, self.meta)
-        if self.after_layer is not None:
-            self.after_layer(number)
-        # The rules that the module passes are ignored: the probe has recorded them in `specs` when the model was
-        # loaded.
-        return self.backend.attend(query, cache, self.meta, self.specs[number])
+        place = self.places[layer]
+        cache = self.layers[place.number]
+        if not place.is_shared:
+            self.backend.store(key, value, cache, self.meta)
+            if self.after_layer is not None:
+                self.after_layer(place.number)
+        # The rules that the module passes are ignored: the probe has recorded them when the model was loaded.
+        return self.backend.attend(query, cache, self.meta, place.spec)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The head counts, sizes and attention rules that one layer uses."""
+    """The shape of the KV and the attention rules that one layer uses."""
 
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    is_latent: bool
+    kv: KVShape
     spec: AttentionSpec
+    source: int | None = None
+    """The earlier layer whose keys and values this layer reads; None: it has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +108,25 @@ class AttentionProbe:
 
     mixers: MixerContext
     shapes: dict[int, list[LayerShape]] = field(default_factory=dict)
+    own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values of the layers that have their own. They stay in memory, so that no later ones get their
+    address."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
         assert spec is not None
         # Latent attention passes one tensor as both key and value.
-        shape = LayerShape(query.shape[1], key.shape[1], key.shape[2], value.shape[2], key is value, spec)
-        self.shapes.setdefault(layer, []).append(shape)
+        kv = KVShape(key.shape[1], key.shape[2], 1 if key is value else 2)
+        # Layers that share KV pass the very tensors of the first one.
+        source = next((first for first, known in self.own.items() if _are_same(known, (key, value))), None)
+        if source is None:
+            self.own[layer] = (key, value)
+        self.shapes.setdefault(layer, []).append(LayerShape(kv, spec, source))
         return query.new_zeros(*query.shape[:2], spec.value_dim or value.shape[2])
+
+
+def _are_same(known: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    """Return whether two pairs of keys and values are the same memory."""
+    return all(one.data_ptr() == two.data_ptr() for one, two in zip(known, other, strict=True))
 
 
 class StepHolder:
@@ -167,10 +189,15 @@ def attend(
     if latent is not None:
         query = latent.absorb(query)
     spec = None if isinstance(baton, PagedAttention) else _spec(module, query.shape[-1], rules)
+    value_dim = value.shape[-1]
+    if key.shape[-1] != value_dim:
+        # The planes of a layer have equal rows. Zeros change neither scores nor sums.
+        width = max(key.shape[-1], value_dim)
+        query, key, value = (F.pad(part, (0, width - part.shape[-1])) for part in (query, key, value))
     # If key and value are one tensor (MLA) they must stay one, which the probe looks for.
     keys = key[0].transpose(0, 1)
     values = keys if value is key else value[0].transpose(0, 1)
-    output = baton.attend(layer, query[0].transpose(0, 1), keys, values, spec)
+    output = baton.attend(layer, query[0].transpose(0, 1), keys, values, spec)[..., :value_dim]
     return (output if latent is None else latent.restore(output)).unsqueeze(0), None
 
 

@@ -8,6 +8,7 @@ function returns. Small amounts are reported in larger groups, or as whole block
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from queue import SimpleQueue
 
 import torch
@@ -25,6 +26,10 @@ It takes 0.1 ms over pinned memory, which is about the time that both hosts spen
 """
 
 
+PIECE_BYTES = 256
+"""Alignment of groups in a block whose layers have different sizes, in bytes."""
+
+
 def num_layer_groups(num_layers: int, asked: int) -> int:
     """Return the largest divisor of `num_layers` up to `asked`, so that all groups have the same size."""
     return max(count for count in range(1, min(asked, num_layers) + 1) if num_layers % count == 0)
@@ -35,7 +40,7 @@ class LayerGroupPlan:
     """How the model's layers are divided into groups that are reported, and sent, one after the other."""
 
     parts: int
-    """Number of groups; a divisor of the number of layers."""
+    """Number of groups; a divisor of the number of layers, and of the bytes of a block."""
     min_report_bytes: int = 1
     """Smallest amount of one report, in bytes."""
 
@@ -46,11 +51,16 @@ def plan_layer_groups(
     """Choose the groups. `asked` None takes the device's default and avoids small reports.
 
     With a mirror in host memory there is one group: blocks are copied there as a whole. With recurrent states too: they
-    are sent after the last layer.
+    are sent after the last layer. Groups are equal shares of a block's bytes, so that their borders may lie within a
+    layer if the layers have different shapes.
     """
     if is_mirrored or layout.state_bytes:
         return LayerGroupPlan(1)
-    parts = num_layer_groups(layout.num_layers, asked or devices.defaults(device).tail_parts)
+    limit = min(asked or devices.defaults(device).tail_parts, layout.num_layers)
+    if len(layout.runs) == 1:
+        parts = num_layer_groups(layout.num_layers, limit)
+    else:
+        parts = max(n for n in range(1, limit + 1) if n == 1 or layout.block_bytes % (n * PIECE_BYTES) == 0)
     return LayerGroupPlan(parts, 1 if asked else MIN_REPORT_BYTES)
 
 
@@ -67,7 +77,10 @@ class LayerGroupReporter:
     """
 
     def __init__(self, layout: KVLayout, plan: LayerGroupPlan, device: torch.device, on_group: OnLayerGroup) -> None:
-        self._layers_each = layout.num_layers // plan.parts
+        sizes = [shape.num_elements(layout) for num_layers, shape in layout.runs for _ in range(num_layers)]
+        ends, total = [0, *accumulate(sizes)], sum(sizes)
+        self._reached_after = [end * plan.parts // total for end in ends]
+        """By number of computed layers: how many groups are complete."""
         self._parts = plan.parts
         self._block_bytes = layout.block_bytes
         self._min_report_bytes = plan.min_report_bytes
@@ -92,15 +105,14 @@ class LayerGroupReporter:
                 groups.setdefault(at_once, []).append(blocks)
 
         def after_layer(layer: int) -> None:
-            reached, rest = divmod(layer + 1, self._layers_each)
-            if rest:
-                return
+            before, reached = self._reached_after[layer], self._reached_after[layer + 1]
             for at_once, blocks in groups.items():
                 # Requests of one step may have different sizes, and so different numbers of groups per report. The last
                 # report of a request holds the groups that are left.
-                behind = reached % at_once or at_once if reached == self._parts else at_once
-                if reached % at_once == 0 or reached == self._parts:
-                    self._reached(CompletedLayerGroups(range(reached - behind, reached), blocks))
+                end = reached if reached == self._parts else reached - reached % at_once
+                start = before - before % at_once
+                if start < end:
+                    self._reached(CompletedLayerGroups(range(start, end), blocks))
 
         return after_layer if groups else None
 

@@ -28,7 +28,7 @@ def coded_cache(batch: Batch, dtype: torch.dtype) -> Tensor:
     layout = KVLayout(
         fingerprint="", num_layers=3, num_kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim, dtype="int8"
     )
-    rows = block_tokens + layout.scale_rows
+    rows = block_tokens + layout.runs[0].shape.scale_rows(layout)
     whole = torch.zeros((num_blocks, 3, 2, kv_heads, rows, head_dim), dtype=torch.uint8, device=DEVICE)
     cache = whole.view(dtype)[:, 1, :, :, :block_tokens]
     content = torch.nan_to_num(batch.cache.float())
@@ -148,4 +148,4 @@ def test_float16_queries_keep_the_range_of_small_scales() -> None:
 
 def test_a_layout_counts_its_scales() -> None:
     layout = KVLayout(fingerprint="", num_layers=2, num_kv_heads=3, block_tokens=64, head_dim=128, dtype="fp8_e4m3")
-    assert layout.scale_rows == 1 and layout.block_bytes == 2 * 2 * 3 * 65 * 128
+    assert layout.runs[0].shape.scale_rows(layout) == 1 and layout.block_bytes == 2 * 2 * 3 * 65 * 128

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kernels.metadata import RowLayer
@@ -32,9 +33,8 @@ def model_of() -> LoadedModel:
     for name in linear_names(module):
         assert quantize_layer(module, name, module.get_submodule(name).weight.data, plan)
     specs = [AttentionSpec(HEAD_DIM**-0.5)] * 2
-    return LoadedModel(
-        module, "tiny", torch.float16, 64, 64, KV_HEADS, HEAD_DIM, 2, specs, eos_token_ids=frozenset(), fingerprint=""
-    )
+    shapes = (KVShape(KV_HEADS, HEAD_DIM),) * 2
+    return LoadedModel(module, "tiny", torch.float16, 64, 64, shapes, specs, eos_token_ids=frozenset(), fingerprint="")
 
 
 def inputs_of(batch: Batch) -> StepInputs:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_serve.contracts.layout import KVLayout, obstacle
+from baton_serve.contracts.layout import KVLayout, KVShape, obstacle
 from baton_serve.kvtransfer.conversion.plan import Translation, plan, wire_layout
 from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailable
@@ -104,6 +104,49 @@ def test_dtypes_are_converted_unless_codes_would_be_rounded_again(source: str, s
 @pytest.mark.parametrize("change", [{"fingerprint": "other"}, {"num_layers": 3}, {"head_dim": 16}, {"num_planes": 1}])
 def test_other_weights_or_shapes_are_never_converted(change: dict[str, object]) -> None:
     assert obstacle(LAYOUT, msgspec.structs.replace(LAYOUT, **change)) is not None
+
+
+def test_layers_of_different_shapes_are_compared_one_by_one() -> None:
+    shapes = (KVShape(2, 8), KVShape(1, 16), KVShape(2, 8))
+    mixed = msgspec.structs.replace(LAYOUT, num_layers=3, num_kv_heads=0, head_dim=0, layers=shapes)
+    assert mixed.block_bytes == 3 * 2 * 16 * 16 * 4
+    assert [run.num_layers for run in mixed.runs] == [1, 1, 1]
+    assert obstacle(mixed, msgspec.structs.replace(mixed, block_tokens=32, dtype="int8")) is None
+    swapped = msgspec.structs.replace(mixed, layers=(shapes[1], shapes[0], shapes[0]))
+    assert swapped.block_bytes == mixed.block_bytes
+    assert obstacle(mixed, swapped) == "the shapes of a token's KV differ"
+
+
+class OlderLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """As instances decode it that do not know layers of different shapes."""
+
+    fingerprint: str
+    num_layers: int
+    num_kv_heads: int
+    block_tokens: int
+    head_dim: int
+    dtype: str
+    num_planes: int = 2
+    state_bytes: int = 0
+
+
+def test_older_instances_read_and_send_the_same_bytes_for_equal_layers() -> None:
+    older = OlderLayout(fingerprint="f", num_layers=2, num_kv_heads=3, block_tokens=16, head_dim=8, dtype="int8")
+    layout = KVLayout(fingerprint="f", num_layers=2, num_kv_heads=3, block_tokens=16, head_dim=8, dtype="int8")
+    for codec in (msgspec.msgpack, msgspec.json):
+        assert codec.encode(layout) == codec.encode(older)
+        assert codec.decode(codec.encode(older), type=KVLayout) == layout
+        mixed = msgspec.structs.replace(layout, layers=(KVShape(1, 2), KVShape(1, 4, 1)))
+        assert codec.decode(codec.encode(mixed), type=KVLayout) == mixed
+        assert codec.decode(codec.encode(mixed), type=OlderLayout) == older
+
+
+def test_a_layout_with_shapes_for_other_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 shapes for 3 layers"):
+        msgspec.structs.replace(LAYOUT, num_layers=3, layers=(KVShape(1, 2), KVShape(1, 4)))
+    message = msgspec.json.encode(LAYOUT)[:-1] + b',"layers":[[1,2,2]]}'
+    with pytest.raises(msgspec.ValidationError, match="1 shapes for 2 layers"):
+        msgspec.json.decode(message, type=KVLayout)
 
 
 def test_blocks_are_narrowed_before_they_travel_and_widened_after() -> None:

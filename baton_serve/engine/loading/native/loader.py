@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from baton_serve.contracts.layout import KVShape
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
@@ -45,9 +46,7 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
         dtype=dtype,
         vocab_size=dense.vocab_size,
         max_model_len=max_model_len,
-        num_kv_heads=dense.num_kv_heads,
-        head_dim=dense.head_dim,
-        num_planes=2,
+        kv_shapes=(KVShape(dense.num_kv_heads, dense.head_dim),) * dense.num_layers,
         specs=[AttentionSpec(scale=dense.head_dim**-0.5)] * dense.num_layers,
         eos_token_ids=dense.eos_token_ids,
         fingerprint=weights_fingerprint(folder, "" if gguf is None else f"|{Gguf.label}", _files(folder, config, gguf)),
