@@ -33,9 +33,16 @@ page was generated). No published weights of these models were compared.
   decode); families with ● also as real processes (`tests/e2e/test_equality.py`).
 * **Layers.** *fused*: packed matrix products, fused norms and rotary embedding, captured graphs on accelerators.
   *transformers*: the model's own forward around paged attention, which is correct but slower at small batches.
+<<<<<<< HEAD
 * **Attention.** Hybrid models (linear attention, state spaces) state that of their layers with KV. With *latent* (MLA)
   a block holds only the latents, as one KV head. ALiBi runs in C++ on CPUs and in plain torch, slowly, on
   accelerators.
+=======
+* **Attention.** Hybrid models (linear attention, state spaces) state that of their layers with KV. Heads of more than
+  256 elements (Gemma 4) run in plain torch on accelerators, slowly. With *latent* (MLA)
+  a block holds only the latents, as one KV head. ALiBi and latent attention run in C++ on CPUs and in plain torch,
+  slowly, on accelerators.
+>>>>>>> 5a884539 (Document layers of different KV shapes, and test blocks that begin within rows)
 
 | Models | Class | Layers | Attention | Processes |
 |---|---|---|---|---|

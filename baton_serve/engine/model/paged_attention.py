@@ -58,7 +58,7 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CachePlace:
-    """Where a layer finds its KV, and its rules of attention."""
+    """The place of a layer's KV in the cache, and the layer's rules of attention."""
 
     number: int
     """The number of the layer's KV in a block."""
@@ -74,7 +74,7 @@ class PagedAttention:
     backend: AttentionBackend
     layers: list[Tensor]
     places: Mapping[int, CachePlace]
-    """By the model's number of a layer with attention."""
+    """The place of each layer with attention, by the model's number of the layer."""
     meta: AttentionMetadata
     after_layer: Callable[[int], None] | None = None
     """Called after a layer's KV was stored; see `StepInputs.after_layer`."""

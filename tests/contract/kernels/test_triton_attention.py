@@ -210,3 +210,18 @@ def test_a_captured_step_has_tokens_and_sequences_beyond_its_own(has_singles: bo
 def attention() -> TritonAttention:
     limits = DeviceLimits(processors=4, shared_bytes=1 << 15, descriptors=True)
     return TritonAttention(DEVICE, limits=limits)
+
+
+@pytest.mark.parametrize("other", [48, 40], ids=["whole rows", "parts of rows"])
+def test_layers_of_other_head_sizes_may_share_the_blocks(other: int) -> None:
+    """The layer's heads have 16 elements, and the elements of another layer follow in each block."""
+    batch, triton = random_batch([1, 5], [30, 9]), TritonAttention(limits=DeviceLimits(8, 65536, descriptors=False))
+    own = batch.cache[0].numel()
+    blocks = torch.full((len(batch.cache), own + other), float("nan"), device=DEVICE)
+    cache = blocks[:, :own].view(batch.cache.shape)
+    cache.copy_(batch.cache)
+    triton.store(batch.key, batch.value, cache, batch.meta)
+    ReferenceAttention().store(batch.key, batch.value, batch.cache, batch.meta)
+    assert torch.equal(cache.nan_to_num(), batch.cache.nan_to_num())
+    torch.testing.assert_close(triton.attend(batch.query, cache, batch.meta, PLAIN), twin(batch, PLAIN))
+    assert blocks[:, own:].isnan().all()

@@ -118,7 +118,7 @@ def test_layers_of_different_shapes_are_compared_one_by_one() -> None:
 
 
 class OlderLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """As instances decode it that do not know layers of different shapes."""
+    """Instances that do not know layers of different shapes decode layouts as this."""
 
     fingerprint: str
     num_layers: int

@@ -54,15 +54,15 @@ class TritonAttention:
         self._twin = ReferenceAttention()
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
-        if key.shape[2] > MAX_STORED_DIM:
+        if key.shape[2] > MAX_STORED_DIM or _splits_rows(cache):
             self._twin.store(key, value, cache, meta)
             return
         store(key, value, cache, meta.slots)
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        if _has_one_plane(cache) and latent.fits(cache, spec):
+        if _has_one_plane(cache) and latent.fits(cache, spec) and not _splits_rows(cache):
             return self._attend_latents(query, cache, meta, spec)
-        if spec.alibi is not None or _has_one_plane(cache) or query.shape[2] > MAX_HEAD_DIM:
+        if spec.alibi is not None or _has_one_plane(cache) or query.shape[2] > MAX_HEAD_DIM or _splits_rows(cache):
             return self._twin.attend(query, cache, meta, spec)
         decoding, prefilling = self.tiles(query, cache, meta.context_lens.shape[0])
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -86,7 +86,7 @@ class TritonAttention:
         return output
 
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
-        if spec.alibi is not None or _has_one_plane(cache) or cache.shape[4] > MAX_HEAD_DIM:
+        if spec.alibi is not None or _has_one_plane(cache) or cache.shape[4] > MAX_HEAD_DIM or _splits_rows(cache):
             return None
         # The programs of this kernel need more registers, so fewer of them share a processor: it slows large batches.
         if not fits(new, cache, meta) or len(new.heads) * cache.shape[2] > self._limits.processors:
@@ -113,6 +113,13 @@ def _has_singles(query: Tensor, meta: AttentionMetadata) -> bool:
     # If all sequences have the same number of new tokens, more than one, then no sequence has a single one.
     are_equal = query.shape[0] == meta.context_lens.shape[0] * meta.max_query_len
     return meta.max_query_len == 1 or (meta.has_singles and not are_equal)
+
+
+def _splits_rows(cache: Tensor) -> bool:
+    """Return whether blocks begin within a row of this layer, because other layers have heads of another size. The
+    kernels count in whole rows.
+    """
+    return cache.stride(0) % cache.shape[4] != 0
 
 
 def _has_one_plane(cache: Tensor) -> bool:
