@@ -1,12 +1,14 @@
 """Derives from a loaded model the shapes with which its kernels are proved, and chooses the kernels."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import torch
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.layout import KVLayout, KVShape
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels.metadata import AttentionSpec
 from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat, different_specs
@@ -36,21 +38,28 @@ def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShap
     # Configs of this project's own loader have no parts.
     text = stated if get_text_config is None else get_text_config()
     whole = getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None)
-    return ProofShapes(
-        dtype=model.dtype,
-        hidden=_stated_size(text, "hidden_size", "n_embd", "d_model") or DEFAULT_HIDDEN_SIZE,
-        num_heads=_num_heads(model, whole // num_ranks if isinstance(whole, int) else 0),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        num_planes=layout.num_planes,
-        block_tokens=layout.block_tokens,
-        scale_rows=layout.scale_rows,
-        cache_dtype=DTYPES[layout.dtype],
-        vocab_size=model.vocab_size,
-        specs=different_specs(model.specs),
-        formats=_formats(model),
-        has_experts=bool(_stated_size(text, "num_local_experts", "num_experts", "n_routed_experts")),
-    )
+    num_heads = whole // num_ranks if isinstance(whole, int) else 0
+
+    def shapes(kv: KVShape) -> ProofShapes:
+        specs = [spec for spec, own in zip(model.specs, model.kv_shapes, strict=True) if own == kv]
+        return ProofShapes(
+            dtype=model.dtype,
+            hidden=_stated_size(text, "hidden_size", "n_embd", "d_model") or DEFAULT_HIDDEN_SIZE,
+            num_heads=_num_heads(specs, num_heads, kv.num_kv_heads),
+            num_kv_heads=kv.num_kv_heads,
+            head_dim=kv.head_dim,
+            num_planes=kv.num_planes,
+            block_tokens=layout.block_tokens,
+            scale_rows=kv.scale_rows(layout),
+            cache_dtype=DTYPES[layout.dtype],
+            vocab_size=model.vocab_size,
+            specs=different_specs(specs),
+            formats=_formats(model),
+            has_experts=bool(_stated_size(text, "num_local_experts", "num_experts", "n_routed_experts")),
+        )
+
+    first, *others = map(shapes, dict.fromkeys(model.kv_shapes))
+    return replace(first, others=tuple(others))
 
 
 def shapes_of_config(folder: Path, device_dtype: torch.dtype, block_tokens: int) -> ProofShapes:
@@ -85,13 +94,13 @@ def _stated_size(config: object, *names: str) -> int:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
 
-def _num_heads(model: LoadedModel, stated: int) -> int:
+def _num_heads(specs: Sequence[AttentionSpec], stated: int, num_kv_heads: int) -> int:
     """Return the number of query heads, which must be a multiple of that of KV heads."""
-    sinks = next((spec.sinks for spec in model.specs if spec.sinks is not None), None)
-    slopes = next((spec.alibi for spec in model.specs if spec.alibi is not None), None)
+    sinks = next((spec.sinks for spec in specs if spec.sinks is not None), None)
+    slopes = next((spec.alibi for spec in specs if spec.alibi is not None), None)
     own = sinks if sinks is not None else slopes
     count = stated if own is None else len(own)
-    return count if count and count % model.num_kv_heads == 0 else model.num_kv_heads
+    return count if count and count % num_kv_heads == 0 else num_kv_heads
 
 
 def _formats(model: LoadedModel) -> tuple[WeightFormat, ...]:

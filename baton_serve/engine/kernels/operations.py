@@ -82,6 +82,8 @@ class ProofShapes:
     """The different rules of its layers."""
     formats: tuple[WeightFormat, ...] = ()
     has_experts: bool = False
+    others: tuple["ProofShapes", ...] = ()
+    """The shapes of attention in further layers, if those of the model's layers differ."""
 
     @property
     def tolerance(self) -> float:
@@ -94,7 +96,8 @@ class ProofShapes:
     @property
     def key(self) -> str:
         """Return everything that distinguishes these shapes from others."""
-        return repr((replace(self, specs=()), [_kind_of(spec) for spec in self.specs]))
+        every = (self, *self.others)
+        return repr([(replace(one, specs=(), others=()), [_kind_of(spec) for spec in one.specs]) for one in every])
 
 
 def different_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:

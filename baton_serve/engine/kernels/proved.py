@@ -99,7 +99,8 @@ def prove_kernels(
         make_candidates(candidates.attention),
         make_candidates(candidates.layers),
         make_candidates(candidates.argmax),
-        make_candidates(candidates.decoders),
+        # A model with latents, or with layers of different shapes, is not computed in one call.
+        make_candidates(() if shapes.num_planes == 1 or shapes.others else candidates.decoders),
     )
     file = (
         None
@@ -134,8 +135,9 @@ def proof_folder() -> Path | None:
 def _prove_all(prover: Prover, made: _MadeKinds, shapes: ProofShapes, device: torch.device) -> list[KernelVerdict]:
     # Several threads of a busy host would wait for each other much longer than these small operations take.
     with torch.inference_mode(), devices.one_thread() if devices.is_host(device) else contextlib.nullcontext():
+        attention = [op for one in (shapes, *shapes.others) for op in attention_operations(one, device)]
         return [
-            *(_prove(prover, attention_operations(shapes, device), ReferenceAttention(), made[0]) if made[0] else ()),
+            *(_prove(prover, attention, ReferenceAttention(), made[0]) if made[0] else ()),
             *(_prove(prover, layer_operations(shapes, device), twin_layers, made[1]) if made[1] else ()),
             *(_prove(prover, argmax_operations(shapes, device), twin_layers.argmax, made[2]) if made[2] else ()),
             *(_prove(prover, decoder_operations(shapes), _TWIN_DECODER, made[3]) if made[3] else ()),

@@ -187,13 +187,12 @@ def _as_model(module: nn.Module, layers: ProbedLayers) -> LoadedModel:
         dtype=torch.float32,
         vocab_size=VOCAB_SIZE,
         max_model_len=PROMPT_TOKENS,
-        num_kv_heads=layers.shape.num_kv_heads,
-        head_dim=layers.shape.key_dim,
-        num_planes=1 if layers.shape.is_latent else 2,
+        kv_shapes=layers.kv_shapes,
         specs=layers.specs,
         eos_token_ids=frozenset(),
         fingerprint="",
         kv_layers=layers.kv_layers,
+        shared_layers=layers.shared_layers,
         states=layers.states,
     )
 
@@ -201,8 +200,8 @@ def _as_model(module: nn.Module, layers: ProbedLayers) -> LoadedModel:
 def _run_chunks(model: LoadedModel, layers: ProbedLayers, tokens: Tensor) -> Tensor:
     """Compute the prompt in two chunks and return the logits of all tokens."""
     num_blocks = -(-PROMPT_TOKENS // BLOCK_TOKENS)
-    shape = (num_blocks, model.num_planes, model.num_kv_heads, BLOCK_TOKENS, model.head_dim)
-    caches = [torch.zeros(shape).expand(-1, 2, -1, -1, -1) for _ in model.specs]
+    shapes = [(num_blocks, kv.num_planes, kv.num_kv_heads, BLOCK_TOKENS, kv.head_dim) for kv in model.kv_shapes]
+    caches = [torch.zeros(shape).expand(-1, 2, -1, -1, -1) for shape in shapes]
     views = _states(layers.states)
     forward = TransformersForward(model, ReferenceAttention())
     found = []
