@@ -5,6 +5,7 @@ step.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -99,6 +100,27 @@ SHAPES: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "tie_word_embeddings": True,
     },
+    "bench-0.5b-hybrid": {  # three layers of the gated delta rule to one of full attention, as Qwen3.5 has
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 7,
+        "linear_num_value_heads": 14,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+    },
 }
 
 DTYPE_BYTES = 2
@@ -119,6 +141,7 @@ WEIGHT_BITS = {
 class Costs:
     """Parameters and bytes of one forward pass. In a mixture of experts, `expert_parameters` counts one expert in each
     layer, and `dense_parameters` everything outside of the experts. `layer_bytes` and `head_bytes` are per parameter.
+    `num_layers` counts those with KV; `state_bytes` is the size of a sequence's recurrent states in all other layers.
     """
 
     dense_parameters: int
@@ -132,6 +155,7 @@ class Costs:
     num_heads: int
     head_dim: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
 
     @property
     def active_parameters(self) -> int:
@@ -139,12 +163,15 @@ class Costs:
         return self.dense_parameters + self.top_k * self.expert_parameters
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the bytes read in a decode step: each weight that some token needs once, and the whole KV of each
-        sequence. Tokens are assumed to choose experts evenly and independently."""
+        """Return the bytes that a decode step reads, each weight that some token needs once and the whole KV of each
+        sequence, and the recurrent states, which it reads and writes. Tokens are assumed to choose experts evenly and
+        independently.
+        """
         missed = (1 - self.top_k / self.num_experts) ** max(batch, 1) if self.num_experts else 1.0
         experts = round(self.num_experts * (1 - missed) * self.expert_parameters)
         layers = (self.dense_parameters + experts) * self.layer_bytes
-        return round(layers + self.head_parameters * self.head_bytes) + batch * context * self.kv_bytes_per_token
+        weights = round(layers + self.head_parameters * self.head_bytes)
+        return weights + batch * (context * self.kv_bytes_per_token + 2 * self.state_bytes)
 
     def decode_flops(self, batch: int) -> int:
         """Return the floating-point operations of a decode step, without attention."""
@@ -171,19 +198,34 @@ def costs(name: str, quantization: str | None = None, kv_cache_dtype: str = "aut
     )
     layers, num_experts = number("num_hidden_layers"), number("num_experts", "num_local_experts")
     mlp = 3 * hidden * number("moe_intermediate_size", "intermediate_size")
-    dense = hidden * head_dim * (2 * heads + 2 * kv_heads) + (hidden * num_experts if num_experts else mlp)
+    num_linear = cast(list[str], shape.get("layer_types", [])).count("linear_attention")
+    value_heads, value_dim = number("linear_num_value_heads"), number("linear_value_head_dim")
+    keys, values = number("linear_num_key_heads") * number("linear_key_head_dim"), value_heads * value_dim
+    taps = number("linear_conv_kernel_dim")
+    # The linear layers project to keys and queries, values and their gates, and two numbers for each head.
+    linear = hidden * (2 * keys + 3 * values + 2 * value_heads)
+    # The query of layers beside linear ones is twice as wide: half of it is the gate of their output.
+    attention = hidden * head_dim * ((3 if num_linear else 2) * heads + 2 * kv_heads)
+    mixers = num_linear * linear + (layers - num_linear) * attention
     return Costs(
-        dense_parameters=layers * dense,
+        dense_parameters=mixers + layers * (hidden * num_experts if num_experts else mlp),
         expert_parameters=layers * mlp if num_experts else 0,
         num_experts=num_experts,
         top_k=number("num_experts_per_tok"),
         head_parameters=hidden * number("vocab_size"),
         layer_bytes=DTYPE_BYTES if quantization is None else WEIGHT_BITS[quantization] / 8,
         head_bytes=DTYPE_BYTES if quantization is None else 1,
-        num_layers=layers,
+        num_layers=layers - num_linear,
         num_heads=heads,
         head_dim=head_dim,
-        kv_bytes_per_token=2 * layers * kv_heads * head_dim * (DTYPE_BYTES if kv_cache_dtype == "auto" else 1),
+        kv_bytes_per_token=2
+        * (layers - num_linear)
+        * kv_heads
+        * head_dim
+        * (DTYPE_BYTES if kv_cache_dtype == "auto" else 1),
+        # The state of a head, [key size, value size], is float32; the convolution keeps its last inputs.
+        state_bytes=num_linear
+        * (4 * values * number("linear_key_head_dim") + DTYPE_BYTES * taps * (2 * keys + values)),
     )
 
 

@@ -18,6 +18,7 @@ from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.lora.store import AdapterStore
+from baton_serve.engine.model.packed_modules import pack_modules
 from baton_serve.engine.model.paged_attention import CachePlace, PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
@@ -156,6 +157,7 @@ def choose_forward(
             f"{model.name}: quantized experts are supported only with fused layers, which do not support this model"
         )
     install(model.module, kernels)
-    if model.states and isinstance(kernels, CpuLayers):
+    if isinstance(kernels, CpuLayers):
+        pack_modules(model.module, model.dtype, kernels.library)
         install_steps(model.module, CpuRecurrentSteps(kernels.library))
     return TransformersForward(model, backend, adapters)

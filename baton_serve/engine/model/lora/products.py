@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from baton_serve.engine.model.lora.store import AdapterRows, AdapterStore
+from baton_serve.engine.model.packed_modules import PackedLayer
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear
 
 NOT_ADAPTED = ("lm_head", "kv_b_proj")
@@ -104,6 +105,6 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(part, ReorderedLinear):
             # Adapters act on the outer module, whose inputs are in the model's order.
             inner.add(f"{name}.linear")
-        is_linear = type(part) is nn.Linear or isinstance(part, QuantizedLinear | ReorderedLinear)
+        is_linear = type(part) is nn.Linear or isinstance(part, PackedLayer | QuantizedLinear | ReorderedLinear)
         if is_linear and name not in inner and name.rsplit(".", 1)[-1] not in NOT_ADAPTED:
             yield name, part
