@@ -33,16 +33,9 @@ page was generated). No published weights of these models were compared.
   decode); families with ● also as real processes (`tests/e2e/test_equality.py`).
 * **Layers.** *fused*: packed matrix products, fused norms and rotary embedding, captured graphs on accelerators.
   *transformers*: the model's own forward around paged attention, which is correct but slower at small batches.
-<<<<<<< HEAD
 * **Attention.** Hybrid models (linear attention, state spaces) state that of their layers with KV. With *latent* (MLA)
-  a block holds only the latents, as one KV head. ALiBi runs in C++ on CPUs and in plain torch, slowly, on
-  accelerators.
-=======
-* **Attention.** Hybrid models (linear attention, state spaces) state that of their layers with KV. Heads of more than
-  256 elements (Gemma 4) run in plain torch on accelerators, slowly. With *latent* (MLA)
-  a block holds only the latents, as one KV head. ALiBi and latent attention run in C++ on CPUs and in plain torch,
-  slowly, on accelerators.
->>>>>>> 5a884539 (Document layers of different KV shapes, and test blocks that begin within rows)
+  a block holds only the latents, as one KV head. On accelerators, heads of more than 256 elements (Gemma 4) and ALiBi
+  run in plain torch, slowly; on CPUs both run in C++.
 
 | Models | Class | Layers | Attention | Processes |
 |---|---|---|---|---|
@@ -62,9 +55,8 @@ decode instances, and instances with tensor parallelism, load only the decoder a
 image is 576 tokens; with LLaVA-NeXT its shape decides (up to 2,928 tokens for 1.6). The longer side of an image may
 be 100 times the shorter one at most. [ADR 0013](../adr/0013-images.md) gives the reasons.
 
-Other vision models are not served, not even for text: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL, LLaVA-OneVision,
-MiniCPM-V, Phi-3-vision, Pixtral and others. Most of them end at start with transformers' error `Unrecognized
-configuration class`. An image that is sent to a model without a vision tower gets status 400.
+Of other vision models the text is served (see [below](#every-family-of-transformers)); an image that is sent to them
+gets status 400.
 
 ## Not served
 

@@ -48,6 +48,13 @@ def test_only_device_py_and_the_transports_name_a_device() -> None:
     assert not found
 
 
+def test_no_file_holds_the_marks_of_an_unfinished_merge() -> None:
+    marked = subprocess.run(
+        ["git", "grep", "-l", "-E", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert not marked.stdout
+
+
 def test_no_pickle_anywhere() -> None:
     # An error's class unpickles nothing.
     pickle = re.compile(

@@ -88,6 +88,9 @@ def _scores(module: Module, *, scale: float, window: int | None = None) -> None:
 
 
 def _gptj(module: Module) -> None:
+    # Since transformers 5.24 these modules call the attention interface themselves.
+    if not hasattr(module, "_attn"):
+        return
     # GPT-J stores the divisor of the scores.
     _scores(module, scale=1.0 / float(module.scale_attn))
 

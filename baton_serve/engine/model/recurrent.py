@@ -30,8 +30,8 @@ Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 STATE_CALLS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
 """The methods of transformers' cache by which a mixer reads and stores its states."""
 
-CACHE_NAMES = ("cache_params", "past_key_values")
-"""The names of a mixer's argument for the cache."""
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+"""The names of a mixer's argument for the cache: the first since transformers 5.24."""
 
 
 class StateProbe:
