@@ -142,7 +142,7 @@ OVERRIDES: dict[str, Values] = {
     # transformers' classes with the tower leave the factor of the logits out, which changes no greedy answer.
     "aya_vision": {"text_config": {"logit_scale": 1.0}},
     "cohere2_vision": {"text_config": {"logit_scale": 1.0}},
-    **{kind: {"num_key_value_heads": 4} for kind in ("axk1", "longcat_flash", "youtu")},
+    **{kind: {"num_key_value_heads": 4} for kind in ("axk1", "longcat_flash", "sarvam_mla", "youtu")},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": FIRST_SPECIAL_TOKEN, "IMGIMGBSA": FIRST_SPECIAL_TOKEN + 1}},
     "cohere_compass": {"text_config": _COMPASS},
@@ -155,6 +155,7 @@ OVERRIDES: dict[str, Values] = {
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"] * 2}},
     "dots1": {**_ROUTED, "first_k_dense_replace": 1, "n_shared_experts": 1},
     "emu3": {"vocabulary_map": {"<image>": FIRST_SPECIAL_TOKEN}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots3_note": {"text_config": {"num_key_value_heads": 4}},
     "dots3_note_text": {"num_key_value_heads": 4},
     "ernie4_5_vl_moe": {
@@ -174,8 +175,13 @@ OVERRIDES: dict[str, Values] = {
     "granite_docling": _VISION,
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hunyuan_vl": {"text_config": {"head_dim": 16, "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}}},
-    "inkling2": {"vision_config": {"text_hidden_size": 64}, "audio_config": {"text_hidden_size": 64}},
+    **{
+        kind: {"vision_config": {"text_hidden_size": 64}, "audio_config": {"text_hidden_size": 64}}
+        for kind in ("inkling2", "inkling2_loop")
+    },
     "kimi_k25": {"text_config": {"num_key_value_heads": 4}},
+    # All experts: with two of four, a token of a sweep's prompts has two whose weights are equal but for rounding.
+    "lara_mini": {"num_experts_per_tok": 4},
     "lfm2": _LFM,
     "lfm2_moe": _LFM,
     "llava_next": {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]]},

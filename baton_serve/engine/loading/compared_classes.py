@@ -3,12 +3,13 @@
 `tools/model_verdicts.py` writes this file from tools/model_verdicts.json whenever a sweep ends.
 """
 
-TRANSFORMERS_VERSION = "5.23.0"
+TRANSFORMERS_VERSION = "5.24.0"
 """The version of transformers that was compared."""
 CLASSES = frozenset(
     {
         "AXK1ForCausalLM",
         "AfmoeForCausalLM",
+        "Apertus1p5TextForCausalLM",
         "ApertusForCausalLM",
         "ArceeForCausalLM",
         "AriaForConditionalGeneration",
@@ -95,6 +96,7 @@ CLASSES = frozenset(
         "Kimi_K25ForConditionalGeneration",
         "Kolibri1ForCausalLM",
         "LagunaForCausalLM",
+        "LaraMiniForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
         "Lfm2VlForConditionalGeneration",
