@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "reference" / "parity.md"
 ROWS = ROOT / "tools" / "parity.toml"
 
 Verdict = Literal["Y", "P", "n", "x"]
-Scope = Literal["", "models", "hardware"]
+Scope = Literal["", "models", "hardware", "speculation"]
 VERDICTS: tuple[Verdict, ...] = ("Y", "P", "n", "x")
 
 HEAD = """# Parity with vLLM on Intel GPUs
@@ -34,7 +34,8 @@ have a reason.
 * A flag is Y if it has the effect of vLLM's flag, or if that effect is given without it and the log says so. A test \
 beside P shows the part that works.
 * **Scope**: *models* marks rows that ask for a kind of model, *hardware* rows that can only be shown on Intel GPUs, \
-on several GPUs or on several hosts. The other rows are those *outside models and hardware*.
+on several GPUs or on several hosts. *speculation* marks speculative decoding, which Baton does not have yet. The other \
+rows are those *outside models and hardware*, counted with and without speculative decoding.
 * No row has been tried on an Intel GPU, and models are compared with small random weights \
 ([hardware](hardware.md), [models](models.md)).
 """
@@ -44,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One feature: the test that shows it for Y, the reason for every other verdict.
 
     `test` is a path below `tests/` and the name of a function in it. A row of verdict Y may have a `reason` too: a note
-    on how the feature differs. `scope` replaces that of the group; "" is neither models nor hardware.
+    on how the feature differs. `scope` replaces that of the group; "" is none of the others.
     """
 
     id: str
@@ -80,6 +81,10 @@ def scope_of(group: Group, row: Row) -> Scope:
 
 
 def outside_models_and_hardware(groups: Iterable[Group]) -> list[Row]:
+    return [row for group in groups for row in group.rows if scope_of(group, row) in ("", "speculation")]
+
+
+def outside_speculation(groups: Iterable[Group]) -> list[Row]:
     return [row for group in groups for row in group.rows if not scope_of(group, row)]
 
 
@@ -133,6 +138,7 @@ def build(groups: list[Group]) -> str:
     lines = [HEAD, "| | Rows | Y | P | n | x | Y of applicable rows |", "|---|---|---|---|---|---|---|"]
     lines.append(_count_line("**All**", everything))
     lines.append(_count_line("**Outside models and hardware**", outside))
+    lines.append(_count_line("**The same without speculative decoding**", outside_speculation(groups)))
     lines += [_count_line(f"{group.id} {group.title}", group.rows) for group in groups]
     for group in groups:
         lines += [
