@@ -48,10 +48,12 @@ def checkpoint_hashes(block_hash: BlockHash, count: int) -> list[BlockHash]:
 
     `block_hash` is that block's hash, which may be partly filled. No block of KV has one of these hashes.
     """
-    return [
-        BlockHash(sha256(block_hash + b"recurrent state" + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
-        for number in range(count)
-    ]
+    return [checkpoint_hash(block_hash, number) for number in range(count)]
+
+
+def checkpoint_hash(block_hash: BlockHash, number: int) -> BlockHash:
+    """Return the hash of one of these blocks."""
+    return BlockHash(sha256(block_hash + b"recurrent state" + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
 
 
 def hash_blocks(

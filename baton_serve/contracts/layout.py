@@ -112,8 +112,10 @@ def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
         return "the model weights differ (fingerprints)"
     if source.runs != sink.runs:
         return "the shapes of a token's KV differ"
-    if source.state_bytes or sink.state_bytes:
-        return "recurrent states are exchanged only between equal layouts (block size, data type)"
+    if source.state_bytes != sink.state_bytes:
+        return "the sizes of the recurrent states differ"
+    if source.state_bytes and source.dtype != sink.dtype:
+        return "recurrent states are exchanged only between KV caches of equal data types"
     if source.dtype != sink.dtype and DTYPE_BYTES[source.dtype] == DTYPE_BYTES[sink.dtype] == 1:
         return f"converting {source.dtype} to {sink.dtype} would round the values a second time"
     return None

@@ -5,7 +5,7 @@ request with any number of `ToRouter`. Times are durations in seconds (`_s`), si
 instance drops the requests of a router that has disconnected.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -68,6 +68,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """ITL SLO in seconds: the longest time between two tokens. The engine limits what it computes in the same steps."""
     trace_headers: dict[str, str] = {}
     """W3C trace context (`traceparent`, `tracestate`), the parent of the instance's spans; may be empty."""
+    branches: Annotated[list[int], msgspec.Meta(max_length=8)] = []
+    """Numbers of tokens after which the prompt parts from others that the router knows. An instance whose model has
+    recurrent states takes a checkpoint there."""
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):

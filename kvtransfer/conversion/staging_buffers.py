@@ -7,20 +7,21 @@ from dataclasses import dataclass
 
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.kvtransfer.conversion.plan import Translation, plan
+from baton_serve.kvtransfer.conversion.plan import Translation, plan, plan_states
 from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailable
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTarget:
     """Copy `count` tokens of an arriving block, from `source_token` on, to this node's `block`, from
-    `sink_token` on.
+    `sink_token` on. With `is_state` the numbers count bytes of recurrent states instead of tokens.
     """
 
     block: int
     source_token: int
     sink_token: int
     count: int
+    is_state: bool = False
 
 
 class StagedFetch:
@@ -65,13 +66,17 @@ class StagingBuffers:
         return len(self._targets)
 
     def begin(self, translation: Translation, wanted: Sequence[tuple[BlockHash, int]]) -> StagedFetch:
-        """Register a fetch of this node's blocks `wanted`, in the order of their tokens.
+        """Register a fetch of this node's blocks `wanted`, in the order of their tokens; those of recurrent states
+        come last, if they are wanted.
 
         Raises `LocalTransferError` if the blocks do not match the translation.
         """
         first, source = translation.first_block, translation.layout
         pieces = plan(source, self._layout, first_block=first, num_tokens=translation.num_tokens)
         num_wanted = len({piece.sink for piece in pieces})
+        if len(wanted) > num_wanted and self._layout.state_blocks:
+            pieces += plan_states(source, self._layout, num_tokens=translation.num_tokens)
+            num_wanted += self._layout.state_blocks
         # The hashes come from the caller and the layout from the peer: check that they fit before any place is given
         # out.
         if num_wanted != len(wanted) or (pieces and pieces[-1].source >= len(translation.names)):
@@ -88,7 +93,7 @@ class StagingBuffers:
                 self._targets[self._next] = []
                 self._next += 1
             block = wanted[piece.sink - first][1]
-            target = TokenTarget(block, piece.source_token, piece.sink_token, piece.count)
+            target = TokenTarget(block, piece.source_token, piece.sink_token, piece.count, piece.is_state)
             self._targets[places[piece.source]].append(target)
             parts.setdefault(translation.names[piece.source], []).append(piece.sink - first)
         foreign = [(translation.names[index], place) for index, place in places.items()]

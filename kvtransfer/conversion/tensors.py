@@ -53,6 +53,10 @@ def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory:
     in `memory`, uint8 [num_blocks, layout.block_bytes].
     """
     for target in targets:
+        if target.is_state:
+            part = block[target.source_token : target.source_token + target.count]
+            memory[target.block, target.sink_token : target.sink_token + target.count] = part
+            continue
         for here, there in zip(_heads(block, wire), _heads(memory[target.block], layout), strict=True):
             _convert(here, target.source_token, there, target.sink_token, target.count)
 

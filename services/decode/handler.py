@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Literal
 
-from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks
 from baton_serve.contracts.messages import Decode, Generate, Ticket, Work
 from baton_serve.kvtransfer import Translation
 from baton_serve.kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
@@ -153,6 +153,7 @@ def make_translation(ticket: Ticket, work: Work, reservation: Reservation) -> Tr
     if layout is None:
         return None
     names = hash_blocks(ticket.source_root, work.token_ids, layout.block_tokens, media=work.media)
+    names += checkpoint_hashes(names[-1], layout.state_blocks)
     return Translation(layout, names, first_block=reservation.reused, num_tokens=len(work.token_ids))
 
 

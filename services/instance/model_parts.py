@@ -205,7 +205,7 @@ class ModelParts:
         # `sharing.close` then waits.
         parts.on_stop("sharing", sharing.close)
         parts.on_stop("transfer", transfer.close)
-        puller = Puller(thread, transfer, block_tokens=engine.layout.block_tokens, counter=counter)
+        puller = Puller(thread, transfer, layout=engine.layout, counter=counter)
         self._drain_migration = DrainMigration(
             identity,
             engine=thread,

@@ -131,13 +131,17 @@ CASES = {
 
 
 async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block: int = 0) -> Tensor:
-    """Returns what the consumer's blocks hold; block j of the tokens lies there in block 40 - j."""
-    theirs = cache_of(source, rows_of(source, NUM_TOKENS))
-    for block, data in enumerate(theirs.device_tensor):
+    """Returns what the consumer's blocks hold; block j of the tokens lies there in block 40 - j.
+
+    The blocks of recurrent states follow those of the tokens.
+    """
+    theirs = torch.cat([cache_of(source, rows_of(source, NUM_TOKENS)).device_tensor, states_of(source)])
+    for block, data in enumerate(theirs):
         pair.producer.memory.block(block)[:] = data.numpy().data
     ticket = pair.ticket()
-    names = [name(100 + index) for index in range(len(theirs.device_tensor))]
-    wanted = [(name(index), 40 - index) for index in range(first_block, -(-NUM_TOKENS // sink.block_tokens))]
+    names = [name(100 + index) for index in range(len(theirs))]
+    num_blocks = -(-NUM_TOKENS // sink.block_tokens) + sink.state_blocks
+    wanted = [(name(index), 40 - index) for index in range(first_block, num_blocks)]
     heard = list[BlockHash]()
     pair.producer.node.open(ticket)
     translation = Translation(source, names, first_block, NUM_TOKENS)
@@ -162,6 +166,14 @@ async def hand_over(pair: Pair, source: KVLayout, sink: KVLayout, *, first_block
     return torch.stack(blocks)
 
 
+def states_of(layout: KVLayout) -> Tensor:
+    """The states of a sequence in blocks: the same bytes for every size of blocks, then zeros."""
+    blocks = torch.zeros((layout.state_blocks, layout.block_bytes), dtype=torch.uint8)
+    states = torch.arange(layout.state_bytes) % 251
+    blocks.view(-1)[: len(states)] = states.to(torch.uint8)
+    return blocks
+
+
 def expected_blocks(source: KVLayout, sink: KVLayout) -> Tensor:
     rows = read(cache_of(source, rows_of(source, NUM_TOKENS)), NUM_TOKENS)
     return cache_of(sink, rows).device_tensor
@@ -183,6 +195,28 @@ def test_blocks_arrive_in_the_consumers_layout(transport: str, case: str, is_rev
             (link,) = pair.consumer.node.links()
             assert f"converting {source.dtype} in blocks of {source.block_tokens}" in link.reason
 
+    run(test())
+
+
+@pytest.mark.parametrize("first_block", [0, 2, 5])
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 24)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_recurrent_states_arrive_in_blocks_of_another_size(
+    transport: str, sizes: tuple[int, int], first_block: int
+) -> None:
+    source, sink = (changed(SOURCE, block_tokens=size, state_bytes=50_000) for size in sizes)
+    # After the last block of tokens come the states, even if no token is missing.
+    num_kv = -(-NUM_TOKENS // sink.block_tokens)
+    first_block = min(first_block, num_kv)
+
+    async def test() -> None:
+        async with pair_of(only(transport), producer_layout=source, consumer_layout=sink) as pair:
+            found = await hand_over(pair, source, sink, first_block=first_block)
+            assert torch.equal(found[: num_kv - first_block], expected_blocks(source, sink)[first_block:])
+            states = found[num_kv - first_block :].reshape(-1)[: sink.state_bytes]
+            assert torch.equal(states, states_of(sink).reshape(-1)[: sink.state_bytes])
+
+    assert obstacle(source, sink) is None
     run(test())
 
 

@@ -5,8 +5,9 @@ cannot be cut back to an earlier token. So a cached prefix is of use only up to 
 after the last token of a full block. It lies in blocks of the KV cache, whose hashes follow from that block's hash; for
 the block pool, the host tier and transports they are blocks like any other.
 
-Checkpoints are taken at the end of each prompt (after its last full block), where prompts part that share KV, and every
-`interval_tokens`. Models without recurrent states have none, and every method returns at once.
+Checkpoints are taken at the end of each prompt (after its last full block), where prompts part that share KV, here or
+on another instance (`Work.branches`), and every `interval_tokens`. Models without recurrent states have none, and every
+method returns at once.
 """
 
 from collections.abc import Sequence as Items
@@ -75,7 +76,7 @@ class StateCheckpoints:
         if not self._can_keep:
             return length
         start = sequence.num_computed_tokens
-        stops = (start // self._interval + 1) * self._interval, sequence.shared_tokens, self._prompt_stop(sequence)
+        stops = [(start // self._interval + 1) * self._interval, *self._stops(sequence)]
         return min([length, *(stop - start for stop in stops if stop > start)])
 
     def save(self, sequence: Sequence) -> None:
@@ -87,7 +88,7 @@ class StateCheckpoints:
         # Blocks whose tokens are not known yet have no hash.
         if not self._can_keep or sequence.slot < 0 or at % self._block_tokens or at > len(sequence.token_ids):
             return
-        if at % self._interval and at != sequence.shared_tokens and at != self._prompt_stop(sequence):
+        if at % self._interval and at not in self._stops(sequence):
             return
         block_hash = sequence.block_hashes[at // self._block_tokens - 1]
         if len(self.find(block_hash)) or self._pool.num_free - self._num_blocks < self._pool.num_total // 100:
@@ -144,7 +145,10 @@ class StateCheckpoints:
         """Return whether checkpoints are taken for later prompts."""
         return self._num_blocks > 0 and self._pool.is_caching
 
-    def _prompt_stop(self, sequence: Sequence) -> int:
-        """Return the end of the last full block before the last token, or 0 if the sequence is too short for one."""
-        full = (len(sequence.token_ids) - 1) // self._block_tokens
-        return full * self._block_tokens if full >= MIN_PROMPT_BLOCKS else 0
+    def _stops(self, sequence: Sequence) -> list[int]:
+        """Return the numbers of tokens after which this sequence gets checkpoints, besides those of the interval."""
+        size, length = self._block_tokens, len(sequence.token_ids)
+        full = (length - 1) // size
+        # The router counts in blocks of this size, but a message may contain anything.
+        stops = [at for at in sequence.request.work.branches if at % size == 0 and 0 < at < length]
+        return [*stops, sequence.shared_tokens, full * size if full >= MIN_PROMPT_BLOCKS else 0]

@@ -34,9 +34,6 @@ class KVImports:
         table, pool = self._table, self._table.pool
         if import_id in table.import_blocks:
             raise UsageError(f"import {import_id} has begun already")
-        # Without the states at its end, KV of another instance would not save any computation.
-        if table.checkpoints.are_needed:
-            return []
         prefix = pool.find(names)
         taken = sum(len(blocks) for blocks in table.import_blocks.values())
         spare = int(pool.num_total * MAX_IMPORT_RATIO) - taken - len(prefix)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks
 from baton_serve.contracts.identity import BlockHash, RequestId
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Pull, Ticket
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.tracing import NO_SPAN, Span
@@ -36,13 +37,13 @@ class Puller:
         engine: EngineCalls,
         transfer: SinkPort,
         *,
-        block_tokens: int,
+        layout: KVLayout,
         counter: HandoffCounter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
-        self._block_tokens = block_tokens
+        self._layout = layout
         self._counter = counter
         self._clock = clock
 
@@ -54,22 +55,35 @@ class Puller:
         # Prompt logprobs need the logits of every prompt token, so a cached prefix could not be used.
         if pull is None or request.work.sampling.prompt_logprobs is not None:
             return
-        work, size, began = request.work, self._block_tokens, self._clock()
+        work, size, began = request.work, self._layout.block_tokens, self._clock()
         # At least the last token is computed here, because its logits give the first token.
         num_full = min(pull.num_blocks, (len(work.token_ids) - 1) // size)
         names = hash_blocks(work.root, work.token_ids[: num_full * size], size, media=work.media)
-        arrived = await self.fetch_blocks(pull.ticket, names, span=request.span)
-        request.pulled = PulledPrefix(pull.ticket.source, arrived * size, self._clock() - began)
+        # Last, because the source sends the cached blocks before the first one that it does not have: KV without the
+        # states after it is of no use, and states without their KV neither.
+        states = checkpoint_hashes(names[-1], self._layout.state_blocks) if names else []
+        arrived = await self.fetch_blocks(pull.ticket, names + states, span=request.span, is_whole=bool(states))
+        num_tokens = max(0, arrived - len(states)) * size
+        request.pulled = PulledPrefix(pull.ticket.source, num_tokens, self._clock() - began)
 
     async def fetch_blocks(
-        self, ticket: Ticket, names: Sequence[BlockHash], *, span: Span = NO_SPAN, is_awaited: bool = False
+        self,
+        ticket: Ticket,
+        names: Sequence[BlockHash],
+        *,
+        span: Span = NO_SPAN,
+        is_awaited: bool = False,
+        is_whole: bool = False,
     ) -> int:
         """Fetch those of the blocks `names` that this instance does not have, and return how many have arrived. `span`
         is the trace span of the fetch. With `is_awaited` the source waits for a fetch, so one is sent even if no block
-        is missing. Raises only `CancelledError`.
+        is missing. With `is_whole` nothing is fetched unless there is room for all. Raises only `CancelledError`.
         """
         import_id = RequestId(f"import:{ticket.ticket}")
         wanted = await self._begin(import_id, names)
+        if is_whole and wanted and wanted[-1][0] != names[-1]:
+            self._engine.post(lambda engine: _undo(engine, import_id))
+            return 0
         if not wanted and not is_awaited:
             return 0
         arrived: list[BlockHash] = []

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from baton_serve.contracts.identity import BlockHash, InstanceId
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.layout import KVLayout
@@ -10,6 +12,9 @@ from baton_serve.services.router.placement.block_index import BlockIndex, Match
 from baton_serve.services.router.placement.policy import UNMEASURED_TOKENS_PER_S, Candidate
 
 _NO_MATCH = Match()
+MAX_BRANCHES = 2
+"""Most places where a prompt parts from cached ones that its worker is told. A checkpoint there costs a chunk's end and
+a copy of the recurrent states."""
 
 
 class RoutableWorkers:
@@ -70,14 +75,19 @@ class RoutableWorkers:
         found: list[Candidate] = []
         for layout, workers in self._by_layout.items():
             wanted = block_hashes(layout)
-            matches = index.match(wanted)
+            matches, branches = index.match(wanted), ()
+            if layout.state_bytes:
+                branches = _branches(matches, layout)
+                matches = index.up_to_checkpoints(wanted, matches, layout.state_blocks)
             # The second walk over the prompt is needed only to find a prefix that one instance can fetch from another.
-            held = index.held(wanted) if _prefixes_differ(matches, workers) else {}
+            is_uneven = _prefixes_differ(matches, workers)
+            held = index.held(wanted, state_blocks=layout.state_blocks) if is_uneven else {}
             assumed_rate = self._assumed_rates[layout]
             for worker in workers:
                 instance = worker.record.instance
                 match, held_blocks = matches.get(instance, _NO_MATCH), held.get(instance, 0)
-                found.append(worker.candidate(match, now, held_blocks=held_blocks, assumed_rate=assumed_rate))
+                candidate = worker.candidate(match, now, held_blocks=held_blocks, assumed_rate=assumed_rate)
+                found.append(msgspec.structs.replace(candidate, branches=branches) if branches else candidate)
         return found
 
 
@@ -94,6 +104,14 @@ def _prefixes_differ(matches: Mapping[InstanceId, Match], workers: Sequence[Work
     if not matches:
         return False
     return len({matches.get(worker.record.instance, _NO_MATCH).total for worker in workers}) > 1
+
+
+def _branches(matches: Mapping[InstanceId, Match], layout: KVLayout) -> tuple[int, ...]:
+    """Return the numbers of tokens after which the prompt parts from prompts that are known on some instance, the
+    largest first. They may not all be cached where the prompt is computed.
+    """
+    lengths = sorted({match.total for match in matches.values()}, reverse=True)
+    return tuple(length * layout.block_tokens for length in lengths[:MAX_BRANCHES])
 
 
 def serves_model(record: InstanceRecord, names: frozenset[str]) -> bool:

@@ -6,7 +6,7 @@ hashes of a prompt finds the prefixes of all instances together.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import repeat
@@ -15,6 +15,7 @@ from operator import or_
 
 import msgspec
 
+from baton_serve.contracts.block_hash import checkpoint_hash
 from baton_serve.contracts.events import BlockEvent, BlocksRemoved, EventBatch, Tier
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.messages import Snapshot
@@ -167,12 +168,28 @@ class BlockIndex:
         total = self._walk(block_hashes, (self._device, self._expected, self._host))
         return {instance: Match(device.get(instance, 0), length) for instance, length in total.items()}
 
-    def held(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
+    def up_to_checkpoints(
+        self, block_hashes: Sequence[BlockHash], matches: Mapping[InstanceId, Match], state_blocks: int
+    ) -> dict[InstanceId, Match]:
+        """Cut the prefixes that `match` has found to the last checkpoint of recurrent states in them: a sequence can
+        start only where its states are cached too. A checkpoint has `state_blocks` blocks.
+        """
+        device = {instance: match.device for instance, match in matches.items()}
+        device = self._cut(block_hashes, device, state_blocks, (self._device, self._expected))
+        if not self._host:
+            return {instance: Match(length, length) for instance, length in device.items()}
+        total = {instance: match.total for instance, match in matches.items()}
+        total = self._cut(block_hashes, total, state_blocks, (self._device, self._expected, self._host))
+        return {instance: Match(device.get(instance, 0), length) for instance, length in total.items()}
+
+    def held(self, block_hashes: Sequence[BlockHash], *, state_blocks: int = 0) -> dict[InstanceId, int]:
         """Return for each instance the length of the prompt's prefix that it has reported as cached, in blocks of any
         tier. Blocks that are only expected do not count, because another instance cannot fetch a block that may not
-        exist yet.
+        exist yet. With `state_blocks`, the prefixes end at checkpoints, as in `up_to_checkpoints`.
         """
-        return self._walk(block_hashes, (self._device, self._host))
+        tables = (self._device, self._host)
+        lengths = self._walk(block_hashes, tables)
+        return self._cut(block_hashes, lengths, state_blocks, tables) if state_blocks else lengths
 
     def check_invariants(self) -> None:
         """Assert that every bit in a table belongs to exactly one known instance. For tests."""
@@ -203,6 +220,26 @@ class BlockIndex:
             length += 1
         _record_length(lengths, by_bit, alive, length)
         return lengths
+
+    def _cut(
+        self,
+        block_hashes: Sequence[BlockHash],
+        lengths: Mapping[InstanceId, int],
+        state_blocks: int,
+        tables: Sequence[dict[BlockHash, int]],
+    ) -> dict[InstanceId, int]:
+        """Return the length of each instance's prefix up to its last checkpoint in `tables`; 0 is left out."""
+        found: dict[InstanceId, int] = {}
+        rest = {self._sources[instance].bit: instance for instance in lengths}
+        for count in range(max(lengths.values(), default=0), 0, -1):
+            if not rest:
+                break
+            # The blocks of a checkpoint are released from last to first: while the last one is cached, all are.
+            name = checkpoint_hash(block_hashes[count - 1], state_blocks - 1)
+            owners = reduce(or_, [table.get(name, 0) for table in tables])
+            for bit in [bit for bit in rest if bit & owners and lengths[rest[bit]] >= count] if owners else ():
+                found[rest.pop(bit)] = count
+        return found
 
     def _apply(self, event: BlockEvent, source: _Source) -> None:
         table = self._table(event.tier)

@@ -124,6 +124,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     rate_uncertainty: float = 1.0
     step_uncertainty: float = 1.0
     """Factors, at least 1, by which prefill and decode may be faster than measured. They grow while it is idle."""
+    branches: tuple[int, ...] = ()
+    """For models with recurrent states: `Work.branches` if the prompt is computed here."""
     spare_tokens_per_s: float = 0.0
     """Prompt tokens per second that it can compute without missing the ITL SLO of a sequence that is decoding there.
 

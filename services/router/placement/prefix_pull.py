@@ -89,8 +89,10 @@ def plan_pull(
         missing_tokens = min(useful, holder.held_tokens) - sink.own_tokens
         if holder.instance == sink.instance or holder.layout != sink.layout or missing_tokens <= 0:
             continue
-        # `own_tokens` counts full cached blocks, so the difference is a whole number of blocks too.
-        seconds = PULL_LATENCY_S + missing_tokens * sink.layout.token_bytes / link_speed(sink, holder)
+        # `own_tokens` counts full cached blocks, so the difference is a whole number of blocks too. The recurrent
+        # states after the prefix travel with it.
+        num_bytes = missing_tokens * sink.layout.token_bytes + sink.layout.state_bytes
+        seconds = PULL_LATENCY_S + num_bytes / link_speed(sink, holder)
         saved_s = missing_tokens / sink.tokens_per_s
         if policy == "always" or seconds <= MAX_PULL_COST_RATIO * saved_s:
             plan = PullPlan(holder.instance, sink.own_tokens + missing_tokens, missing_tokens, seconds)

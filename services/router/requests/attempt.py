@@ -86,6 +86,8 @@ class Attempt(msgspec.Struct, eq=False):
         """
         prompt_worker = self.prefill or self.decode
         assert prompt_worker is not None
+        if branches := placement.final_worker.branches:
+            work = msgspec.structs.replace(work, branches=list(branches))
         pull = _pull(self.request_id, placement, pull_from, prompt_worker, block_hashes)
         # Encode all messages before anything is counted or sent: encoding fails for requests that the wire format
         # cannot express, and then no worker must have got a part of the attempt.

@@ -114,11 +114,14 @@ class PromptBlockHashes(msgspec.Struct):
         return _root(layout, self.cache_salt, self.lora)
 
     def hashes(self, layout: KVLayout) -> list[BlockHash]:
-        """Return the hashes of all full blocks in a layout. A last block that is partly filled has none."""
+        """Return the hashes of all full blocks in a layout. A last block that is partly filled has none. With recurrent
+        states the last token's block is left out too: states after it cannot be cut back, so they are of no use.
+        """
         # Placement asks for each layout of the cluster at every attempt, and hashing a long prompt is expensive.
         known = self._hashes.get(layout)
         if known is None:
-            full = len(self.token_ids) // layout.block_tokens * layout.block_tokens
+            usable = len(self.token_ids) - bool(layout.state_bytes)
+            full = usable // layout.block_tokens * layout.block_tokens
             root, tokens = self.root(layout), self.token_ids[:full]
             known = hash_blocks(root, tokens, layout.block_tokens, media=self.media) if full else []
             self._hashes[layout] = known

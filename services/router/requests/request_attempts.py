@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from baton_serve.contracts.block_hash import checkpoint_hash
 from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import ErrorCode, Work
 from baton_serve.contracts.wire import WireError
 from baton_serve.services.router.cluster.cluster import Cluster
@@ -218,7 +220,11 @@ class RequestAttempts:
             images=self._request.images,
         )
         for worker in attempt.workers():
-            self._record_sent(attempt, worker, block_hashes.hashes(worker.record.layout))
+            hashes: Sequence[BlockHash] = block_hashes.hashes(worker.record.layout)
+            if worker is (attempt.prefill or attempt.decode):
+                checkpoints = _expected_checkpoints(hashes, worker.record.layout, placement.final_worker.branches)
+                hashes = [*hashes, *checkpoints]
+            self._record_sent(attempt, worker, hashes)
 
     def _record_sent(self, attempt: Attempt, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
         """Record that a worker has been sent the prompt and will soon cache its blocks.
@@ -228,3 +234,13 @@ class RequestAttempts:
         now = self._clock()
         worker.circuit_breaker.begin_attempt(attempt.request_id, now)
         self._cluster.index.expect(worker.record.instance, hashes, until=now + self._policy.expected_blocks_ttl_s)
+
+
+def _expected_checkpoints(hashes: Sequence[BlockHash], layout: KVLayout, branches: Sequence[int]) -> list[BlockHash]:
+    """Return the hashes by which the index of blocks will know the checkpoints of a prompt that is computed now: those
+    after its last full block and after each of `branches` tokens.
+    """
+    if not layout.state_bytes:
+        return []
+    ends = {len(hashes), *(at // layout.block_tokens for at in branches)}
+    return [checkpoint_hash(hashes[end - 1], layout.state_blocks - 1) for end in ends if 0 < end <= len(hashes)]

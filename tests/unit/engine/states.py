@@ -69,6 +69,10 @@ class FakeStates:
                 number = parent.checkpoint_blocks.index(block) if is_state else 0
                 self._blocks[block] = Part(tuple(parent.token_ids), number) if is_state else None
 
+    def fill(self, block: int, part: Part | None) -> None:
+        """Fill a block as a transport does: with one block of a checkpoint, or with KV."""
+        self._blocks[block] = part
+
     def check_blocks(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
         """Assert that these blocks are the checkpoint after these tokens."""
         assert [self._blocks[block] for block in blocks] == [Part(tuple(tokens), n) for n in range(len(blocks))]

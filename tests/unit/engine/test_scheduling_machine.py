@@ -7,8 +7,9 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
-from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks
 from baton_serve.contracts.events import BlocksStored
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.engine.core.kv_import import KVImports
@@ -16,7 +17,7 @@ from baton_serve.engine.core.outputs import StepResult
 from baton_serve.engine.core.reservations import Reservations
 from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
 from baton_serve.engine.core.sequence import Mode
-from tests.unit.engine.states import FakeStates
+from tests.unit.engine.states import FakeStates, Part
 from tests.unit.engine.work import (
     BLOCK_TOKENS,
     ROOT,
@@ -281,6 +282,9 @@ class RecurrentMachine(HostTierMachine):
         self.imports = KVImports(self.table)
         self.damaged: set[int] = set()
         self.states = FakeStates(self.table)
+        add = self.table.add
+        # The router's hints: after a block, within a block, and beyond the prompt.
+        self.table.add = lambda work, mode, now: add(structs.replace(work, branches=[4, 7, 400]), mode, now)  # type: ignore[method-assign]
         if self.table.pool.host is not None:
             self.table.pool.host.damaged_slots = self.take_damaged
 
@@ -304,6 +308,21 @@ class RecurrentMachine(HostTierMachine):
     def admit(self, data: st.DataObject) -> None:
         super().admit(data)
         self.states.copy()
+
+    @rule(length=st.integers(BLOCK_TOKENS, LONGEST_PROMPT), prefix=st.integers(0, 2))
+    def begin_import(self, length: int, prefix: int) -> None:
+        # A pull: the KV of a prefix, and the checkpoint after it.
+        import_id = RequestId(self.new_id())
+        num_full = length // BLOCK_TOKENS
+        names = hash_blocks(ROOT, [prefix] * num_full * BLOCK_TOKENS, BLOCK_TOKENS)
+        states = checkpoint_hashes(names[-1], 2)
+        missing = self.imports.begin(import_id, names + states)
+        self.states.copy()
+        for name, block in missing:
+            tokens = (prefix,) * num_full * BLOCK_TOKENS
+            self.states.fill(block, Part(tokens, states.index(name)) if name in states else None)
+        if missing:
+            self.imported[import_id] = [name for name, _ in missing]
 
     @precondition(lambda self: self.held)
     @rule()

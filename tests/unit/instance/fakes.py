@@ -23,6 +23,7 @@ from baton_serve.services.instance.request_server import Identity, RequestServer
 
 T = TypeVar("T")
 
+LAYOUT = KVLayout(fingerprint="tiny", num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 ROUTER = RouterId(b"router-a")
 OTHER_ROUTER = RouterId(b"router-b")
 IDENTITY = Identity(InstanceId("decode-0"), Generation(7))

@@ -6,7 +6,7 @@ from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.unified.main import UnifiedHandler
-from tests.unit.instance.fakes import IDENTITY, Bench, Fetched, NoPulls, name, run, settle, ticket
+from tests.unit.instance.fakes import IDENTITY, LAYOUT, Bench, Fetched, NoPulls, name, run, settle, ticket
 
 
 def handover_of(*, timeout_s: float = 5.0) -> tuple[Bench, DrainMigration]:
@@ -16,7 +16,7 @@ def handover_of(*, timeout_s: float = 5.0) -> tuple[Bench, DrainMigration]:
         engine=b.calls,
         router=b.router,
         sharing=KVSharing(b.calls, b.transfer),
-        puller=Puller(b.calls, b.transfer, block_tokens=4, counter=b.transfer),
+        puller=Puller(b.calls, b.transfer, layout=LAYOUT, counter=b.transfer),
         timeout_s=timeout_s,
         max_blocks=8,
     )

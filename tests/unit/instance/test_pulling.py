@@ -2,23 +2,27 @@ import asyncio
 
 import msgspec
 
-from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks
 from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Pull
 from baton_serve.kvtransfer.errors import PeerLost
 from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTable
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.unified.main import UnifiedHandler
-from tests.unit.instance.fakes import ROUTER, Bench, Fetched, NoPulls, name, run, settle, ticket, work
+from tests.unit.instance.fakes import LAYOUT, ROUTER, Bench, Fetched, NoPulls, name, run, settle, ticket, work
+
+STATES = msgspec.structs.replace(LAYOUT, state_bytes=LAYOUT.block_bytes + 1)
+"""A checkpoint has two blocks."""
 
 
 def bench() -> Bench:
     return Bench(lambda b: UnifiedHandler(b.calls, NoPulls()))
 
 
-def puller_of(b: Bench) -> Puller:
-    return Puller(b.calls, b.transfer, block_tokens=4, counter=b.transfer, clock=lambda: 1.0)
+def puller_of(b: Bench, layout: KVLayout = LAYOUT) -> Puller:
+    return Puller(b.calls, b.transfer, layout=layout, counter=b.transfer, clock=lambda: 1.0)
 
 
 def request(tokens: int = 12) -> AttemptEntry:
@@ -40,6 +44,38 @@ def test_full_blocks_before_the_last_token_are_requested_and_received_ones_are_r
         assert b.engine.asked[1] == ("end_import", RequestId("import:t"), names[:1])
         assert asking.pulled is not None
         assert (asking.pulled.source, asking.pulled.num_tokens) == (ticket().source, 4)
+
+    run(test())
+
+
+def test_the_states_after_the_prefix_are_requested_with_it() -> None:
+    async def test() -> None:
+        b, asking = bench(), request()
+        b.engine.num_imported = 4
+        pulling = asyncio.create_task(puller_of(b, STATES).pull(asking, Pull(ticket=ticket(), num_blocks=2)))
+        await settle()
+        names = hash_blocks(asking.work.root, asking.work.token_ids[:8], 4)
+        wanted = names + checkpoint_hashes(names[1], 2)
+        assert b.engine.asked[0] == ("begin_import", RequestId("import:t"), wanted)
+        assert b.transfer.asked == [("fetch", [(name, 6 + number) for number, name in enumerate(wanted)])]
+        assert b.transfer.on_blocks is not None
+        b.transfer.on_blocks(wanted)
+        b.transfer.fetched.set_result(Fetched(b""))
+        await pulling
+        assert b.engine.asked[1] == ("end_import", RequestId("import:t"), wanted)
+        assert asking.pulled is not None and asking.pulled.num_tokens == 8
+
+    run(test())
+
+
+def test_nothing_is_fetched_if_the_states_have_no_room() -> None:
+    async def test() -> None:
+        b, asking = bench(), request()
+        b.engine.num_imported = 3
+        await puller_of(b, STATES).pull(asking, Pull(ticket=ticket(), num_blocks=2))
+        await settle()
+        assert b.transfer.asked == []
+        assert b.engine.asked[1] == ("end_import", RequestId("import:t"), [])
 
     run(test())
 

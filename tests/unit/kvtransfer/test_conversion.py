@@ -106,6 +106,13 @@ def test_other_weights_or_shapes_are_never_converted(change: dict[str, object]) 
     assert obstacle(LAYOUT, msgspec.structs.replace(LAYOUT, **change)) is not None
 
 
+def test_recurrent_states_are_converted_between_block_sizes_alone() -> None:
+    states = msgspec.structs.replace(LAYOUT, state_bytes=5000)
+    assert obstacle(states, msgspec.structs.replace(states, block_tokens=48)) is None
+    assert "sizes of the recurrent states" in str(obstacle(states, msgspec.structs.replace(states, state_bytes=4000)))
+    assert "equal data types" in str(obstacle(states, msgspec.structs.replace(states, dtype="bfloat16")))
+
+
 def test_layers_of_different_shapes_are_compared_one_by_one() -> None:
     shapes = (KVShape(2, 8), KVShape(1, 16), KVShape(2, 8))
     mixed = msgspec.structs.replace(LAYOUT, num_layers=3, num_kv_heads=0, head_dim=0, layers=shapes)

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton_serve.contracts.block_hash import checkpoint_hashes
 from baton_serve.contracts.events import BlocksRemoved, BlocksStored, EventBatch, Tier
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.messages import Snapshot
@@ -150,6 +151,21 @@ def test_guesses_end_with_their_generation(index: BlockIndex) -> None:
     index.expect(A, NAMES[:2], until=9.0)
     index.expire(6.0)
     assert index.match(NAMES) == {A: Match(2, 2)}
+
+
+def test_with_recurrent_states_a_prefix_ends_at_its_last_checkpoint(index: BlockIndex) -> None:
+    first, second, host = (checkpoint_hashes(NAMES[at], 2) for at in (1, 3, 4))
+    index.apply(stored(1, NAMES + first))
+    index.apply(stored(1, NAMES[:4] + first + second, instance=B))
+    index.apply(stored(2, host, tier="host"))
+    matches = index.match(NAMES)
+    assert index.up_to_checkpoints(NAMES, matches, 2) == {A: Match(2, 5), B: Match(4, 4)}
+    assert index.held(NAMES, state_blocks=2) == {A: 5, B: 4}
+    assert index.up_to_checkpoints(NAMES[:3], index.match(NAMES[:3]), 2) == {A: Match(2, 2), B: Match(2, 2)}
+    assert index.up_to_checkpoints(NAMES[:1], index.match(NAMES[:1]), 2) == {}
+    # The last block of a checkpoint is evicted first.
+    index.apply(removed(3, first[1:]))
+    assert index.up_to_checkpoints(NAMES[:4], index.match(NAMES[:4]), 2) == {B: Match(4, 4)}
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -4,10 +4,11 @@ import time
 
 import msgspec
 
-from baton_serve.contracts.identity import BlockHash, Generation
+from baton_serve.contracts.block_hash import checkpoint_hashes
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.instance import Load, Role
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.messages import LoadReport
+from baton_serve.contracts.messages import LoadReport, Snapshot
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.routable import RoutableWorkers
 from baton_serve.services.router.cluster.worker_state import UNCERTAINTY_DOUBLING_S, WorkerState
@@ -79,6 +80,19 @@ def test_equal_layouts_are_one_object_and_others_have_names_of_their_own() -> No
         assert [x.cached_tokens for x in (a, b, c)] == [2 * LAYOUT.block_tokens] * 2 + [0]
 
     with_cluster(scenario)
+
+
+def test_with_recurrent_states_only_checkpoints_count_and_the_branches_are_told() -> None:
+    layout = msgspec.structs.replace(LAYOUT, state_bytes=LAYOUT.block_bytes + 1)
+    index = BlockIndex()
+    for name, blocks in (("a", NAMES[:2] + checkpoint_hashes(NAMES[1], 2)), ("b", NAMES[:3]), ("c", [])):
+        index.add(InstanceId(name), Generation(1))
+        index.load(Snapshot(instance=InstanceId(name), generation=Generation(1), sequence=0, device=blocks))
+    workers = [worker(name, "prefill", 1.0, layout=layout) for name in "abc"]
+    found = RoutableWorkers(workers).candidates(lambda layout: NAMES[:4], index, 0.0)
+    size = layout.block_tokens
+    assert [(c.cached_tokens, c.held_tokens) for c in found] == [(2 * size, 2 * size), (0, 0), (0, 0)]
+    assert {c.branches for c in found} == {(3 * size, 2 * size)}
 
 
 def test_an_open_circuit_leaves_the_work_to_others_of_its_role_if_there_are_any() -> None:
