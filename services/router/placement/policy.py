@@ -125,7 +125,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     step_uncertainty: float = 1.0
     """Factors, at least 1, by which prefill and decode may be faster than measured. They grow while it is idle."""
     branches: tuple[int, ...] = ()
-    """For models with recurrent states: `Work.branches` if the prompt is computed here."""
+    """`Work.branches` if the prompt is computed here; it is empty for models without recurrent states."""
     spare_tokens_per_s: float = 0.0
     """Prompt tokens per second that it can compute without missing the ITL SLO of a sequence that is decoding there.
 

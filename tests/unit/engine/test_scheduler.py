@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
@@ -265,3 +266,19 @@ def test_prompts_that_are_answered_here_come_in_their_order(table: RequestTable)
         "long",
         "short",
     ]
+
+
+def test_a_checkpoint_is_taken_where_the_router_sees_prompts_part() -> None:
+    table = make_table(num_blocks=16, batched=32, state_blocks=1)
+    work = structs.replace(make_work("a", list(range(1, 24))), branches=[8, 10, 400])
+    add(table, work)
+    scheduler = Scheduler(table)
+    lengths = []
+    while table.requests:
+        plan = scheduler.schedule(0.0)
+        lengths += [chunk.length for chunk in plan.chunks]
+        finish(scheduler, plan)
+    # The chunks end after 8 tokens (the hint), 12 (the interval) and 20 (the last full block).
+    assert lengths[:4] == [8, 4, 8, 3]
+    names = hash_blocks(ROOT, work.token_ids, BLOCK_TOKENS)
+    assert [len(table.checkpoints.find(name)) for name in names] == [0, 1, 1, 0, 1, 0]

@@ -14,7 +14,7 @@ from baton_serve.contracts.identity import Generation
 from baton_serve.contracts.instance import InstanceRecord, Load
 from baton_serve.contracts.messages import Decode, Failed, Generate, Prefill, Tokens
 from tests.unit.router.conftest import Router, Serve, events_of, settle
-from tests.unit.router.fakes import handoff_report, record
+from tests.unit.router.fakes import LAYOUT, handoff_report, record
 
 BODY: dict[str, Any] = {"prompt": "hello world", "max_tokens": 12}
 
@@ -517,3 +517,21 @@ def test_an_ended_request_is_freed_without_the_garbage_collector(serve: Serve) -
         assert in_cycles == set()
 
     serve(scenario)
+
+
+def test_the_worker_of_a_hybrid_is_told_where_its_prompt_parts_from_others(serve: Serve) -> None:
+    layout = msgspec.structs.replace(LAYOUT, state_bytes=100)
+
+    async def scenario(router: Router) -> None:
+        for name in ("prefill-0", "prefill-1", "decode-0"):
+            role = "prefill" if name.startswith("prefill") else "decode"
+            router.fakes.add(record(name, role, layout=layout))
+        await settle()
+        shared = list(range(10, 22))
+        await router.complete(prompt=[*shared, *[5] * 9], max_tokens=2)
+        await router.complete(prompt=[*shared, *[6] * 9], max_tokens=2)
+        sent = [m for name in ("prefill-0", "prefill-1") for m in router.fakes[name].assignments()]
+        assert sorted(m.work.branches for m in sent) == [[], [12]]
+        assert [m.work.branches for m in router.fakes["decode-0"].assignments()] != []
+
+    serve(scenario, prefill=0, decode=0)
