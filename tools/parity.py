@@ -34,8 +34,8 @@ have a reason.
 * A flag is Y if it has the effect of vLLM's flag, or if that effect is given without it and the log says so. A test \
 beside P shows the part that works.
 * **Scope**: *models* marks rows that ask for a kind of model, *hardware* rows that can only be shown on Intel GPUs, \
-on several GPUs or on several hosts. *speculation* marks speculative decoding, which Baton does not have yet. The other \
-rows are those *outside models and hardware*, counted with and without speculative decoding.
+on several GPUs or on several hosts. *speculation* marks speculative decoding, which Baton does not have yet. The \
+other rows are those *outside models and hardware*, counted with and without speculative decoding.
 * No row has been tried on an Intel GPU, and models are compared with small random weights \
 ([hardware](hardware.md), [models](models.md)).
 """

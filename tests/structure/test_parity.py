@@ -24,7 +24,9 @@ def test_the_page_is_what_the_table_makes_of_it() -> None:
 
 def test_the_counts_of_the_page_are_those_of_its_rows() -> None:
     page = parity.PAGE.read_text()
-    verdicts = re.findall(r"^\| \w+\.\d+ \| .* \| ([YPnx]) \| (?:models|hardware|speculation)? ?\| ", page, re.MULTILINE)
+    verdicts = re.findall(
+        r"^\| \w+\.\d+ \| .* \| ([YPnx]) \| (?:models|hardware|speculation)? ?\| ", page, re.MULTILINE
+    )
     total = re.search(r"^\| \*\*All\*\* \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
     assert total is not None
     assert [int(number) for number in total.groups()] == [548, *(verdicts.count(v) for v in parity.VERDICTS)]

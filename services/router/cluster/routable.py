@@ -13,8 +13,9 @@ from baton_serve.services.router.placement.policy import UNMEASURED_TOKENS_PER_S
 
 _NO_MATCH = Match()
 MAX_BRANCHES = 2
-"""Largest number of places, where a prompt parts from cached ones, that are sent to its worker. A checkpoint there costs
-the end of a chunk and a copy of the recurrent states."""
+"""Largest number of places, where a prompt parts from cached ones, that are sent to its worker.
+
+A checkpoint there costs the end of a chunk and a copy of the recurrent states."""
 
 
 class RoutableWorkers:
