@@ -1,5 +1,6 @@
 """Serve stored answers of the Responses API: `GET` and `DELETE /v1/responses/ID`, its cancellation and its input."""
 
+import asyncio
 from typing import Annotated, Literal
 
 import msgspec
@@ -7,13 +8,14 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton_serve.services.router.api.responses.conversation import ResponseRecord, page_of
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
-from baton_serve.services.router.protocol.asgi import RequestContext
+from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send
 from baton_serve.services.router.protocol.bounds import MAX_NAME_CHARS
-from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.request_parsing import beside_loop
 
 MAX_PAGE = 100
 """Largest number of input items in one answer."""
+_PIECE_BYTES = 64 * 1024
 
 ItemId = Annotated[str | None, Query(max_length=MAX_NAME_CHARS)]
 PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]
@@ -37,16 +39,18 @@ def response_routes(kept: KeptResponses) -> APIRouter:
             raise BadRequestError(
                 "stream: a stored answer is returned as a whole", param="stream", code="unsupported_parameter"
             )
-        return _json(await kept.answer(_caller(request), response_id))
+        context = RequestContext.of(request.scope)
+        return _json(await kept.answer(context.caller, response_id, memory=context.body))
 
     @router.delete("", summary="Forget a stored answer")
     async def delete(request: Request, response_id: str) -> Response:
-        await kept.delete(_caller(request), response_id)
+        await kept.delete(RequestContext.of(request.scope).caller, response_id)
         return _json(DeletedResponse(id=response_id))
 
     @router.post("/cancel", summary="Stop a background answer")
     async def cancel(request: Request, response_id: str) -> Response:
-        return _json(await kept.cancel(_caller(request), response_id))
+        context = RequestContext.of(request.scope)
+        return _json(await kept.cancel(context.caller, response_id, memory=context.body))
 
     @router.get("/input_items", summary="List the items of the conversation before a stored answer")
     async def list_items(
@@ -56,15 +60,36 @@ def response_routes(kept: KeptResponses) -> APIRouter:
         limit: PageSize = 20,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
-        record = msgspec.json.decode(await kept.record(_caller(request), response_id), type=ResponseRecord)
-        return _json(page_of(record.input, after=after, limit=limit, newest_first=order == "desc"))
+        context = RequestContext.of(request.scope)
+        record = await kept.record(context.caller, response_id, memory=context.body)
+
+        def page(record: bytes) -> bytes:
+            items = msgspec.json.decode(record, type=ResponseRecord).input
+            return msgspec.json.encode(page_of(items, after=after, limit=limit, newest_first=order == "desc"))
+
+        return _JsonInPieces(await beside_loop(record, page))
 
     return router
 
 
-def _caller(request: Request) -> Caller:
-    return RequestContext.of(request.scope).caller
+class _JsonInPieces(Response):
+    """A JSON answer that is sent in pieces, each when the client has taken the one before.
+
+    So the request, and with it the memory that is reserved for the record, ends only when the client has read nearly
+    all of it, and not while megabytes of it still wait for a slow client.
+    """
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for at in range(0, len(self.body), _PIECE_BYTES):
+            piece = bytes(self.body[at : at + _PIECE_BYTES])
+            is_last = at + _PIECE_BYTES >= len(self.body)
+            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+            # The server writes at the end of the loop's iteration: only then is it known whether the client reads.
+            await asyncio.sleep(0)
 
 
 def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    return _JsonInPieces(msgspec.json.encode(body))

@@ -117,7 +117,8 @@ class BodyReservation:
     """The memory of one request's body, out of `BodyMemory`.
 
     Its creator calls `release` when the request has been answered: the parsed request keeps the strings of its body
-    until then. That is the gateway, or for a request of a batch the task that runs it.
+    until then. That is the gateway, or for a request of a batch the task that runs it. A request in the background
+    hands its memory over to its run.
     """
 
     __slots__ = ("_memory", "_num_reserved", "_share", "owner")
@@ -158,6 +159,23 @@ class BodyReservation:
                 retry_after_s=1.0,
             )
         self._num_reserved += missing
+
+    async def add(self, num_bytes: int) -> None:
+        """Reserve memory for something that the request needs besides its body. Raises `RateLimitError` as `grow` does.
+
+        A short request may refer to much more than it contains, such as a stored conversation.
+        """
+        await self.grow(self._num_reserved + num_bytes)
+
+    def handed_over(self) -> "BodyReservation":
+        """Return a new reservation that holds all reserved bytes; this one is empty afterwards.
+
+        Work that goes on after the answer of its request takes the memory with it.
+        """
+        taken = BodyReservation(self._memory, self.owner)
+        taken._share, taken._num_reserved = self._share, self._num_reserved
+        self._num_reserved = 0
+        return taken
 
     def release(self) -> None:
         """Return all reserved bytes."""

@@ -11,7 +11,8 @@ import pytest
 
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.api.responses.redis_store import RedisResponseStore
-from baton_serve.services.router.api.responses.store import MemoryResponseStore
+from baton_serve.services.router.api.responses.store import RUN_TTL_S, MemoryResponseStore
+from baton_serve.services.router.protocol.byte_budget import UNCOUNTED_BYTES, BodyMemory
 from baton_serve.services.router.protocol.errors import UnavailableError
 from tests.contract.api.test_responses import TEXT, TOOLS, client_of
 from tests.contract.redis_server import RedisServer
@@ -206,19 +207,102 @@ def test_memory_holds_the_newest_records_within_its_bounds(monkeypatch: pytest.M
         now = [0.0]
         store = MemoryResponseStore(10.0, 100, clock=lambda: now[0])
         for name in "abcd":
-            await store.put(name, b"x" * 10)
-        assert [await store.get(name) is not None for name in "abcd"] == [False, True, True, True]
-        await store.put("e", b"x" * 85)
-        assert [await store.get(name) is not None for name in "bcde"] == [False, False, True, True]
-        await store.put("f", b"x" * 101)
-        assert await store.get("f") is None and store.num_bytes == 0
-        await store.put("g", b"x")
-        await store.set_run("g", "queued")
+            await store.put(f"me:{name}", b"x" * 10)
+        assert [await store.size(f"me:{name}") for name in "abcd"] == [0, 10, 10, 10]
+        await store.put("me:e", b"x" * 85)
+        assert [await store.get(f"me:{name}") is not None for name in "bcde"] == [False, False, True, True]
+        await store.put("me:f", b"x" * 101)
+        assert await store.get("me:f") is None and store.num_bytes == 0
+        await store.put("me:g", b"x")
+        await store.set_run("me:g", "queued")
         now[0] = 10.0
-        assert (await store.get("g"), await store.run_state("g"), store.num_bytes) == (None, None, 0)
-        assert await store.delete("g") is False
+        assert (await store.get("me:g"), await store.run_state("me:g"), store.num_bytes) == (None, None, 0)
+        assert await store.delete("me:g") is False
 
     asyncio.run(scenario())
+
+
+def test_an_owner_of_a_key_can_drive_out_its_own_records_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_serve.services.router.api.responses.store.MAX_KEPT", 9)
+
+    async def scenario() -> None:
+        store = MemoryResponseStore(10.0, 100)
+        for name in "abc":
+            await store.put(f"me:{name}", b"x" * 10)
+        for number in range(50):
+            await store.put(f"other:{number}", b"x" * 30)
+            await store.put(f"third:{number}", b"x")
+        assert [await store.size(f"me:{name}") for name in "abc"] == [10, 10, 10]
+        assert await store.size("other:49") == 30
+
+    asyncio.run(scenario())
+
+
+def test_states_of_runs_that_have_ended_do_not_stay() -> None:
+    async def scenario() -> None:
+        now = [0.0]
+        store = MemoryResponseStore(10.0, 100, clock=lambda: now[0])
+        for number in range(100):
+            await store.set_run(f"me:{number}", "cancelled")
+        now[0] = RUN_TTL_S
+        await store.set_run("me:last", "queued")
+        assert list(store._runs) == ["me:last"]
+
+    asyncio.run(scenario())
+
+
+def long_body(router: Router, num_bytes: int) -> tuple[BodyMemory, dict[str, Any]]:
+    """Give the router memory for two such bodies, and return the memory with a request whose record is as long."""
+    router.app.bodies = BodyMemory(2 * num_bytes + UNCOUNTED_BYTES, wait_s=0.01)
+    item = {"role": "user", "content": "hello", "note": "x" * num_bytes}
+    return router.app.bodies, BODY | {"input": [item]}
+
+
+def test_a_short_request_is_counted_with_the_conversation_that_it_continues(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        memory, body = long_body(router, 200_000)
+        total = memory.num_free
+        first = (await router.http.post("/v1/responses", json=body)).json()["id"]
+        assert memory.num_free == total
+        decode = router.fakes["decode-0"]
+        decode.hold = 0
+        more = BODY | {"previous_response_id": first}
+        running = [asyncio.create_task(router.http.post("/v1/responses", json=more)) for _ in range(2)]
+        while len(decode.jobs) < 2:
+            await settle(1)
+        for call in (
+            router.http.post("/v1/responses", json=more),
+            router.http.post("/v1/responses/input_tokens", json={"input": "a", "previous_response_id": first}),
+            router.http.get(f"/v1/responses/{first}"),
+            router.http.get(f"/v1/responses/{first}/input_items"),
+        ):
+            assert (await call).status_code == 429
+        decode.resume()
+        assert [(await one).status_code for one in running] == [200, 200]
+        assert memory.num_free == total
+        listed = await router.http.get(f"/v1/responses/{first}/input_items")
+        assert listed.json()["data"][0]["note"] == "x" * 200_000
+        assert memory.num_free == total
+
+    serve(scenario)
+
+
+def test_a_background_answer_keeps_the_memory_of_its_body_until_its_end(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        memory, body = long_body(router, 200_000)
+        total, decode = memory.num_free, router.fakes["decode-0"]
+        decode.hold = 0
+        queued = [await router.http.post("/v1/responses", json=body | {"background": True}) for _ in range(3)]
+        assert [one.status_code for one in queued] == [200, 200, 429]
+        assert memory.num_free < 200_000
+        decode.resume()
+        while router.dispatcher.num_running or memory.num_free != total:
+            await settle(1)
+        done = await router.http.get(f"/v1/responses/{queued[0].json()['id']}")
+        assert done.json()["status"] == "incomplete"
+        assert memory.num_free == total
+
+    serve(scenario)
 
 
 @pytest.mark.redis
@@ -271,16 +355,20 @@ def test_redis_holds_the_newest_records_within_the_bound_of_all_routers(tmp_path
         short = RedisResponseStore(server.url, 0.001, 1000)
         try:
             for name in "abc":
-                await one.put(name, b"x" * 40)
-            assert [await two.get(name) is not None for name in "abc"] == [False, True, True]
-            await two.put("c", b"x" * 60)
-            assert [len(await one.get(name) or b"") for name in "bc"] == [40, 60], "a new record replaces its old one"
-            assert await one.delete("c") and await one.get("c") is None
-            await two.put("d", b"x" * 101)
-            assert [await one.get(name) for name in "bd"] == [None, None]
-            await short.put("e", b"x")
-            while await short.get("e") is not None:  # noqa: ASYNC110 - its TTL is 1 ms
+                await one.put(f"me:{name}", b"x" * 40)
+            assert [await two.get(f"me:{name}") is not None for name in "abc"] == [False, True, True]
+            await two.put("me:c", b"x" * 60)
+            assert [await one.size(f"me:{name}") for name in "bc"] == [40, 60], "a new record replaces its old one"
+            assert await one.delete("me:c") and await one.get("me:c") is None
+            await two.put("me:d", b"x" * 101)
+            assert [await one.get(f"me:{name}") for name in "bd"] == [None, None]
+            await short.put("me:e", b"x")
+            while await short.get("me:e") is not None:  # noqa: ASYNC110 - its TTL is 1 ms
                 await asyncio.sleep(0.002)
+            await one.put("me:f", b"x" * 10)
+            for number in range(20):
+                await two.put(f"other:{number}", b"x" * 30)
+            assert [await one.size(key) for key in ("me:f", "other:19", "other:0")] == [10, 30, 0]
         finally:
             for store in (one, two, short):
                 await store.close()

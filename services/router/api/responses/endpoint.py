@@ -74,7 +74,7 @@ class ResponsesEndpoint:
         writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
         dialect = ResponsesDialect(empty, names_of(request.tools or ()), writer)
         if request.background:
-            await send_json(send, await kept.start(context.caller, begun, dialect, empty, items))
+            await send_json(send, await kept.start(context.caller, begun, dialect, empty, items, context.body))
             return
         keep = partial(kept.keep, context.caller, api_id, items=items) if is_kept else None
         with begun:
@@ -103,7 +103,9 @@ async def _previous(request: InputTokensRequest, kept: KeptResponses, context: R
     """Return the record of the answer that a request continues, or None. Raises `NotFoundError`."""
     if request.previous_response_id is None:
         return None
-    return await kept.record(context.caller, request.previous_response_id, param="previous_response_id")
+    return await kept.record(
+        context.caller, request.previous_response_id, memory=context.body, param="previous_response_id"
+    )
 
 
 def _prepared(

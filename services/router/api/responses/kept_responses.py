@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from baton_serve.services.router.api.chat_preparation import BegunChat
 from baton_serve.services.router.api.responses.answer import ResponseAnswer
 from baton_serve.services.router.api.responses.conversation import AnswerState, ResponseRecord
 from baton_serve.services.router.api.responses.store import RUN_TTL_S, MemoryResponseStore, ResponseStore
+from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES
+from baton_serve.services.router.protocol.byte_budget import BodyReservation
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import (
     ApiError,
@@ -27,7 +30,9 @@ from baton_serve.services.router.protocol.errors import (
     NotFoundError,
     UnavailableError,
 )
+from baton_serve.services.router.protocol.request_parsing import beside_loop
 from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.thread_pools import ANSWERS
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +86,25 @@ class KeptResponses:
         """Return whether answers are kept."""
         return self._store is not None
 
-    async def record(self, caller: Caller, response_id: str, *, param: str | None = None) -> bytes:
-        """Return the record of an answer, to be read as a `ResponseRecord`. Raises `NotFoundError`, `UnavailableError`.
+    async def record(
+        self,
+        caller: Caller,
+        response_id: str,
+        *,
+        memory: BodyReservation | None = None,
+        param: str | None = None,
+    ) -> bytes:
+        """Return the record of an answer, to be read as a `ResponseRecord`.
 
-        `param` is the parameter that holds the id, for the error.
+        Its size is reserved in `memory` before it is read: a request of a hundred bytes may refer to megabytes. `param`
+        is the parameter that holds the id, for the error. Raises `NotFoundError`, `RateLimitError` if too little memory
+        is free, and `UnavailableError`.
         """
-        record = None if self._store is None else await self._store.get(_key(caller, response_id))
+        record = None
+        if self._store is not None:
+            if memory is not None:
+                await memory.add(await self._store.size(_key(caller, response_id)))
+            record = await self._store.get(_key(caller, response_id))
         if record is None:
             raise NotFoundError(
                 f"no response {response_id[:100]!r} is kept for this API key: it was not stored, was deleted, or is"
@@ -96,14 +114,14 @@ class KeptResponses:
             )
         return record
 
-    async def answer(self, caller: Caller, response_id: str) -> msgspec.Raw:
+    async def answer(self, caller: Caller, response_id: str, *, memory: BodyReservation | None = None) -> msgspec.Raw:
         """Return an answer in its present state, as JSON. Raises the errors of `record`."""
         key = _key(caller, response_id)
         state: str | None = None
         # Read before the record: if the run ends in between, the record has its result.
         if self._store is not None:
             state = self._runs[key].state if key in self._runs else await self._store.run_state(key)
-        kept = msgspec.json.decode(await self.record(caller, response_id), type=ResponseRecord)
+        kept = await _decoded(await self.record(caller, response_id, memory=memory))
         if not _is_running(kept):
             return kept.answer
         if state is not None:
@@ -126,20 +144,20 @@ class KeptResponses:
         if self._store is not None:
             await self._store.delete(key)
 
-    async def cancel(self, caller: Caller, response_id: str) -> msgspec.Raw:
+    async def cancel(self, caller: Caller, response_id: str, *, memory: BodyReservation | None = None) -> msgspec.Raw:
         """Stop a background run and return its answer. One that has ended is returned as it is.
 
         Raises `BadRequestError` for an answer that was not asked for with `background`, and the errors of `record`.
         """
         key = _key(caller, response_id)
-        kept = msgspec.json.decode(await self.record(caller, response_id), type=ResponseRecord)
+        kept = await _decoded(await self.record(caller, response_id, memory=memory))
         if not msgspec.json.decode(kept.answer, type=AnswerState).background:
             raise BadRequestError("only a response with background=true can be cancelled; close the connection instead")
         if not _is_running(kept):
             return kept.answer
         await self._stop(key)
         # The run may have ended just before it was stopped.
-        kept = msgspec.json.decode(await self.record(caller, response_id), type=ResponseRecord)
+        kept = await _decoded(await self.record(caller, response_id))
         if not _is_running(kept):
             return kept.answer
         cancelled = _changed(kept.answer, status=_CANCELLED)
@@ -147,9 +165,17 @@ class KeptResponses:
         return cancelled
 
     async def start(
-        self, caller: Caller, begun: BegunChat, dialect: Dialect, empty: ResponseAnswer, items: Sequence[msgspec.Raw]
+        self,
+        caller: Caller,
+        begun: BegunChat,
+        dialect: Dialect,
+        empty: ResponseAnswer,
+        items: Sequence[msgspec.Raw],
+        memory: BodyReservation | None = None,
     ) -> ResponseAnswer:
         """Let a chat run in the background and return its answer so far. This takes over the ownership of `begun`.
+
+        The run also takes over what is reserved in `memory`, and releases it at its end.
 
         Raises `BadRequestError` if a run has this id already, and `UnavailableError` if the store cannot be reached.
         """
@@ -168,11 +194,15 @@ class KeptResponses:
             begun.__exit__(None, None, None)
             raise
         run.task = asyncio.create_task(self._run(key, run, begun, dialect, empty, items))
+        # The gateway releases the memory of a request at its answer, but the run still holds the conversation.
+        held = None if memory is None else memory.handed_over()
 
         # Not in `_run`: a task that is cancelled before its first step runs nothing of it.
         def ended(_: object) -> None:
             self._runs.pop(key, None)
             begun.__exit__(None, None, None)
+            if held is not None:
+                held.release()
 
         run.task.add_done_callback(ended)
         return queued
@@ -235,13 +265,23 @@ class KeptResponses:
 
     async def _put(self, key: str, answer: bytes, items: Sequence[msgspec.Raw]) -> None:
         if self._store is not None:
-            record = ResponseRecord(answer=msgspec.Raw(answer), input=list(items))
-            await self._store.put(key, msgspec.json.encode(record))
+            await self._store.put(key, await _encoded(ResponseRecord(answer=msgspec.Raw(answer), input=list(items))))
 
 
 def _key(caller: Caller, response_id: str) -> str:
     # The id may be chosen by the client. A digest of the owner has a fixed length, so no id reaches another owner's.
     return f"{hashlib.sha256(caller.name.encode()).hexdigest()[:32]}:{response_id}"
+
+
+async def _encoded(record: ResponseRecord) -> bytes:
+    """Encode a record. A long one takes up to 25 ms, and the records of a whole batch may be written at once."""
+    if len(record.answer) + sum(map(len, record.input)) <= UNCOUNTED_BYTES:
+        return msgspec.json.encode(record)
+    return await ANSWERS.run(msgspec.json.encode, record)
+
+
+async def _decoded(record: bytes) -> ResponseRecord:
+    return await beside_loop(record, partial(msgspec.json.decode, type=ResponseRecord))
 
 
 def _is_running(record: ResponseRecord) -> bool:

@@ -13,34 +13,55 @@ from baton_serve.services.router.protocol.errors import UnavailableError
 T = TypeVar("T")
 
 # A script, because the bound must hold for all routers together: without it, answers could fill the Redis on which the
-# registry depends. KEYS: the record, the records in the order of their ends, their sizes. ARGV: record, TTL in ms, most
-# bytes. The size of a deleted record counts until its TTL has passed.
+# registry depends. Beyond the bound the oldest record of the owner with the most bytes is dropped. KEYS: the record,
+# the records in the order of their ends, their sizes, the bytes of each owner, and the prefix of the owners' own
+# orders. ARGV: record, TTL in ms, most bytes. The size of a deleted record counts until its TTL has passed.
 _PUT = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function owner_of(key)
+  return string.match(key, '^baton:response:([^:]*)')
+end
 local function drop(key)
+  local owner = owner_of(key)
   redis.call('DEL', key)
   redis.call('ZREM', KEYS[2], key)
+  redis.call('ZREM', KEYS[5] .. owner, key)
   local size = redis.call('HGET', KEYS[3], key)
   if size then
     redis.call('HINCRBY', KEYS[3], 'total', '-' .. size)
     redis.call('HDEL', KEYS[3], key)
+    if tonumber(redis.call('ZINCRBY', KEYS[4], '-' .. size, owner)) <= 0 then
+      redis.call('ZREM', KEYS[4], owner)
+    end
   end
 end
 drop(KEYS[1])
+local owner = owner_of(KEYS[1])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 redis.call('ZADD', KEYS[2], now + ARGV[2], KEYS[1])
+redis.call('ZADD', KEYS[5] .. owner, now + ARGV[2], KEYS[1])
 redis.call('HSET', KEYS[3], KEYS[1], #ARGV[1])
 redis.call('HINCRBY', KEYS[3], 'total', #ARGV[1])
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.call('PEXPIRE', KEYS[3], ARGV[2])
+redis.call('ZINCRBY', KEYS[4], #ARGV[1], owner)
+for _, key in ipairs({KEYS[2], KEYS[3], KEYS[4], KEYS[5] .. owner}) do
+  redis.call('PEXPIRE', key, ARGV[2])
+end
 while true do
   local oldest = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
-  local total = tonumber(redis.call('HGET', KEYS[3], 'total'))
-  if #oldest == 0 or (tonumber(oldest[2]) > now and total <= tonumber(ARGV[3])) then
-    return total
+  if #oldest == 0 then
+    return 0
   end
-  drop(oldest[1])
+  if tonumber(oldest[2]) <= now then
+    drop(oldest[1])
+  else
+    local total = tonumber(redis.call('HGET', KEYS[3], 'total'))
+    if total <= tonumber(ARGV[3]) then
+      return total
+    end
+    local largest = redis.call('ZREVRANGE', KEYS[4], 0, 0)[1]
+    drop(redis.call('ZRANGE', KEYS[5] .. (largest or ''), 0, 0)[1] or oldest[1])
+  end
 end
 """
 
@@ -53,12 +74,16 @@ class RedisResponseStore:
     def __init__(self, url: str, ttl_s: float, max_bytes: int) -> None:
         """Create the store without connecting; the first command connects. `url` is that of `--registry`.
 
-        All routers together keep at most `max_bytes` of records; the oldest are dropped.
+        All routers together keep at most `max_bytes` of records; beyond it the owner with the most loses its oldest.
         """
         self._redis = connect_redis(url)
         self._max_bytes = max_bytes
         self._put = self._redis.register_script(_PUT)
         self._ttl_ms = max(1, int(ttl_s * 1e3))
+
+    async def size(self, key: str) -> int:
+        """Return the length of a record, or 0."""
+        return int(await _answered(self._redis.strlen(_record(key))))
 
     async def get(self, key: str) -> bytes | None:
         """Return the record of a key, or None."""
@@ -66,7 +91,7 @@ class RedisResponseStore:
 
     async def put(self, key: str, record: bytes) -> None:
         """Keep a record until its TTL has passed; drop the oldest ones beyond the bound."""
-        keys = [_record(key), "baton:response-order", "baton:response-sizes"]
+        keys = [_record(key), *(f"baton:response-{name}" for name in ("order", "sizes", "owners", "order:"))]
         await _answered(self._put(keys=keys, args=[record, self._ttl_ms, self._max_bytes]))
 
     async def delete(self, key: str) -> bool:

@@ -4,6 +4,7 @@ Both are stores of bytes: only `kept_responses` knows the meaning of keys and re
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,8 +17,13 @@ MAX_KEPT = 10_000
 class ResponseStore(Protocol):
     """Keeps records for `--response-store-ttl-s` after they were last written, and the states of background runs.
 
-    Every method but `close` raises `UnavailableError` if the store cannot be reached.
+    A key is the digest of the record's owner, a colon and an id. Every method but `close` raises `UnavailableError` if
+    the store cannot be reached.
     """
+
+    async def size(self, key: str) -> int:
+        """Return the length of a record in bytes, or 0 if there is none any more."""
+        ...
 
     async def get(self, key: str) -> bytes | None:
         """Return the record of a key, or None if there is none any more."""
@@ -49,17 +55,27 @@ class ResponseStore(Protocol):
 
 
 class MemoryResponseStore:
-    """A `ResponseStore` in the memory of this process. The records that were written first are dropped first."""
+    """A `ResponseStore` in the memory of this process.
+
+    Beyond its bounds the oldest record of the owner with the most is dropped, so that no owner of an API key can make
+    the records of the others disappear.
+    """
 
     def __init__(self, ttl_s: float, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create a store that keeps at most `max_bytes` of records."""
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._clock = clock
-        # A dict is in the order of insertion: the first record is the oldest.
+        # A dict is in the order of insertion: the first record is the oldest, of all and of each owner.
         self._records: dict[str, tuple[float, bytes]] = {}
+        self._owned: dict[str, dict[str, None]] = {}
+        self._owned_bytes: Counter[str] = Counter()
         self._runs: dict[str, tuple[float, str]] = {}
         self.num_bytes = 0
+
+    async def size(self, key: str) -> int:
+        """Return the length of a record, or 0 if there is none."""
+        return len(await self.get(key) or b"")
 
     async def get(self, key: str) -> bytes | None:
         """Return the record of a key, or None if it was never written, was dropped or is too old."""
@@ -67,22 +83,30 @@ class MemoryResponseStore:
         return self._records[key][1] if key in self._records else None
 
     async def put(self, key: str, record: bytes) -> None:
-        """Keep a record; drop the oldest ones beyond the bounds, and this one if it exceeds them alone."""
+        """Keep a record; drop old ones beyond the bounds, and this one if it exceeds them alone."""
         await self.delete(key)
+        owner = owner_of(key)
         self._records[key] = (self._clock() + self._ttl_s, record)
+        self._owned.setdefault(owner, {})[key] = None
+        self._owned_bytes[owner] += len(record)
         self.num_bytes += len(record)
         self._drop_old()
 
     async def delete(self, key: str) -> bool:
         """Forget a record. Return whether there was one."""
         self._drop_old()
-        _, record = self._records.pop(key, (0.0, None))
-        self.num_bytes -= len(record or b"")
-        return record is not None
+        if key not in self._records:
+            return False
+        self._drop(key)
+        return True
 
     async def set_run(self, key: str, state: str) -> None:
         """Set the state of a run."""
-        self._runs[key] = (self._clock() + RUN_TTL_S, state)
+        # Nobody reads the state of a run that was cancelled after its end: it must not stay.
+        now = self._clock()
+        for old in [one for one, (until, _) in self._runs.items() if until <= now]:
+            del self._runs[old]
+        self._runs[key] = (now + RUN_TTL_S, state)
 
     async def run_state(self, key: str) -> str | None:
         """Return the state of a run."""
@@ -96,14 +120,30 @@ class MemoryResponseStore:
     async def close(self) -> None:
         """Forget all records and runs."""
         self._records.clear()
+        self._owned.clear()
+        self._owned_bytes.clear()
         self._runs.clear()
         self.num_bytes = 0
 
+    def _drop(self, key: str) -> None:
+        _, record = self._records.pop(key)
+        owner = owner_of(key)
+        self.num_bytes -= len(record)
+        self._owned_bytes[owner] -= len(record)
+        del self._owned[owner][key]
+        if not self._owned[owner]:
+            del self._owned[owner], self._owned_bytes[owner]
+
     def _drop_old(self) -> None:
         now = self._clock()
-        while self._records:
-            key, (until, record) = next(iter(self._records.items()))
-            if now < until and self.num_bytes <= self._max_bytes and len(self._records) <= MAX_KEPT:
-                return
-            del self._records[key]
-            self.num_bytes -= len(record)
+        while self._records and next(iter(self._records.values()))[0] <= now:
+            self._drop(next(iter(self._records)))
+        while self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._owned[max(self._owned_bytes, key=self._owned_bytes.__getitem__)])))
+        while len(self._records) > MAX_KEPT:
+            self._drop(next(iter(self._owned[max(self._owned, key=lambda owner: len(self._owned[owner]))])))
+
+
+def owner_of(key: str) -> str:
+    """Return the part of a record's key that names its owner."""
+    return key.partition(":")[0]
