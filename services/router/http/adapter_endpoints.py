@@ -21,6 +21,7 @@ from baton_serve.services.router.protocol.openai_requests import (
     UnloadAdapterRequest,
 )
 from baton_serve.services.router.protocol.request_parsing import parsed
+from baton_serve.services.router.quota.api_keys import check_operator
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +93,11 @@ class _Endpoint(Generic[R]):
             raise NotFoundError(
                 "this router does not change adapters at run time: start it with --allow-runtime-lora-updating"
             )
+        caller = RequestContext.of(scope).caller
+        check_operator(caller, "change adapters")
         request = await parsed(await read_body(scope, receive), self._request)
         verb = await self._change(self._service.of(request.model), request)
-        caller = RequestContext.of(scope).caller.name
-        logger.info("LoRA adapter %s was %s on request of the API key %s", request.lora_name, verb, caller)
+        logger.info("LoRA adapter %s was %s on request of the API key %s", request.lora_name, verb, caller.name)
         # vLLM answers with this text, not with JSON; clients compare it.
         text = f"Success: LoRA adapter '{request.lora_name}' {verb} successfully.".encode()
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(text)).encode())]

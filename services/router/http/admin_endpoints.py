@@ -28,6 +28,7 @@ from baton_serve.services.router.protocol.errors import (
 )
 from baton_serve.services.router.protocol.openai_requests import UpdateWeightsRequest
 from baton_serve.services.router.protocol.request_parsing import parsed
+from baton_serve.services.router.quota.api_keys import check_operator
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def admin_routes(service: ModelService) -> APIRouter:
     def add_refusal(name: str, reason: str) -> None:
         @router.post(f"/{name}", summary=f"Not served: {reason}", operation_id=name)
         async def refuse(request: Request) -> Response:
-            check_operator(request, service)
+            check_access(request, service)
             raise BadRequestError(f"/{name} is not supported: {reason}", code="unsupported_endpoint")
 
     for action, summary in ACTIONS.items():
@@ -131,12 +132,12 @@ def _add_model_actions(router: APIRouter, service: ModelService, models: ModelAc
 
     @router.get("/is_sleeping", summary="Return whether an instance sleeps")
     async def is_sleeping(request: Request, model: ModelName = None) -> Response:
-        check_operator(request, service)
+        check_access(request, service)
         return _json(SleepState(is_sleeping=any(worker.record.sleeping for worker in _workers(service, model))))
 
     @router.post("/update_weights_from_disk", summary="Load other weights of the same architecture on all instances")
     async def update_weights_from_disk(request: Request, drain_timeout_s: DrainSeconds = DRAIN_S) -> Response:
-        check_operator(request, service)
+        check_access(request, service)
         asked = await parsed(await read_body(request.scope, request.receive), UpdateWeightsRequest)
         _log_call(request, service, f"update_weights_from_disk ({asked.model_path})")
         path = allowed_weights(asked.model_path, service.settings.update_weights_folder)
@@ -167,13 +168,15 @@ def allowed_weights(path: str, folder: str | None) -> str:
 
 
 def _log_call(request: Request, service: ModelService, action: str) -> None:
-    """Check that the request may act, and log it. Raises as `check_operator` does."""
-    check_operator(request, service)
+    """Check that the request may act, and log it. Raises as `check_access` does."""
+    check_access(request, service)
     logger.info("%s on request of the API key %s", action, RequestContext.of(request.scope).caller.name)
 
 
-def check_operator(request: Request, service: ModelService) -> None:
-    """Raise `NotFoundError` if these endpoints are off, and `PermissionDeniedError` for a request of a foreign page."""
+def check_access(request: Request, service: ModelService) -> None:
+    """Raise `NotFoundError` if these endpoints are off, and `PermissionDeniedError` for the key of an ordinary
+    caller and for a request of a foreign page.
+    """
     settings = service.settings
     if not settings.enable_admin_endpoints:
         raise NotFoundError("this router serves no endpoints for operators: start it with --enable-admin-endpoints")
@@ -181,6 +184,7 @@ def check_operator(request: Request, service: ModelService) -> None:
     origin = request.headers.get("origin")
     if origin is not None and not {origin, "*"} & set(settings.allowed_origins):
         raise PermissionDeniedError(f"pages of {origin[:100]} may not call this endpoint (--allowed-origins)")
+    check_operator(RequestContext.of(request.scope).caller, "call endpoints for operators")
 
 
 def _workers(service: ModelService, model: str | None) -> Sequence[WorkerState]:

@@ -20,6 +20,10 @@ class Caller:
     cache_salt: str = ""
     """Salt of the caller's cache group, of a fixed length; empty if all callers share cached prefixes."""
 
+    is_operator: bool = True
+    """Whether it may change what all callers share: models, adapters and caches. Of keys with several owners only those
+    may whose lines say so."""
+
     @property
     def is_limited(self) -> bool:
         """Return whether the usage of this key must be counted."""

@@ -1,14 +1,15 @@
 """Check API keys and look up the limits of their owners (`--api-key`, `--api-key-file`).
 
 The file is read again when it changes, so that keys can be rotated without a restart. A line of it is
-`KEY [name=… cache_group=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=… min_priority=…]`; a line
-that starts with `#` is a comment.
+`KEY [name=… cache_group=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=… min_priority=…
+operator=true]`; a line that starts with `#` is a comment.
 
 Keys of different cache groups also get different salts for their block hashes, so that they do not share cached
 prefixes (`--prefix-cache-sharing`). Otherwise the owner of one key could measure from its time to first token whether
 the owner of another key has sent the same prompt.
 
-`allowed` checks the priority that a request asks for against the limit of its key.
+`allowed` checks the priority that a request asks for against the limit of its key, and `check_operator` whether it may
+change what all callers share.
 """
 
 import hmac
@@ -22,6 +23,15 @@ from typing import Literal
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.router.protocol.caller import ANONYMOUS, Caller
 from baton_serve.services.router.protocol.errors import PermissionDeniedError
+
+
+def check_operator(caller: Caller, what: str) -> None:
+    """Raise `PermissionDeniedError` unless a caller may do `what`, which all callers would notice."""
+    if not caller.is_operator:
+        raise PermissionDeniedError(
+            f"this API key may not {what}, because it is one of several owners' keys: use one whose line in"
+            " --api-key-file has operator=true"
+        )
 
 
 def allowed(requested: int | None, caller: Caller) -> int:
@@ -91,7 +101,7 @@ class ApiKeys:
         self._checked_at = clock() if clock is not None else 0.0
         # The stamp is taken before reading: a change between the two is then noticed at the next check.
         self._stamp = self._stamp_of_file()
-        self._known = self._salted(self._fixed + self._read())
+        self._known = self._prepared(self._fixed + self._read())
 
     def caller(self, authorization: str | None) -> Caller | None:
         """Return the owner of the key in an Authorization header (`Bearer KEY`), or None if it must be rejected."""
@@ -124,7 +134,7 @@ class ApiKeys:
         if stamp == self._stamp:
             return
         try:
-            self._known = self._salted(self._fixed + self._read())
+            self._known = self._prepared(self._fixed + self._read())
         except ConfigurationError as exc:
             # The file may be half written. The previous keys are better than none, which would accept every client.
             logger.error("cannot reload the API keys, keeping the previous ones: %s", exc)  # noqa: TRY400 - no traceback
@@ -162,6 +172,13 @@ class ApiKeys:
             raise ConfigurationError(f"--api-key-file {self._file} holds no key: add one, or leave the flag out")
         return found
 
+    def _prepared(self, known: list[_Known]) -> list[_Known]:
+        """Return the keys with what depends on all of them: their salts, and who is an operator."""
+        if len({one.caller.name for one in known}) < 2:
+            # Nobody else is harmed by what a single owner does.
+            known = [replace(one, caller=replace(one.caller, is_operator=True)) for one in known]
+        return self._salted(known)
+
     def _salted(self, known: list[_Known]) -> list[_Known]:
         """Return the keys with the salts of their cache groups, if there are several groups to be kept apart."""
         if self._sharing == "all" or len({one.cache_group for one in known}) < 2:
@@ -182,7 +199,7 @@ def _known(key: str, defaults: Caller, name: str = "", cache_group: str = "") ->
     # digest from being taken for a name.
     group = f"name:{cache_group or name}" if cache_group or name else f"key:{digest.hex()}"
     # A key without a name appears in logs and metrics under a part of its digest, from which it cannot be derived.
-    return _Known(digest, replace(defaults, name=name or f"key-{digest.hex()[:8]}"), group)
+    return _Known(digest, replace(defaults, name=name or f"key-{digest.hex()[:8]}", is_operator=False), group)
 
 
 def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
@@ -198,17 +215,20 @@ def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
         if not weight > 0:  # written like this to refuse NaN as well
             raise ValueError
         min_priority = int(given.pop("min_priority")) if "min_priority" in given else defaults.min_priority
-    except ValueError:
+        is_operator = {"true": True, "false": False}[given.pop("operator", "false")]
+    except (ValueError, KeyError):
         raise ConfigurationError(
-            f"{where}: limits and min_priority must be integers, limits 0 or more, and weight a number above 0"
+            f"{where}: limits and min_priority must be integers, limits 0 or more, weight a number above 0, and"
+            " operator true or false"
         ) from None
     if given:
-        known_words = ", ".join(("name", "cache_group", *_COUNTS, "weight", "min_priority"))
+        known_words = ", ".join(("name", "cache_group", *_COUNTS, "weight", "min_priority", "operator"))
         raise ConfigurationError(f"{where}: unknown setting {next(iter(given))!r} (known: {known_words})")
     caller = replace(
         known.caller,
         weight=weight,
         min_priority=min_priority,
+        is_operator=is_operator,
         requests_per_minute=counts.get("requests_per_minute", defaults.requests_per_minute),
         tokens_per_minute=counts.get("tokens_per_minute", defaults.tokens_per_minute),
         tokens_per_day=counts.get("tokens_per_day", defaults.tokens_per_day),

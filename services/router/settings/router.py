@@ -90,13 +90,16 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     ] = None
     allow_runtime_lora_updating: Annotated[
         bool,
-        Meta(description="let clients load and unload LoRA adapters (/v1/load_lora_adapter, /v1/unload_lora_adapter)"),
+        Meta(
+            description="let clients load and unload LoRA adapters (/v1/load_lora_adapter, /v1/unload_lora_adapter); if"
+            " API keys have several owners, only those with operator=true in --api-key-file"
+        ),
     ] = False
     enable_admin_endpoints: Annotated[
         bool,
         Meta(
-            description="serve /reset_prefix_cache, /start_profile, /stop_profile, /sleep and /wake_up, which every"
-            " API key may then call; for development"
+            description="serve /reset_prefix_cache, /start_profile, /stop_profile, /sleep and /wake_up; if API keys"
+            " have several owners, only for those with operator=true in --api-key-file"
         ),
     ] = False
     update_weights_folder: Annotated[
@@ -128,7 +131,7 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
         int,
         Meta(
             description="largest size of the stored answers, with their conversations, in Redis or in the memory of"
-            " one process; beyond it the oldest are dropped",
+            " one process; beyond it the owner of API keys with the most of them loses its oldest",
             ge=0,
         ),
     ] = 256 * 1024 * 1024

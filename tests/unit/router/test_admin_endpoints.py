@@ -1,15 +1,18 @@
 """The endpoints for operators: all instances act, and what an instance refuses reaches the client."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton_serve.contracts.messages import EngineCommand
 from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.router.cluster.engine_actions import EngineActions
 from baton_serve.services.router.http.admin_endpoints import ACTIONS, REFUSED
 from baton_serve.services.router.protocol.errors import DeadlineError, UnavailableError
+from baton_serve.services.router.quota.api_keys import ApiKeys
 from tests.unit.router.conftest import Router, Serve, settle
 
 ON: dict[str, Any] = {"enable_admin_endpoints": True}
@@ -53,6 +56,39 @@ def test_operators_need_an_api_key_and_foreign_pages_are_refused(serve: Serve) -
         assert commands(router, "prefill-0") == ["reset_prefix_cache"]
 
     serve(scenario, keys=["sk-1"], allowed_origins=["https://mine.example"], **ON)
+
+
+def test_one_of_several_owners_cannot_stop_the_service_for_the_others(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        key = {"authorization": "Bearer sk-1"}
+        for path in (*ACTIONS, *REFUSED, "sleep", "wake_up", "update_weights_from_disk"):
+            answer = await router.http.post(f"/{path}", json={"model_path": "/w"}, headers=key)
+            assert answer.status_code == 403 and "operator=true" in answer.text, path
+        assert (await router.http.get("/is_sleeping", headers=key)).status_code == 403
+        for path in ("load", "unload"):
+            body = {"lora_name": "a", "lora_path": "/a"}
+            answer = await router.http.post(f"/v1/{path}_lora_adapter", json=body, headers=key)
+            assert answer.status_code == 403 and "operator=true" in answer.text, path
+        assert commands(router, "prefill-0") == []
+
+    serve(scenario, keys=["sk-1", "sk-2"], allow_runtime_lora_updating=True, **ON)
+
+
+def test_an_operator_is_the_only_owner_or_one_whose_line_says_so(tmp_path: Path) -> None:
+    def operators(text: str, *keys: str) -> list[bool]:
+        file = tmp_path / "keys"
+        file.write_text(text)
+        found = ApiKeys(keys, file=str(file) if text else None)
+        callers = [found.caller(f"Bearer {name}") for name in ("sk-a", "sk-b")]
+        return [one.is_operator for one in callers if one is not None]
+
+    assert operators("") == [True, True]
+    assert operators("", "sk-a") == [True]
+    assert operators("", "sk-a", "sk-b") == [False, False]
+    assert operators("sk-a name=me\nsk-b name=me") == [True, True]
+    assert operators("sk-a operator=true\nsk-b operator=false") == [True, False]
+    with pytest.raises(ConfigurationError, match="operator true or false"):
+        operators("sk-a operator=1")
 
 
 def test_actions_that_instances_cannot_do_are_refused_with_the_reason(serve: Serve) -> None:

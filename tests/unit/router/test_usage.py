@@ -74,7 +74,7 @@ def test_keys_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
     now = RECHECK_S
     caller = keys.caller("Bearer new")
     assert caller is not None and caller.cache_salt
-    assert replace(caller, cache_salt="") == Caller(name="team-a", tokens_per_minute=5, weight=2.0)
+    assert replace(caller, cache_salt="") == Caller(name="team-a", tokens_per_minute=5, weight=2.0, is_operator=False)
     write(file, "new tokens_per_minute=many\n", 3)
     now = 2 * RECHECK_S
     assert keys.caller("Bearer old") is not None, "a broken file changes nothing"
