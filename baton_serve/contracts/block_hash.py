@@ -56,6 +56,17 @@ def checkpoint_hash(block_hash: BlockHash, number: int) -> BlockHash:
     return BlockHash(sha256(block_hash + b"recurrent state" + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
 
 
+def cross_hashes(root: BlockHash, digest: bytes, count: int) -> list[BlockHash]:
+    """Return the hashes of the `count` blocks that hold the cross-attention KV of a source, such as a window of audio.
+
+    They depend on the root and on the source's digest only, so that all prompts with that source share the blocks.
+    """
+    return [
+        BlockHash(sha256(root + b"cross attention" + digest + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
+        for number in range(count)
+    ]
+
+
 def hash_blocks(
     root: BlockHash,
     token_ids: Sequence[int],

@@ -55,6 +55,13 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
 Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]
 
 
+def source_span(digest: bytes) -> MediaSpan:
+    """Return the span of a source, such as a window of audio. An encoder reads it and the decoder attends to all of it,
+    so that no token stands for it: the span is that of the first token, on which all blocks depend.
+    """
+    return MediaSpan(0, 1, digest)
+
+
 def is_strip(width: int, height: int) -> bool:
     """Return whether an image is too long and narrow to be processed (`MAX_ASPECT`)."""
     return max(width, height) > MAX_ASPECT * min(width, height)

@@ -6,6 +6,24 @@ Rules about text (stop strings, detokenization) stay in the router. Names and de
 import msgspec
 
 
+class TranscriptSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules for the tokens of a transcript, as Whisper was trained with them.
+
+    Timestamps are the tokens from `first_timestamp` on, in the order of time. With `has_timestamps` they come in pairs,
+    the first token is one, they never decrease, and one is chosen if all of them together are likelier than any text.
+    """
+
+    suppressed: list[int] = []
+    """Tokens that are never chosen."""
+    first_suppressed: list[int] = []
+    """Tokens that a transcript does not begin with."""
+    first_timestamp: int
+    end_token: int
+    has_timestamps: bool = False
+    max_first_timestamp: int | None = None
+    """Largest number of the first token among the timestamps."""
+
+
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one request's tokens.
 
@@ -32,6 +50,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     """Grammar that the answer must follow, in llguidance's JSON form or its dialect of Lark. The router has checked it.
     """
+    transcript: TranscriptSpec | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None

@@ -123,6 +123,7 @@ class Engine:
             self._masking,
             keeps_last_tokens=self._is_async,
             images=self._images,
+            sources=setup.sources,
         )
         report("warming up", 0.0)
         run_warm_up_batch(self._runner, num_blocks, self.limits, 16)

@@ -6,6 +6,8 @@ Every defect of a folder is raised as a `ModelError` that names the folder and t
 import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
@@ -237,8 +239,9 @@ def _smallest_window(text_config: HfConfig) -> int | None:
 
 def _longest(text_config: HfConfig) -> int | None:
     """Return the longest context in tokens that a model's config states, or None."""
-    # Older architectures use the other two names.
-    known = (getattr(text_config, name, None) for name in ("max_position_embeddings", "seq_length", "max_seq_len"))
+    # Older architectures use the next two names, and decoders with cross-attention the last one.
+    names = ("max_position_embeddings", "seq_length", "max_seq_len", "max_target_positions")
+    known = (getattr(text_config, name, None) for name in names)
     longest = next((length for length in known if length is not None), None)
     rope = getattr(text_config, "rope_parameters", None)
     # With other rules, and with rules for each type of layer, the limit is stated after the stretch.
@@ -279,6 +282,19 @@ def _broken_file(folder: Path) -> Path | None:
         except (SafetensorError, OSError):
             return file
     return None
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress transformers' lists of the weights that a load leaves out on purpose."""
+    from transformers.utils import logging as messages
+
+    level = messages.get_verbosity()
+    messages.set_verbosity_error()
+    try:
+        yield
+    finally:
+        messages.set_verbosity(level)
 
 
 def first_line(exc: BaseException) -> str:

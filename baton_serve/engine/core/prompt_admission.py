@@ -67,26 +67,31 @@ class PromptAdmission:
         num_tokens = len(sequence.token_ids)
         sequence.extend_block_hashes(num_tokens // block_tokens, block_tokens)
         prefix, num_reused = self._find_prefix(sequence)
-        # A decode instance has no vision tower: it needs the blocks of the images from the cache.
-        if num_reused * block_tokens < request.num_image_prefix_tokens:
+        source = table.sources.find(request.work)
+        if self._lacks_media(request, num_reused, len(source)):
             table.pop_waiting()
             self.requests_missing_images.append(request)
             return False
         needed = table.num_blocks_for(num_tokens) - num_reused
         num_handoff = table.limits.state_blocks if request.mode == "prefill" else 0
+        num_encoded = table.sources.num_needed(request) - len(source)
+        num_fresh, prefix = needed + num_handoff + num_encoded, prefix + source
         # Keep 1 % free for the growth of running sequences, or the new one would soon cause a preemption.
         reserve = pool.num_total // 100 if table.running else 0
-        if pool.num_free - pool.num_taken(prefix) - needed - num_handoff < reserve:
+        if pool.num_free - pool.num_taken(prefix) - num_fresh < reserve:
             self._blocked = _Blocked(sequence, pool.num_free, bool(table.running))
             return False
         # Damaged blocks are dropped and not found again: the request computes their tokens.
         if not pool.verify(prefix):
             return self.admit(sequence, now)
         cached = pool.take(prefix)
-        fresh = pool.allocate(needed + num_handoff)
+        fresh = pool.allocate(num_fresh)
         assert fresh is not None
+        num_owned = len(cached) - len(source)
         sequence.blocks = cached[:num_reused] + fresh[:needed]
-        sequence.checkpoint_blocks, sequence.handoff_blocks = cached[num_reused:], fresh[needed:]
+        sequence.checkpoint_blocks = cached[num_reused:num_owned]
+        sequence.handoff_blocks = fresh[needed : needed + num_handoff]
+        table.sources.give(sequence, cached[num_owned:], fresh[needed + num_handoff :])
         sequence.num_registered_blocks = num_reused
         sequence.num_computed_tokens = num_reused * block_tokens
         self._count_hits(sequence, prefix.num_host, now)
@@ -97,6 +102,15 @@ class PromptAdmission:
         else:
             table.add_to_batch(sequence)
         return True
+
+    def _lacks_media(self, request: Request, num_reused: int, num_source: int) -> bool:
+        """Return whether the prompt cannot be computed here: `num_reused` of its blocks and `num_source` of those of
+        its source are cached, and its images or its source are on another instance. Decode instances have no towers.
+        """
+        sources = self._table.sources
+        if sources.num_needed(request):
+            return not num_source and not request.has_images
+        return num_reused * self._table.limits.block_tokens < request.num_image_prefix_tokens
 
     def _find_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
         """Return the cached blocks with which a sequence can start, and how many of them are KV. The others are the

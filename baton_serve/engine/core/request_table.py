@@ -26,6 +26,7 @@ from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.checkpoints import StateCheckpoints
 from baton_serve.engine.core.sequence import Mode, Request, Sequence, SequenceState, SortKey
+from baton_serve.engine.core.sources import SourceBlocks
 from baton_serve.engine.errors import RequestError
 
 DUE_TOKENS_PER_PROMPT_TOKEN = 4
@@ -57,9 +58,16 @@ class SchedulerConfig:
     """Number of blocks of a checkpoint; 0 for models without recurrent states."""
     checkpoint_tokens: int = 4096
     """Distance between the checkpoints inside a prompt, in tokens; a multiple of `block_tokens`."""
+    source_tokens: int = 0
+    """Positions of a source, to each of which every token attends; 0 for models without cross-attention."""
     mixes_prompts: bool = True
     """True if a step may hold sequences with one new token beside chunks of prompts. It is False for kernels that are
     wrong for such batches."""
+
+    @property
+    def source_blocks(self) -> int:
+        """Return the number of blocks of a source; 0 for models without cross-attention."""
+        return -(-self.source_tokens // self.block_tokens)
 
 
 class RequestTable:
@@ -87,6 +95,7 @@ class RequestTable:
         """Finished sequences whose blocks a step in flight still writes to; `reclaim` frees them."""
         self._is_sorted = True
         self.checkpoints = StateCheckpoints(pool, limits.block_tokens, limits.state_blocks, limits.checkpoint_tokens)
+        self.sources = SourceBlocks(pool, limits.source_blocks)
         self._next_arrival = 0
         self._last_version = 0
 
@@ -218,9 +227,10 @@ class RequestTable:
 
     def free_blocks(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence to the pool. Blocks that have a hash stay cached until they are evicted."""
-        for owned in (sequence.handoff_blocks, sequence.checkpoint_blocks, sequence.blocks):
+        for owned in (sequence.source_blocks, sequence.handoff_blocks, sequence.checkpoint_blocks, sequence.blocks):
             self.pool.release(owned)
         sequence.blocks, sequence.checkpoint_blocks, sequence.handoff_blocks = [], [], []
+        sequence.source_blocks, sequence.must_encode = [], False
         # The hashes stay: they depend on the tokens alone, and are needed to find the blocks in the cache again.
         sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
@@ -325,7 +335,9 @@ class RequestTable:
         pinned = [b for name, n in self.pin_counts.items() for b in [self.pool.block_of(name)] * n if b is not None]
         owners = [*sequences, *self._finished_in_flight]
         imported = [block for blocks in self.import_blocks.values() for block in blocks]
-        owned = [block for s in owners for block in (*s.blocks, *s.checkpoint_blocks, *s.handoff_blocks)]
+        owned = [
+            block for s in owners for block in (*s.blocks, *s.checkpoint_blocks, *s.handoff_blocks, *s.source_blocks)
+        ]
         self.pool.check_invariants(owned + pinned + imported)
         assert all(s.num_steps_in_flight for s in self._finished_in_flight), "blocks of a finished sequence leaked"
         assert all(self.pool.block_of(name) is not None for name in self.pin_counts), "a pinned block was evicted"
@@ -362,6 +374,7 @@ class RequestTable:
         sequence.num_computed_tokens = parent.num_computed_tokens
         sequence.num_registered_blocks = num_full
         self.checkpoints.share(parent, sequence)
+        self.sources.share(parent, sequence)
         self.add_to_batch(sequence)
         self.checkpoints.copy_slot(parent, sequence)
 

@@ -36,28 +36,36 @@ class Reservations:
         num_reused = len(prefix)
         # The states after the last token are needed too. They are cached if this prompt was here before.
         state_hashes = table.checkpoints.hashes(block_hashes[-1])
-        prefix += table.checkpoints.find(block_hashes[-1])
-        needed = len(block_hashes) + len(state_hashes) - len(prefix)
+        states = table.checkpoints.find(block_hashes[-1])
+        source_hashes, source = table.sources.hashes(work), table.sources.find(work)
+        prefix += states + source
+        wanted = [
+            *source_hashes[len(source) :],
+            *block_hashes[num_reused:],
+            # They are cached as a whole or not at all.
+            *state_hashes[len(states) :],
+        ]
         # Keep 1 % free for the growth of running sequences.
         spare = pool.num_total // 100 if table.running else 0
-        if pool.num_free - pool.num_taken(prefix) - needed < spare:
+        if pool.num_free - pool.num_taken(prefix) - len(wanted) < spare:
             return None
         if not pool.verify(prefix):
             return self.reserve(work, now)
         parent = table.add(work, "generate", now)
         cached = pool.take(prefix)
-        fresh = pool.allocate(needed)
+        fresh = pool.allocate(len(wanted))
         assert fresh is not None
         parent.state = SequenceState.AWAITING_KV
-        num_fresh = len(block_hashes) - num_reused
-        parent.blocks = cached[:num_reused] + fresh[:num_fresh]
-        parent.checkpoint_blocks = cached[num_reused:] + fresh[num_fresh:]
+        num_owned, num_encoded = num_reused + len(states), len(source_hashes) - len(source)
+        num_fresh = num_encoded + len(block_hashes) - num_reused
+        parent.blocks = cached[:num_reused] + fresh[num_encoded:num_fresh]
+        parent.checkpoint_blocks = cached[num_reused:num_owned] + fresh[num_fresh:]
+        # The prefill instance fills them: no step here runs an encoder.
+        parent.source_blocks = cached[num_owned:] + fresh[:num_encoded]
         parent.block_hashes = block_hashes[:num_full]
-        # If the states are cached, `fresh` ends with the last block of KV.
-        wanted = [*block_hashes[num_reused:], *state_hashes]
-        missing = [NamedBlock(n, b) for n, b in zip(wanted, fresh, strict=False)]
+        missing = [NamedBlock(n, b) for n, b in zip(wanted, fresh, strict=True)]
         parent.request.missing = dict(missing)
-        return Reservation(work.request_id, [*block_hashes, *state_hashes], num_reused, missing)
+        return Reservation(work.request_id, [*source_hashes, *block_hashes, *state_hashes], num_reused, missing)
 
     def mark_received(self, request_id: RequestId, block_hashes: Iterable[BlockHash]) -> list[int]:
         """Mark blocks as received and return them; full ones can now be shared by other prompts.
@@ -66,7 +74,7 @@ class Reservations:
         """
         blocks: list[int] = []
         parent = self._reserved(request_id)
-        full = set(parent.block_hashes)
+        full = {*parent.block_hashes, *self._table.sources.hashes(parent.request.work)}
         for name in block_hashes:
             block = parent.request.missing.pop(name, None)
             if block is None:

@@ -9,6 +9,7 @@ from itertools import chain
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.request_table import SchedulerConfig
+from baton_serve.engine.core.sources import check_source
 from baton_serve.engine.errors import RequestError
 
 GREEDY_BELOW = 1e-5
@@ -66,6 +67,7 @@ def check_work(work: Work, limits: SchedulerConfig, vocab_size: int, *, max_logp
         raise RequestError("invalid", "only one sequence can continue from generated tokens")
     if num_tokens - work.num_prompt_tokens >= sampling.max_tokens:
         raise RequestError("invalid", f"max_tokens ({sampling.max_tokens}) leaves nothing to generate")
+    check_source(work, limits.source_blocks)
     _check_sampling(sampling, vocab_size=vocab_size, max_logprobs=max_logprobs)
 
 
@@ -95,6 +97,10 @@ def _check_sampling(sampling: SamplingSpec, *, vocab_size: int, max_logprobs: in
             "invalid",
             f"logit_bias, allowed_token_ids, bad_words and logprob_token_ids must lie in 0..{vocab_size - 1}",
         )
+    if (transcript := sampling.transcript) is not None:
+        ids = [transcript.first_timestamp, transcript.end_token, *transcript.suppressed, *transcript.first_suppressed]
+        if any(not 0 <= token < vocab_size for token in ids):
+            raise RequestError("invalid", f"the tokens of a transcript must lie in 0..{vocab_size - 1}")
     if [] in sampling.bad_words:
         raise RequestError("invalid", "bad_words contains an empty word, which would exclude every token; remove it")
     if sampling.allowed_token_ids == []:

@@ -65,6 +65,7 @@ class ScheduledBatch:
         """Iterate over all blocks that the step reads or writes; shared ones appear more than once."""
         for chunk in self.chunks:
             yield from chunk.sequence.blocks[: -(-(chunk.start + chunk.length) // block_tokens)]
+            yield from chunk.sequence.source_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,7 @@ class Scheduler:
             if sequence.num_computed_tokens // block_tokens > sequence.num_registered_blocks:
                 self._register_full_blocks(sequence)
             self._table.checkpoints.save(sequence)
+            self._table.sources.finish_encoding(sequence)
             if sequence.request.mode == "prefill":
                 self._publish(sequence, result)
             sequence.num_output_placeholders += chunk.is_last
@@ -359,6 +361,7 @@ class Scheduler:
         if sequence.handoff_blocks and sequence.num_computed_tokens == len(sequence.token_ids):
             last = completed.blocks[-1].name if completed.blocks else sequence.block_hashes[-1]
             completed.blocks.extend(self._table.checkpoints.save_handoff(sequence, last))
+        completed.blocks[:0] = self._table.sources.published(sequence)
         if completed.blocks:
             result.completed.append(completed)
 

@@ -83,6 +83,8 @@ class Request:
     is_first_reported: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    is_source_published: bool = False
+    """True once the blocks of the source were reported as completed."""
     has_images: bool = False
     """Whether the pixels of the prompt's images are on this instance, so that all of the prompt can be computed."""
 
@@ -139,6 +141,10 @@ class Sequence:
     """Blocks with the recurrent states after `num_computed_tokens`; they are copied to the slot, and then released."""
     handoff_blocks: list[int] = field(default_factory=list)
     """Blocks for the recurrent states after the prompt of a `prefill` request."""
+    source_blocks: list[int] = field(default_factory=list)
+    """Blocks with the cross-attention KV of the request's source, shared by all sequences that have that source."""
+    must_encode: bool = False
+    """Whether `source_blocks` are still empty: the first step of the sequence runs the encoder."""
     shared_tokens: int = 0
     """Number of leading tokens whose KV was cached. Prompts part after them, so they get a checkpoint there."""
     slot: int = -1

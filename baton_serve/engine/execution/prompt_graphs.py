@@ -68,10 +68,10 @@ def graph_variants(limits: SchedulerConfig) -> list[tuple[GraphShape, int]]:
 
 def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
     """Return the first graph shape that can compute this step, or None. No shape fits a step with single tokens only
-    (see decode graphs), with adapters, with images, or with too many sequences or logits.
+    (see decode graphs), with adapters, with images, with cross-attention, or with too many sequences or logits.
     """
     lengths = np.diff(arrays.query_starts)
-    if arrays.adapters or arrays.images or arrays.logit_rows is None or lengths.max() == 1:
+    if arrays.adapters or arrays.images or arrays.source_tokens or arrays.logit_rows is None or lengths.max() == 1:
         return None
     count, has_singles = max(len(lengths), len(arrays.logit_rows)), bool((lengths == 1).any())
     return next((kind for kind in GRAPH_SHAPES if count <= kind.num_seqs and kind.has_singles >= has_singles), None)
@@ -107,6 +107,8 @@ class PromptGraphs:
 
         Raises `RuntimeError` if something cannot be captured.
         """
+        if self._limits.source_tokens:
+            return  # these graphs have no blocks of sources
         self._fill_nothing()
         graphs: dict[tuple[GraphShape, int], Graph] = {}
         for kind, size in graph_variants(self._limits):

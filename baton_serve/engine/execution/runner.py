@@ -17,7 +17,7 @@ from baton_serve.engine.core.scheduler import ModelRunnerOutput, RowFailure, Sch
 from baton_serve.engine.core.sequence import Sequence
 from baton_serve.engine.execution.decode_graphs import build_inputs, fits_decode_graph
 from baton_serve.engine.execution.executor import AfterLayer, Executor
-from baton_serve.engine.model.batch_inputs import BatchInputs, ImageRows, InputBuilder
+from baton_serve.engine.model.batch_inputs import BatchInputs, ImageRows, InputBuilder, SourceRows
 from baton_serve.engine.model.block_tables import BlockTables
 from baton_serve.engine.sample.constraints import Constraints
 from baton_serve.engine.sample.sampler import Sampler, SamplerOutput, all_plain_greedy, token_logprobs
@@ -61,6 +61,12 @@ class ImageRowsSource(Protocol):
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]: ...
 
 
+class SourceRowsSource(Protocol):
+    """The part of `engine.model.speech.prompt.PromptAudio` that the runner uses."""
+
+    def encoded(self, plan: ScheduledBatch) -> list[SourceRows]: ...
+
+
 class ModelRunner:
     """Runs steps on an executor. Engine thread only. A step has three phases: `start` computes logits, `choose` samples
     tokens, `wait` returns them. The next step may start after `choose` of this one. Its `choose` must come after the
@@ -76,17 +82,20 @@ class ModelRunner:
         *,
         keeps_last_tokens: bool = True,
         images: ImageRowsSource | None = None,
+        sources: SourceRowsSource | None = None,
     ) -> None:
-        """Set up the runner. `images` gives the embeddings of the prompts' images if there is a vision tower.
+        """Set up the runner. `images` gives the embeddings of the prompts' images if there is a vision tower, and
+        `sources` the outputs of the encoder if there is one.
 
         `keeps_last_tokens`: tokens stay on the device too, so that a step can start before the host knows them.
         """
         self._images = images
+        self._sources = sources
         self._executor = executor
         self._keeps_tokens = keeps_last_tokens
         self._limits = limits
         self._tables = BlockTables(limits)
-        self._inputs = InputBuilder(self._tables, limits.block_tokens)
+        self._inputs = InputBuilder(self._tables, limits)
         self._sampler = Sampler(device)
         self._masking = masking
         self._host_copies = devices.HostCopyBuffers(device)
@@ -110,11 +119,17 @@ class ModelRunner:
         # constraints.
         constraints = None if ahead else self._masking.begin(plan.rows)
         images = [] if self._images is None else self._images.rows(plan)
+        sources = [] if self._sources is None else self._sources.encoded(plan)
         with_adapters = self._executor.has_adapter_graphs
-        if self._executor.has_graphs and not images and fits_decode_graph(plan, with_adapters=with_adapters):
+        if (
+            self._executor.has_graphs
+            and not images
+            and not sources
+            and fits_decode_graph(plan, with_adapters=with_adapters)
+        ):
             result = self._executor.replay(build_inputs(plan, self._tables, self._limits))
             return LaunchedForward(plan, None, result.greedy, None, constraints, result.vocab_size)
-        inputs = self._inputs.build_inputs(plan, images)
+        inputs = self._inputs.build_inputs(plan, images, sources)
         logits = self._executor.compute(inputs.arrays, after_layer)
         return LaunchedForward(plan, logits, None, inputs, constraints, logits.shape[1])
 

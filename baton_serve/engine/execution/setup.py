@@ -19,6 +19,7 @@ from baton_serve.engine.kv.state_memory import row_bytes
 from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.store import AdapterStore, SlotSettings
+from baton_serve.engine.model.speech import load_audio
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
 
@@ -58,6 +59,7 @@ class EngineSetup:
             max_loras=config.max_loras,
             state_blocks=self.layout.state_blocks,
             checkpoint_tokens=-(-CHECKPOINT_TOKENS // self.layout.block_tokens) * self.layout.block_tokens,
+            source_tokens=model.source_tokens,
             mixes_prompts=self.kernels.mixes_prompts,
         )
         self.adapters: AdapterStore | None = None
@@ -70,7 +72,11 @@ class EngineSetup:
                 slots=_slot_settings(config, device),
                 device=device,
             )
-        self.images: PromptImages | None = load_images(config, device, model.dtype) if config.reads_images else None
+        self.sources = load_audio(config, model, self.layout.block_tokens, device)
+        """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
+        self.images: PromptImages | None = self.sources
+        if config.reads_images and self.sources is None:
+            self.images = load_images(config, device, model.dtype)
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
         """Decodes images; usable from any thread. None: this instance has no vision tower."""
         self.forward = choose_forward(
@@ -101,6 +107,7 @@ def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLa
         dtype=_kv_dtype(config, model),
         num_planes=first.num_planes,
         state_bytes=row_bytes(model.states),
+        source_tokens=model.source_tokens,
     )
     if model.is_uniform:
         return layout

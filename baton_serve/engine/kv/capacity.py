@@ -83,7 +83,7 @@ def check_fit(layout: KVLayout, num_usable: int, max_model_len: int) -> None:
     Raises `CapacityError`, with the largest `max_model_len` that fits, if one request does not fit.
     """
     # A prompt may begin with the blocks of one checkpoint and end with those of another one.
-    num_states = 2 * layout.state_blocks
+    num_states = 2 * layout.state_blocks + layout.source_blocks
     tokens = max(0, num_usable - num_states) * layout.block_tokens
     if tokens < max_model_len:
         needed = (-(-max_model_len // layout.block_tokens) + num_states) * layout.block_bytes

@@ -48,6 +48,7 @@ class ProbedLayers:
     kv_layers: tuple[int, ...] | None
     shared_layers: tuple[SharedLayer, ...]
     states: tuple[StatePart, ...]
+    source_tokens: int = 0
 
 
 def refuse_unsupported(name: str, text_config: HfConfig) -> None:

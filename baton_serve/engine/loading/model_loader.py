@@ -38,6 +38,7 @@ from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.online import QuantizationPlan
 from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
+from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
 from baton_serve.engine.model.vision.decoder import decoder_config, holds_more
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
@@ -45,6 +46,7 @@ from baton_serve.engine.model_folder import (
     first_line,
     is_pickled,
     max_model_len_of,
+    quiet_transformers,
     read_config,
     weight_files,
     weights_error,
@@ -94,7 +96,7 @@ def load_model(
     # Everything that changes the KV beside the weights goes into the fingerprint.
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
-    layers = _probe(module, name, text_config, target, progress)
+    layers = _probe(module, name, hf_config, target, progress)
     if config.load_format == "dummy":
         # Ranks draw random weights of their own shapes, so another number of ranks makes another model.
         drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
@@ -119,16 +121,20 @@ def load_model(
         kv_layers=layers.kv_layers,
         shared_layers=layers.shared_layers,
         states=layers.states,
+        source_tokens=layers.source_tokens,
     )
 
 
 def _probe(
-    module: nn.Module, name: str, text_config: HfConfig, target: torch.device, progress: LoadProgress
+    module: nn.Module, name: str, hf_config: HfConfig, target: torch.device, progress: LoadProgress
 ) -> ProbedLayers:
     """Find out what the layers of a model keep, and compare them with transformers if nobody has. Raises
     `UnsupportedModelError`.
     """
-    layers = probe_layers(module, name, text_config, target)
+    if (port := cross_port(hf_config)) is not None:
+        shapes, specs = cross_layers(port, module)
+        return ProbedLayers(shapes, specs, None, (), (), port.source_tokens(hf_config))
+    layers = probe_layers(module, name, hf_config.get_text_config(), target)
     if needs_comparison(module):
         progress("comparing layers", 0.0)
         check_miniature(module, name)
@@ -362,17 +368,18 @@ def _load_weights(
         # The files also have the towers' tensors; only the decoder is loaded here.
         if state is None and (holds_more(folder, hf_config) or config.load_format == "sharded_state"):
             state = map_tensors(folder, config.load_format, config.loader.pattern)
-        module, report = _class_of(hf_config, state).from_pretrained(
-            folder if state is None else None,
-            config=hf_config,
-            state_dict=state,
-            dtype=dtype,
-            attn_implementation=_implementation(hf_config),
-            local_files_only=True,
-            use_safetensors=not is_pickled(weight_files(folder, config.load_format, config.loader.pattern)),
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
+        with quiet_transformers():
+            module, report = _class_of(hf_config, state).from_pretrained(
+                folder if state is None else None,
+                config=hf_config,
+                state_dict=state,
+                dtype=dtype,
+                attn_implementation=_implementation(hf_config),
+                local_files_only=True,
+                use_safetensors=not is_pickled(weight_files(folder, config.load_format, config.loader.pattern)),
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
     # transformers only warns, and fills missing weights with random numbers.

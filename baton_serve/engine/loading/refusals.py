@@ -4,6 +4,7 @@ A refusal is one sentence: what the model has that is not supported, and what to
 """
 
 from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.model.speech.decoder import cross_port
 from baton_serve.engine.model_folder import HfConfig
 
 INSTEAD = "docs/reference/models.md lists the models that are served"
@@ -64,7 +65,6 @@ _REASONS: dict[str, str] = {
             "plbart",
             "prophetnet",
             "trocr",
-            "whisper",
         ),
         _CROSS,
     ),
@@ -92,7 +92,7 @@ def refuse_type(hf_config: HfConfig) -> None:
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     if reason := _REASONS.get(hf_config.model_type):
         raise UnsupportedModelError(f"{name} {reason}; {INSTEAD}")
-    if getattr(hf_config, "is_encoder_decoder", False):
+    if getattr(hf_config, "is_encoder_decoder", False) and cross_port(hf_config) is None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder; only decoders can be served, such as Qwen 3: {INSTEAD}"
         )

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.kernels import AttentionMetadata, SlotRows
 from baton_serve.engine.kv.state_memory import StateViews
@@ -24,6 +25,15 @@ class ImageRows(NamedTuple):
 
     first: int
     features: Tensor  # [count, hidden]
+
+
+class SourceRows(NamedTuple):
+    """The output of an encoder for one source. The step stores its keys and values, of each layer, before it attends to
+    them.
+    """
+
+    slots: Tensor  # int64 [positions], as in AttentionMetadata
+    states: Tensor  # [positions, hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,29 @@ class StepInputs:
     """It is None for models without recurrent states."""
     slot_rows: SlotRows | None = None
     """The adapters of the step in slots, instead of `adapters`."""
+    cross: AttentionMetadata | None = None
+    """The blocks of each token's source, for cross-attention; None for models without it."""
+    sources: Sequence[SourceRows] = ()
+    """Sources that were encoded for this step."""
+
+
+def cross_metadata(tables: Tensor, num_positions: int) -> AttentionMetadata:
+    """Return the metadata for cross-attention of tokens, given the blocks of the source of each, int32 [num_tokens,
+    blocks].
+
+    Each token is a sequence of its own whose last position is that of the source, so that kernels for causal attention
+    let it see the whole source.
+    """
+    count, device = len(tables), tables.device
+    return AttentionMetadata(
+        query_starts=torch.arange(count + 1, dtype=torch.int32, device=device),
+        context_lens=torch.full((count,), num_positions, dtype=torch.int32, device=device),
+        block_tables=tables,
+        # Nothing is stored: the step that encodes a source stores its KV.
+        slots=torch.full((count,), -1, dtype=torch.int64, device=device),
+        max_query_len=1,
+        max_context_len=num_positions,
+    )
 
 
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
@@ -85,6 +118,12 @@ class StepArrays:
     """Embeddings of images; they are on the device already. Only for engines with one rank."""
     batch_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[num_seqs]: the batch slot of each sequence, for recurrent states. Only for engines with one rank."""
+    source_tables: NDArray[np.int32] | None = None
+    """[num_tokens, blocks of a source]; None for models without cross-attention."""
+    source_tokens: int = 0
+    """Positions of a source."""
+    sources: Sequence[SourceRows] = ()
+    """Encoded sources; they are on the device already. Only for engines with one rank."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
         """Copy the arrays to the device. `last_tokens` [slots] is the last token of each batch slot, on the device."""
@@ -102,7 +141,10 @@ class StepArrays:
         )
         rows = None if self.logit_rows is None else _sent(self.logit_rows, device)
         adapters = [(one, None if where is None else _sent(where, device)) for one, where in self.adapters]
-        return StepInputs(tokens, _sent(self.positions, device), rows, meta, adapters, self.images)
+        tables = self.source_tables
+        cross = None if tables is None else cross_metadata(_sent(tables, device), self.source_tokens)
+        positions = _sent(self.positions, device)
+        return StepInputs(tokens, positions, rows, meta, adapters, self.images, cross=cross, sources=self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +161,14 @@ class BatchInputs:
 class InputBuilder:
     """Builds the inputs of steps. Owned by the runner."""
 
-    def __init__(self, tables: BlockTables, block_tokens: int) -> None:
+    def __init__(self, tables: BlockTables, limits: SchedulerConfig) -> None:
         self._tables = tables
-        self._block_tokens = block_tokens
+        self._block_tokens = limits.block_tokens
+        self._limits = limits
 
-    def build_inputs(self, plan: ScheduledBatch, images: Sequence[ImageRows] = ()) -> BatchInputs:
+    def build_inputs(
+        self, plan: ScheduledBatch, images: Sequence[ImageRows] = (), sources: Sequence[SourceRows] = ()
+    ) -> BatchInputs:
         """Build the inputs of one step, with the block tables brought up to date."""
         chunks = plan.chunks
         for chunk in chunks:
@@ -159,8 +204,27 @@ class InputBuilder:
             adapters=_adapter_rows(plan, query_starts),
             images=images,
             batch_slots=slots_of,
+            source_tables=source_tables(plan, self._limits, lengths),
+            source_tokens=self._limits.source_tokens,
+            sources=sources,
         )
         return BatchInputs(arrays, sample_at, prompt_at)
+
+
+def source_tables(
+    plan: ScheduledBatch, limits: SchedulerConfig, lengths: NDArray[np.int64] | int = 1
+) -> NDArray[np.int32] | None:
+    """Return the blocks of the source of each token, int32 [num_tokens, blocks]; None without cross-attention.
+
+    `lengths` are the numbers of tokens of the chunks. Warm-up batches have no source: they read block 0.
+    """
+    if not limits.source_blocks:
+        return None
+    rows = np.zeros((len(plan.chunks), limits.source_blocks), dtype=np.int32)
+    for number, chunk in enumerate(plan.chunks):
+        if chunk.sequence.source_blocks:
+            rows[number] = chunk.sequence.source_blocks
+    return np.repeat(rows, lengths, axis=0)
 
 
 def _pending(plan: ScheduledBatch, query_starts: NDArray[np.int32]) -> NDArray[np.int64] | None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from baton_serve.engine.collectives.backends import Collectives
-from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.kernels import AttentionBackend, LayerKernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
@@ -23,6 +23,7 @@ from baton_serve.engine.model.paged_attention import CachePlace, PagedAttention,
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
 from baton_serve.engine.model.recurrent import PackedMixers, install_steps
+from baton_serve.engine.model.speech.decoder import CrossAttentionForward
 
 
 class LogitParts(Protocol):
@@ -144,6 +145,12 @@ def choose_forward(
     Call it once: fusing repacks the weights in place. The products that adapters may change are offered to `adapters`.
     Raises `UnsupportedModelError` for quantized experts outside of fused layers.
     """
+    if model.source_tokens:
+        if adapters is not None:
+            raise ConfigError(
+                f"{model.name} has cross-attention, which LoRA adapters do not support: leave out enable_lora"
+            )
+        return CrossAttentionForward(model, backend)
     is_plain = model.is_whole and adapters is None and may_call_once
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)

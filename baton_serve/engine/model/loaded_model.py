@@ -52,6 +52,9 @@ class LoadedModel:
     """The layers that read the KV of other layers."""
     states: tuple[StatePart, ...] = ()
     """The recurrent states of layers of linear attention and state spaces."""
+    source_tokens: int = 0
+    """Positions of an encoder's output, whose KV each layer keeps for cross-attention in the shape of its own KV; 0 for
+    models without cross-attention."""
 
     @property
     def is_uniform(self) -> bool:

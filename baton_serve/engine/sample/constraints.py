@@ -1,5 +1,5 @@
-"""Computes which tokens each row of a step may choose: grammar, allowed_token_ids, bad_words and min_tokens as one
-mask.
+"""Computes which tokens each row of a step may choose: grammar, allowed_token_ids, bad_words, the rules of
+transcripts and min_tokens as one mask.
 
 It runs on the host, without torch, and depends on the generated tokens only. If min_tokens leaves no token, it is
 ignored; if the other rules leave none, the request fails.
@@ -19,6 +19,7 @@ from baton_serve.engine.core.sequence import Sequence as TokenSequence
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.sample.grammar import Bits, Grammars, GrammarState
 from baton_serve.engine.sample.grammar_compiler import Compiled
+from baton_serve.engine.sample.transcripts import TranscriptRules
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class _SequenceRules:
     allowed: Bits | None
     bad_words: "BadWords"
     """Shared by all sequences of a request."""
+    transcript: TranscriptRules | None
 
 
 class ConstraintBuilder:
@@ -108,7 +110,7 @@ class ConstraintBuilder:
             sampling = sequence.request.work.sampling
             grammar = None if sampling.grammar is None else self._grammars.start(sampling.grammar)
             known = self._known[sequence] = _SequenceRules(
-                grammar, self._allowed(sampling), self._words_of(sequence.request)
+                grammar, self._allowed(sampling), self._words_of(sequence.request), self._transcript(sampling)
             )
         if known.grammar is not None:
             known.grammar.take(_generated(sequence))
@@ -138,6 +140,8 @@ class ConstraintBuilder:
             mask &= known.allowed
         request = sequence.request
         generated = _generated(sequence)
+        if known.transcript is not None:
+            mask &= known.transcript.allowed(generated)
         _clear(mask, self._in_vocabulary(known.bad_words.banned(generated)))
         if not mask.any():
             raise RequestError("invalid", f"no token may follow: {_rules(request.work.sampling)} exclude all")
@@ -155,6 +159,9 @@ class ConstraintBuilder:
         bits = np.zeros(self.width * 8, dtype=np.uint8)
         bits[sampling.allowed_token_ids] = 1
         return np.packbits(bits, bitorder="little")
+
+    def _transcript(self, sampling: SamplingSpec) -> TranscriptRules | None:
+        return None if sampling.transcript is None else TranscriptRules(sampling.transcript, self.width)
 
     def _words_of(self, request: Request) -> "BadWords":
         """Return the bad words of a request, which may have 262,144 tokens."""
@@ -174,6 +181,7 @@ def is_constrained(row: SampleRow) -> bool:
         sampling.grammar is not None
         or sampling.allowed_token_ids is not None
         or bool(sampling.bad_words)
+        or sampling.transcript is not None
         or row.sequence.num_generated < sampling.min_tokens
     )
 
@@ -214,5 +222,6 @@ def _rules(sampling: SamplingSpec) -> str:
         "the grammar": sampling.grammar is not None,
         "allowed_token_ids": sampling.allowed_token_ids is not None,
         "bad_words": bool(sampling.bad_words),
+        "the rules of transcripts": sampling.transcript is not None,
     }
     return " and ".join(name for name, is_set in rules.items() if is_set)

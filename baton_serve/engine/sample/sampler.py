@@ -18,6 +18,7 @@ from baton_serve.engine.core.sampling_rules import GREEDY_BELOW, has_penalties, 
 from baton_serve.engine.core.scheduler import ModelRunnerOutput, RowFailure, SampleRow
 from baton_serve.engine.sample.penalties import Penalties
 from baton_serve.engine.sample.token_masks import TokenMasks
+from baton_serve.engine.sample.transcripts import prefer_timestamps
 
 
 def row_logprobs(
@@ -133,6 +134,7 @@ class Sampler:
         """Set forbidden tokens of `scores` to -inf, and apply biases and penalties, in place."""
         if masks is not None:
             masks.apply(scores)
+            prefer_timestamps(scores, rows)
         biased = [
             (i, token, bias)
             for i, row in enumerate(rows)

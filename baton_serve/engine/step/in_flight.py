@@ -13,8 +13,8 @@ from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.step.mirror_refs import MirrorRefs
 
 IMAGES_MISSING = RowFailure(
-    "KV blocks of the prompt's images were evicted, and this instance cannot compute them again without a vision"
-    " tower; retry, or give it more KV cache memory",
+    "KV blocks of the prompt's images or audio were evicted, and this instance cannot compute them again without their"
+    " encoder; retry, or give it more KV cache memory",
     "overloaded",
 )
 
@@ -113,7 +113,7 @@ class StepPlanner:
 
 def _awaited(sequence: Sequence) -> list[int]:
     """Return the blocks that a sequence needs before it can start."""
-    return sequence.blocks + sequence.checkpoint_blocks
+    return sequence.blocks + sequence.checkpoint_blocks + sequence.source_blocks
 
 
 @dataclass(slots=True)

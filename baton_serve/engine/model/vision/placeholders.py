@@ -54,7 +54,9 @@ def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> Non
     if not work.media:
         return
     if images is None:
-        raise RequestError("invalid", "this instance has no vision tower: it cannot compute prompts with images")
+        raise RequestError(
+            "invalid", "this instance has no vision tower or other encoder: it cannot compute prompts with media"
+        )
     images.check(work, pixels)
 
 

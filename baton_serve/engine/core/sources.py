@@ -1,0 +1,76 @@
+"""Sources: what an encoder has read for cross-attention, such as a window of audio. Pure: no tensor.
+
+The cross-attention keys and values of a source are as many as the model's config says, whatever the source contains.
+They lie in blocks of the KV cache of their own, with hashes that follow from the root and the source's digest; for the
+block pool, the host tier and transports they are blocks like any other. All sequences with a source share its blocks. A
+source whose blocks are cached needs no encoder, so that instances without one can compute its prompts too.
+
+The request's only media span names the source. Models without cross-attention have no sources, and every method returns
+at once.
+"""
+
+from baton_serve.contracts.block_hash import cross_hashes
+from baton_serve.contracts.identity import BlockHash
+from baton_serve.contracts.media import source_span
+from baton_serve.contracts.messages import Work
+from baton_serve.engine.core.block_pool import BlockPool, CachedPrefix
+from baton_serve.engine.core.outputs import NamedBlock
+from baton_serve.engine.core.sequence import Request, Sequence
+from baton_serve.engine.errors import RequestError
+
+
+class SourceBlocks:
+    """Names, finds and registers the blocks of sources in one engine. Engine thread only."""
+
+    def __init__(self, pool: BlockPool, num_blocks: int) -> None:
+        """`num_blocks` is the number of blocks of a source, 0 for models without cross-attention."""
+        self._pool = pool
+        self.num_blocks = num_blocks
+
+    def hashes(self, work: Work) -> list[BlockHash]:
+        """Return the hashes of the blocks of a request's source; empty without one."""
+        if not self.num_blocks or not work.media:
+            return []
+        return cross_hashes(work.root, work.media[0].digest, self.num_blocks)
+
+    def find(self, work: Work) -> CachedPrefix:
+        """Return the cached blocks of a request's source, in both tiers. It is empty if any part is missing."""
+        names = self.hashes(work)
+        found = self._pool.find(names)
+        return found if len(found) == len(names) else found.first(0)
+
+    def num_needed(self, request: Request) -> int:
+        """Return how many blocks a sequence of the request owns beside those of its tokens."""
+        return self.num_blocks if request.work.media else 0
+
+    def give(self, sequence: Sequence, cached: list[int], fresh: list[int]) -> None:
+        """Give a sequence the blocks of its source: either cached ones, or fresh ones, which a step will fill."""
+        assert not (cached and fresh), "a source is cached as a whole or not at all"
+        sequence.source_blocks, sequence.must_encode = cached + fresh, bool(fresh)
+
+    def share(self, parent: Sequence, fork: Sequence) -> None:
+        """Let a fork of a sequence own the blocks of its source too."""
+        self._pool.share(parent.source_blocks)
+        fork.source_blocks, fork.must_encode = list(parent.source_blocks), parent.must_encode
+
+    def finish_encoding(self, sequence: Sequence) -> None:
+        """Register the blocks that a launched step fills, so that other sequences find them."""
+        if sequence.must_encode:
+            sequence.must_encode = False
+            self._pool.register(self.hashes(sequence.request.work), sequence.source_blocks)
+
+    def published(self, sequence: Sequence) -> list[NamedBlock]:
+        """Return the blocks of the source for the decode worker of a `prefill` request; empty if they were reported
+        already.
+        """
+        if sequence.request.is_source_published or not sequence.source_blocks:
+            return []
+        sequence.request.is_source_published = True
+        names = self.hashes(sequence.request.work)
+        return [NamedBlock(*named) for named in zip(names, sequence.source_blocks, strict=True)]
+
+
+def check_source(work: Work, source_blocks: int) -> None:
+    """Check that a request for a model with cross-attention has one source. Raises `RequestError`."""
+    if source_blocks and (len(work.media) != 1 or work.media[0] != source_span(work.media[0].digest)):
+        raise RequestError("invalid", "the model reads one window of audio with each prompt, but the request has none")

@@ -1,0 +1,152 @@
+"""Decoders with cross-attention: which families have a port, what their layers keep, and their forward pass.
+
+Each layer attends to the tokens before, and then to the output of an encoder. Both kinds of KV have the same shape and
+lie in the same KV cache, in blocks of their own. The modules are transformers'; the order of their calls is here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton_serve.contracts.layout import KVShape
+from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
+from baton_serve.engine.model.batch_inputs import SourceRows, StepInputs
+from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model_folder import HfConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CrossLayer:
+    """The modules of one layer, under names that do not depend on the family. Attention modules have `q_proj`,
+    `k_proj`, `v_proj`, `out_proj` and `scaling`.
+    """
+
+    own: Any
+    own_norm: nn.Module
+    cross: Any
+    cross_norm: nn.Module
+    mlp: Callable[[Tensor], Tensor]
+    mlp_norm: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class CrossParts:
+    """The modules of a decoder with cross-attention."""
+
+    embed: Callable[[Tensor, Tensor], Tensor]
+    """Embeds token ids at positions, both int64 [num_tokens]."""
+    layers: list[CrossLayer]
+    norm: nn.Module
+    head: nn.Module
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrossPort:
+    """A family of decoders with cross-attention, as the engine needs it."""
+
+    source_tokens: Callable[[HfConfig], int]
+    """The number of positions of the encoder's output, from the model's config."""
+    parts: Callable[[nn.Module], CrossParts]
+
+
+def cross_port(hf_config: HfConfig) -> CrossPort | None:
+    """Return the port of a model's family; None for a family without one."""
+    return _PORTS.get(hf_config.model_type)
+
+
+def cross_layers(port: CrossPort, module: nn.Module) -> tuple[tuple[KVShape, ...], list[AttentionSpec]]:
+    """Return the shapes of the KV of a decoder's layers, and their rules of attention."""
+    parts = port.parts(module)
+    width = cast(Tensor, parts.layers[0].own.k_proj.weight).shape[0]
+    shape = KVShape(parts.num_heads, width // parts.num_heads)
+    # Queries are scaled before attention, as in transformers: the order of roundings is part of the result.
+    return (shape,) * len(parts.layers), [AttentionSpec(1.0)] * len(parts.layers)
+
+
+class CrossAttentionForward:
+    """Runs a decoder with cross-attention."""
+
+    is_capturable = True
+    parts = None
+    adapter_slots = None
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+        port = cross_port(cast(Any, model.module).config)
+        assert port is not None, "only models with a port have cross-attention"
+        self._parts = port.parts(model.module)
+        self._specs = model.specs
+        self._backend = backend
+
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        assert inputs.cross is not None, "steps of models with cross-attention have the blocks of sources"
+        for source in inputs.sources:
+            self._store_source(source, inputs.cross, layers)
+        hidden = self._parts.embed(inputs.input_ids, inputs.position_ids)
+        for number, (layer, cache, spec) in enumerate(zip(self._parts.layers, layers, self._specs, strict=True)):
+            normed = layer.own_norm(hidden)
+            self._store(layer.own, normed, cache, inputs.meta)
+            if inputs.after_layer is not None:
+                inputs.after_layer(number)
+            hidden = hidden + self._attend(layer.own, normed, cache, inputs.meta, spec)
+            hidden = hidden + self._attend(layer.cross, layer.cross_norm(hidden), cache, inputs.cross, spec)
+            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        if inputs.logit_rows is not None:
+            hidden = hidden[inputs.logit_rows]
+        return cast(Tensor, self._parts.head(self._parts.norm(hidden)))
+
+    def _store_source(self, source: SourceRows, cross: AttentionMetadata, layers: list[Tensor]) -> None:
+        """Store the keys and values of an encoder's output, of all layers."""
+        meta = replace(cross, slots=source.slots)
+        for layer, cache in zip(self._parts.layers, layers, strict=True):
+            self._store(layer.cross, source.states, cache, meta)
+
+    def _store(self, attention: Any, states: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
+        """Store the keys and values of `states` [count, hidden] at `meta.slots`."""
+        shape = len(states), self._parts.num_heads, -1
+        key, value = attention.k_proj(states).view(shape), attention.v_proj(states).view(shape)
+        self._backend.store(key, value, cache, meta)
+
+    def _attend(
+        self, attention: Any, states: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        """Return the output of an attention module for `states` [num_tokens, hidden], over stored keys and values."""
+        query = (attention.q_proj(states) * attention.scaling).view(len(states), self._parts.num_heads, -1)
+        return cast(Tensor, attention.out_proj(self._backend.attend(query, cache, meta, spec).flatten(1)))
+
+
+def _whisper(module: nn.Module) -> CrossParts:
+    """Return the parts of transformers' `WhisperForCausalLM`."""
+    whole = cast(Any, module)
+    decoder = whole.model.decoder
+
+    def embed(token_ids: Tensor, positions: Tensor) -> Tensor:
+        return cast(Tensor, decoder.embed_tokens(token_ids) + F.embedding(positions, decoder.embed_positions.weight))
+
+    def layer(part: Any) -> CrossLayer:
+        return CrossLayer(
+            own=part.self_attn,
+            own_norm=part.self_attn_layer_norm,
+            cross=part.encoder_attn,
+            cross_norm=part.encoder_attn_layer_norm,
+            mlp=lambda hidden: part.fc2(part.activation_fn(part.fc1(hidden))),
+            mlp_norm=part.final_layer_norm,
+        )
+
+    return CrossParts(
+        embed,
+        [layer(part) for part in decoder.layers],
+        decoder.layer_norm,
+        whole.proj_out,
+        decoder.layers[0].self_attn.num_heads,
+    )
+
+
+_PORTS: Mapping[str, CrossPort] = MappingProxyType(
+    {"whisper": CrossPort(lambda config: int(config.max_source_positions), _whisper)}
+)
+"""The ports, by model type."""

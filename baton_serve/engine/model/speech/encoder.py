@@ -1,0 +1,85 @@
+"""The encoder of a speech model, by transformers: log-mel features to the states that the decoder attends to."""
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.errors import ModelError
+from baton_serve.engine.model.speech.audio_reader import HFAudioReader
+from baton_serve.engine.model_folder import (
+    LOAD_ERRORS,
+    first_line,
+    is_pickled,
+    quiet_transformers,
+    read_config,
+    weight_files,
+    weights_error,
+)
+
+MAX_BATCH = 4
+"""Number of windows that the encoder computes together. More would need memory that no step was measured with."""
+
+
+class SpeechEncoder:
+    """A loaded encoder with the feature extractor that its model was trained with."""
+
+    def __init__(self, module: nn.Module, reader: HFAudioReader, device: torch.device) -> None:
+        self.reader = reader
+        self._module = module
+        self.device = device
+        self._dtype = next(module.parameters()).dtype
+
+    @torch.inference_mode()
+    def encode(self, windows: list[Tensor]) -> list[Tensor]:
+        """Encode windows of features [mel bins, frames]; return [positions, hidden] of each, without waiting for the
+        device.
+        """
+        found: list[Tensor] = []
+        for start in range(0, len(windows), MAX_BATCH):
+            batch = torch.stack(windows[start : start + MAX_BATCH]).to(self.device, self._dtype)
+            found += cast(Any, self._module)(batch).last_hidden_state.unbind(0)
+        return found
+
+
+def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype: torch.dtype) -> SpeechEncoder:
+    """Load the encoder of the model in a folder. Raises `ModelError`."""
+    reader = HFAudioReader(folder)
+    module = _load(config, folder, dtype).to(target).eval().requires_grad_(False)
+    encoder = SpeechEncoder(module, reader, target)
+    try:
+        # Found now, an extractor that does not fit the encoder fails no request.
+        encoder.encode([reader.silence()])
+    except LOAD_ERRORS as exc:
+        raise ModelError(f"the feature extractor in {folder} does not fit its encoder: {first_line(exc)}") from exc
+    return encoder
+
+
+def _load(config: EngineConfig, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Load the encoder into host memory. transformers builds it with a decoder, which gets no layers here."""
+    import transformers
+
+    alone = copy.deepcopy(read_config(folder, config))
+    alone.decoder_layers = 0
+    kind = cast(Any, transformers.AutoModel)
+    try:
+        if config.load_format == "dummy":
+            torch.manual_seed(config.seed)
+            return cast(nn.Module, kind.from_config(alone, dtype=dtype).encoder)
+        with quiet_transformers():
+            module, report = kind.from_pretrained(
+                folder,
+                config=alone,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=not is_pickled(weight_files(folder, config.load_format, config.loader.pattern)),
+                output_loading_info=True,
+            )
+    except LOAD_ERRORS as exc:
+        raise weights_error(folder, exc) from exc
+    if missing := sorted(name for name in report["missing_keys"] if name.startswith("encoder.")):
+        raise ModelError(f"{folder} lacks {len(missing)} weights of its encoder, such as {missing[0]}")
+    return cast(nn.Module, module.encoder)

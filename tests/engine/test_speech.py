@@ -1,0 +1,223 @@
+"""Windows of audio in prompts: greedy tokens equal those of transformers' own Whisper, on one engine and through a
+handoff, and an audio seen before is not encoded again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.media import digest_of, source_span
+from baton_serve.contracts.messages import Work
+from baton_serve.contracts.sampling import TranscriptSpec
+from baton_serve.engine import ConfigError, Engine, RequestError
+from baton_serve.engine.core.outputs import FailedRequest
+from baton_serve.engine.model.speech.audio_reader import resampled
+from baton_serve.engine.model.speech.encoder import SpeechEncoder
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS
+from tests.engine.driving import Answers, hand_over, make_engine, make_work, run
+from tests.speech import (
+    EOS_ID,
+    FIRST_SUPPRESSED,
+    IDS,
+    PROMPT,
+    SUPPRESSED,
+    TIMED_PROMPT,
+    Reference,
+    tones,
+    wav,
+    write_tiny_whisper,
+)
+
+COUNT = 20
+TRANSCRIPT = TranscriptSpec(
+    suppressed=SUPPRESSED, first_suppressed=FIRST_SUPPRESSED, first_timestamp=IDS["<|0.00|>"], end_token=EOS_ID
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_whisper(tmp_path_factory.mktemp("speech") / "m")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with make_engine(folder, reads_images=True) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> Iterator[Engine]:
+    """An engine without an encoder, as on decode instances."""
+    with make_engine(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of windows of each run of the encoder."""
+    counts: list[int] = []
+    own = SpeechEncoder.encode
+
+    def encode(self: SpeechEncoder, windows: list[Any]) -> list[Any]:
+        counts.append(len(windows))
+        return own(self, windows)
+
+    monkeypatch.setattr(SpeechEncoder, "encode", encode)
+    return counts
+
+
+def work_of(engine: Engine, name: str, file: bytes, prompt: list[int] = PROMPT, **options: Any) -> Work:
+    sampling = {"max_tokens": COUNT, "transcript": TRANSCRIPT, **options}
+    work = make_work(engine, name, prompt, **sampling)
+    return msgspec.structs.replace(work, media=[source_span(digest_of(file))])
+
+
+def ask(engine: Engine, files: dict[str, bytes], **options: Any) -> Answers:
+    assert engine.image_reader is not None
+    for name, file in files.items():
+        work = work_of(engine, name, file, **options)
+        engine.add(work, pixels=engine.image_reader.read([file]))
+    return run(engine)
+
+
+def test_tokens_of_a_batch_of_windows_equal_transformers(engine: Engine, reference: Reference) -> None:
+    files = {f"w{number}": wav(tones(number)) for number in range(4)}
+    expected = {(f"w{n}", 0): reference.answer(tones(n), COUNT) for n in range(4)}
+    assert ask(engine, files) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) > 2
+
+
+def test_a_prompt_in_chunks_with_earlier_text_equals_transformers(folder: Path, reference: Reference) -> None:
+    prompt = [IDS["<|startofprev|>"], *range(65, 105), *PROMPT]
+    with make_engine(folder, reads_images=True, max_num_seqs=8, max_num_batched_tokens=16) as engine:
+        answers = ask(engine, {"long": wav(tones(5))}, prompt=prompt)
+    assert answers == {("long", 0): reference.answer(tones(5), COUNT, prompt=prompt)}
+
+
+def test_timestamps_equal_transformers(engine: Engine, reference: Reference) -> None:
+    transcript = msgspec.structs.replace(TRANSCRIPT, has_timestamps=True, max_first_timestamp=50)
+    files = {f"t{number}": wav(tones(number)) for number in range(4)}
+    answers = ask(engine, files, prompt=TIMED_PROMPT, transcript=transcript)
+    expected = {(f"t{n}", 0): reference.answer(tones(n), COUNT, prompt=TIMED_PROMPT, timestamps=True) for n in range(4)}
+    assert answers == expected
+    assert all(tokens[0] >= IDS["<|0.00|>"] for tokens in answers.values())
+
+
+def test_audio_seen_before_is_not_encoded_again(engine: Engine, encoded: list[int]) -> None:
+    file = wav(tones(20))
+    first = ask(engine, {"a": file, "b": file})
+    second = ask(engine, {"c": file}, sequences=2)
+    assert list(first.values()) + list(second.values()) == [first["a", 0]] * 4
+    assert encoded == [1]
+
+
+def test_a_handoff_needs_no_encoder_at_the_decode_engine(
+    engine: Engine, decoder: Engine, reference: Reference, encoded: list[int]
+) -> None:
+    assert decoder.image_reader is None
+    assert engine.image_reader is not None
+    for name, number in (("first", 30), ("again", 30), ("other", 31)):
+        file = wav(tones(number))
+        answers = hand_over(engine, decoder, work_of(engine, name, file), engine.image_reader.read([file]))
+        assert answers == {(name, 0): reference.answer(tones(number), COUNT)}
+    assert encoded == [1, 1]
+    # The decode engine has the source now, and computes prompts with it by itself if a later handoff fails.
+    assert decoder.reserve(work_of(decoder, "alone", wav(tones(31)))) is not None
+    decoder.admit_locally(RequestId("alone"))
+    assert run(decoder) == {("alone", 0): reference.answer(tones(31), COUNT)}
+    assert encoded == [1, 1]
+
+
+def test_an_unknown_source_fails_at_the_decode_engine(decoder: Engine) -> None:
+    work = work_of(decoder, "unknown", wav(tones(40)))
+    with pytest.raises(RequestError, match="other encoder"):
+        decoder.add(work)
+    assert decoder.reserve(work) is not None
+    decoder.admit_locally(work.request_id)
+    failures: list[FailedRequest] = []
+    run(decoder, lambda result: failures.extend(result.failed))
+    assert [failed.code for failed in failures] == ["overloaded"]
+
+
+def test_preempted_sequences_continue_as_undisturbed_ones(folder: Path, reference: Reference) -> None:
+    count = 60
+    files = {f"p{number}": wav(tones(50 + number)) for number in range(3)}
+    # Room for three sources and few tokens: sequences are preempted as they grow.
+    with make_engine(folder, reads_images=True, num_gpu_blocks_override=13 * 3 + 9) as engine:
+        answers = ask(engine, files, max_tokens=count)
+        assert engine.stats().preemptions
+    assert answers == {(f"p{n}", 0): reference.answer(tones(50 + n), count) for n in range(3)}
+
+
+def test_blocks_of_sources_pass_through_the_host_tier(folder: Path, reference: Reference, encoded: list[int]) -> None:
+    with make_engine(folder, reads_images=True, num_gpu_blocks_override=22, host_kv_bytes=4 << 20) as engine:
+        for name, number in (("a", 60), ("b", 61), ("c", 60)):
+            answers = ask(engine, {name: wav(tones(number))})
+            assert answers == {(name, 0): reference.answer(tones(number), COUNT)}
+    # One run belongs to the start of the engine.
+    assert encoded == [1, 1, 1]
+
+
+def test_a_language_is_detected_by_one_token(engine: Engine, reference: Reference) -> None:
+    languages = [IDS["<|en|>"], IDS["<|de|>"], IDS["<|fr|>"]]
+    found = ask(
+        engine, {"d": wav(tones(3))}, prompt=PROMPT[:1], max_tokens=1, allowed_token_ids=languages, transcript=None
+    )
+    others = [token for token in range(len(IDS) + 271) if token not in languages]
+    expected = reference.answer(tones(3), 1, prompt=PROMPT[:1], suppress_tokens=others, begin_suppress_tokens=None)
+    assert found == {("d", 0): expected}
+
+
+def test_windows_that_cannot_be_read_are_refused(engine: Engine) -> None:
+    assert engine.image_reader is not None
+    for file in (
+        b"RIFF",
+        b"",
+        wav(tones(0, 4.5)),
+        wav(tones(0, 1.0), rate_hz=15_999),
+        wav(tones(0, 1.0), rate_hz=384_000),
+        wav(np.zeros((100, 9), dtype=np.int16)),
+        wav(np.zeros(0, dtype=np.int16)),
+    ):
+        with pytest.raises(RequestError, match="cannot be read"):
+            engine.image_reader.read([file])
+
+
+def test_requests_without_their_audio_are_refused(engine: Engine, folder: Path) -> None:
+    with pytest.raises(RequestError, match="one window of audio"):
+        engine.add(make_work(engine, "text", PROMPT))
+    with pytest.raises(RequestError, match="was not sent"):
+        engine.add(work_of(engine, "absent", wav(tones(0))), pixels=NO_PIXELS)
+    with pytest.raises(ConfigError, match="cross-attention"):
+        make_engine(folder, enable_lora=True)
+
+
+def test_other_rates_and_channels_are_converted(engine: Engine, reference: Reference) -> None:
+    rate = 22_050
+    stereo = np.stack([tones(4, rate_hz=rate)] * 2, axis=1)
+    answers = ask(engine, {"s": wav(stereo, rate)})
+    mono = resampled(torch_of(tones(4, rate_hz=rate)), rate, 16_000).mul(32768).round().short().numpy()
+    assert answers == {("s", 0): reference.answer(mono, COUNT)}
+
+
+def torch_of(samples: Any) -> torch.Tensor:
+    return torch.from_numpy(samples.astype(np.float32) / 32768.0)
+
+
+def test_resampling_keeps_a_tone_and_drops_what_the_lower_rate_cannot_have() -> None:
+    times = np.arange(48_000) / 48_000
+    low = resampled(torch_of(20_000 * np.sin(2 * np.pi * 1000 * times)), 48_000, 16_000).numpy()
+    expected = 20_000 / 32768 * np.sin(2 * np.pi * 1000 * np.arange(16_000) / 16_000)
+    assert np.abs(low - expected)[200:-200].max() < 2e-3
+    high = resampled(torch_of(20_000 * np.sin(2 * np.pi * 9000 * times)), 48_000, 16_000).numpy()
+    assert np.abs(high)[200:-200].max() < 2e-3
