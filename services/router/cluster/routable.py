@@ -76,7 +76,8 @@ class RoutableWorkers:
         found: list[Candidate] = []
         for layout, workers in self._by_layout.items():
             wanted = block_hashes(layout)
-            matches, branches = index.match(wanted), ()
+            matches = index.match(wanted)
+            branches: tuple[int, ...] = ()
             if layout.state_bytes:
                 branches = _branches(matches, layout)
                 matches = index.up_to_checkpoints(wanted, matches, layout.state_blocks)

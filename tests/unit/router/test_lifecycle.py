@@ -523,9 +523,9 @@ def test_the_worker_of_a_hybrid_is_told_where_its_prompt_parts_from_others(serve
     layout = msgspec.structs.replace(LAYOUT, state_bytes=100)
 
     async def scenario(router: Router) -> None:
-        for name in ("prefill-0", "prefill-1", "decode-0"):
-            role = "prefill" if name.startswith("prefill") else "decode"
-            router.fakes.add(record(name, role, layout=layout))
+        for name in ("prefill-0", "prefill-1"):
+            router.fakes.add(record(name, "prefill", layout=layout))
+        router.fakes.add(record("decode-0", "decode", layout=layout))
         await settle()
         shared = list(range(10, 22))
         await router.complete(prompt=[*shared, *[5] * 9], max_tokens=2)
