@@ -91,11 +91,11 @@ def is_long(body: bytes) -> bool:
     return len(body) > UNCOUNTED_BYTES
 
 
-async def beside_loop(body: bytes, read: Callable[[bytes], T]) -> T:
-    """Return `read(body)`. For a long body `read` runs in a thread, so that other requests are not delayed. Raises what
-    `read` raises.
+async def beside_loop(body: bytes, read: Callable[[bytes], T], *, is_slow: bool = False) -> T:
+    """Return `read(body)`. For a long body, or one that is slow to read for another reason, `read` runs in a thread, so
+    that other requests are not delayed. Raises what `read` raises.
     """
-    if not is_long(body):
+    if not is_slow and not is_long(body):
         return read(body)
     # The copied context carries the request id, which log lines of `read` show.
     return await asyncio.get_running_loop().run_in_executor(_pool, copy_context().run, read, body)

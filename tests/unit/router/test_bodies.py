@@ -25,6 +25,7 @@ from baton_serve.services.router.api.pooling.schema import (
     RerankRequest,
     ScoreRequest,
 )
+from baton_serve.services.router.api.responses import endpoint
 from baton_serve.services.router.api.responses.request import input_as_chat
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.protocol import body_scan
@@ -146,6 +147,29 @@ def test_long_bodies_are_parsed_beside_the_event_loop() -> None:
     long = asyncio.run(parsed(json.dumps({"a": "x" * UNCOUNTED_BYTES}).encode(), Seen))
     assert short.thread == threading.current_thread().name
     assert long.thread.startswith("bodies")
+
+
+def test_short_bodies_of_many_items_are_prepared_beside_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    prepared = endpoint._prepared
+
+    def seen(*given: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return prepared(*given, **options)
+
+    monkeypatch.setattr(endpoint, "_prepared", seen)
+
+    async def scenario(router: Router) -> None:
+        for count in (2, 7000):
+            body = json.dumps({"input": [{"a": 1}] * count, "max_output_tokens": 1}, separators=(",", ":"))
+            assert len(body) < UNCOUNTED_BYTES
+            await router.http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert threads[0] == threading.current_thread().name
+        assert threads[1].startswith("bodies")
+
+    serve(scenario)
 
 
 @pytest.mark.parametrize(

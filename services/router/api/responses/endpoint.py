@@ -41,6 +41,8 @@ from baton_serve.services.router.protocol.openai_responses import ChatLogprob, I
 from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parsed
 from baton_serve.services.router.text.logprobs import LogprobWriter
 
+_ITEMS_ON_LOOP = 200
+"""Largest number of input items that are prepared on the event loop."""
 # Prefixes of item ids, as OpenAI's.
 _PREFIX = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _DELTA = {
@@ -65,11 +67,14 @@ class ResponsesEndpoint:
         is_kept = kept.is_enabled and request.store is not False
         record = await _previous(request, kept, context)
         longest = max(body, record or b"", key=len)
-        request, chat, items = await beside_loop(longest, lambda _: _prepared(request, record, context, keeps=is_kept))
+        is_slow = is_long(longest) or _has_many_items(request)
+        request, chat, items = await beside_loop(
+            longest, lambda _: _prepared(request, record, context, keeps=is_kept), is_slow=is_slow
+        )
         service = await service.serving(request.model)
         api_id = f"resp_{request.request_id or context.request_id}"
         check_num_logprobs(request, service.limits().max_model_len)
-        begun = await begin_chat(service, chat, context, api_id, is_long=is_long(longest))
+        begun = await begin_chat(service, chat, context, api_id, is_long=is_slow)
         empty = empty_answer(request, api_id, begun.model, created_at=service.now(), store=is_kept)
         writer = LogprobWriter(service.model.detokenizer, tokens_as_ids=begun.rules.tokens_as_ids)
         dialect = ResponsesDialect(empty, names_of(request.tools or ()), writer)
@@ -95,8 +100,16 @@ class InputTokensEndpoint:
         request = await parsed(body, InputTokensRequest)
         record = await _previous(request, self._kept, context)
         longest, max_bytes = max(body, record or b"", key=len), context.limits.max_body_bytes
-        chat = await beside_loop(longest, lambda _: input_as_chat(continued(request, record, max_bytes=max_bytes)))
-        await send_json(send, InputTokens(await count_tokens(self._service, chat, is_long=is_long(longest))))
+        is_slow = is_long(longest) or _has_many_items(request)
+        chat = await beside_loop(
+            longest, lambda _: input_as_chat(continued(request, record, max_bytes=max_bytes)), is_slow=is_slow
+        )
+        await send_json(send, InputTokens(await count_tokens(self._service, chat, is_long=is_slow)))
+
+
+def _has_many_items(request: InputTokensRequest) -> bool:
+    # An item takes 10 us or more: 64 KiB of small ones would block the event loop for 0.1 s.
+    return len(request.input) > _ITEMS_ON_LOOP and not isinstance(request.input, str)
 
 
 async def _previous(request: InputTokensRequest, kept: KeptResponses, context: RequestContext) -> bytes | None:
