@@ -49,6 +49,7 @@ class _Body(msgspec.Struct, frozen=True):
     """
 
     stream: msgspec.Raw = msgspec.Raw(b"false")
+    background: msgspec.Raw = msgspec.Raw(b"false")
     priority: msgspec.Raw = _ABSENT
     model: msgspec.Raw = _ABSENT
     tools: msgspec.Raw = _ABSENT
@@ -109,6 +110,12 @@ def parse_line(line: bytes, endpoints: Collection[str]) -> BatchRequest:
         )
     if bytes(body.stream).strip() not in (b"false", b"null"):
         raise InvalidLineError("an answer in a file cannot be streamed: leave stream out", param="body.stream")
+    # Such a line would be answered at once, and its request would run beside the pace of the batch.
+    if bytes(body.background).strip() not in (b"false", b"null"):
+        raise InvalidLineError(
+            "a batch runs in the background already, and its file needs the whole answer: leave background out",
+            param="body.background",
+        )
     if bytes(body.priority):
         raise InvalidLineError(
             "the requests of a batch have the lowest priority: leave priority out", param="body.priority"

@@ -50,6 +50,7 @@ def read(path: Path, *lines: bytes, max_lines: int = 100, max_line_bytes: int = 
         (line(url="/v1/embeddings"), "invalid_url", "url"),
         (line(stream=True), "invalid_request", "body.stream"),
         (line(priority=-5), "invalid_request", "body.priority"),
+        (line(background=True), "invalid_request", "body.background"),
     ],
 )
 def test_a_line_that_is_not_valid_is_refused_with_its_field(content: bytes, code: str, param: str | None) -> None:
@@ -285,6 +286,7 @@ def test_an_upload_is_written_piece_by_piece(tmp_path: Path, size: int) -> None:
         (b"no form at all", BOUNDARY, BadRequestError),
         (b"{}", "application/json", MediaTypeError),
         (b"{}", "multipart/form-data", MediaTypeError),
+        (b"{}", "multipart/form-data; boundary=" + "b" * 5000, BadRequestError),
     ],
 )
 def test_a_form_that_cannot_be_read_is_refused(

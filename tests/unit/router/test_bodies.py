@@ -162,8 +162,8 @@ def test_short_bodies_of_many_items_are_prepared_beside_the_event_loop(
     monkeypatch.setattr(endpoint, "_prepared", seen)
 
     async def scenario(router: Router) -> None:
-        for count in (2, 7000):
-            body = json.dumps({"input": [{"a": 1}] * count, "max_output_tokens": 1}, separators=(",", ":"))
+        for num_items in (2, 7000):
+            body = json.dumps({"input": [{"a": 1}] * num_items, "max_output_tokens": 1}, separators=(",", ":"))
             assert len(body) < UNCOUNTED_BYTES
             await router.http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
         assert threads[0] == threading.current_thread().name
