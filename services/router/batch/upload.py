@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartCallbacks, MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from baton_serve.services.router.protocol.errors import (
     BadRequestError,
@@ -91,19 +91,21 @@ class _Form:
         self._name = ""
         self._is_file = False
         self._value = bytearray()
-        callbacks: MultipartCallbacks = {
-            "on_part_begin": self._on_part_begin,
-            "on_header_begin": self._on_header_begin,
-            "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
-            "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),
-            "on_header_end": self._on_header_end,
-            "on_headers_finished": self._on_headers_finished,
-            "on_part_data": self._on_part_data,
-            "on_part_end": self._on_part_end,
-            "on_end": self._on_end,
-        }
         try:
-            self._parser = MultipartParser(boundary, callbacks)
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_begin": self._on_header_begin,
+                    "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
+                    "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
         except FormParserError as exc:
             raise BadRequestError(f"the form cannot be read: {exc}") from exc
 
