@@ -1,7 +1,6 @@
 """Made-up pictures and prompts with them, and what transformers answers: the reference of all tests with images."""
 
 import base64
-import json
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +10,8 @@ import torch
 from PIL import Image
 
 from baton_serve.contracts.media import MediaSpan, digest_of
-from baton_serve.contracts.vision import vision_profile
+from baton_serve.contracts.vision import image_family, num_embeddings
+from baton_serve.contracts.vision.facts import ModelFacts
 from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS
 
 Piece = int | bytes
@@ -36,10 +36,10 @@ def data_url(image: bytes, kind: str = "png") -> str:
 
 def tokens_of(folder: Path, image: bytes) -> int:
     """Of a picture, to the model there."""
-    profile = vision_profile(json.loads((folder / "config.json").read_text()))
-    assert profile is not None
+    family = image_family(ModelFacts.of(folder))
+    assert family is not None
     with Image.open(BytesIO(image)) as opened:
-        return profile.tokens_of(width=opened.width, height=opened.height)
+        return num_embeddings(family.parts(width=opened.width, height=opened.height))
 
 
 def prompt_of(pieces: Sequence[Piece], folder: Path | None = None) -> tuple[list[int], list[MediaSpan]]:

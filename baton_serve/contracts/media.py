@@ -6,7 +6,6 @@ blocks or decode get the positions and hashes without the files.
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from itertools import repeat
 from typing import Annotated
 
 import msgspec
@@ -40,7 +39,10 @@ that the whole file would have to be decoded."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`length` tokens of a prompt, from token `start` on, stand for the image with this digest."""
+    """`length` tokens of a prompt, from token `start` on, stand for the image with this digest.
+
+    Other tokens may stand among the image tokens, such as one after each row.
+    """
 
     start: Annotated[int, Meta(ge=0)]
     length: Annotated[int, Meta(ge=1)]
@@ -83,30 +85,3 @@ def end_of(spans: Sequence[MediaSpan]) -> int:
 def within(spans: Iterable[MediaSpan], start: int, end: int) -> list[MediaSpan]:
     """Return the spans of which at least one token lies in [start, end)."""
     return [span for span in spans if span.start < end and start < span.end]
-
-
-def expand_images(token_ids: Sequence[int], counts: Sequence[int], image_token_id: int) -> list[int]:
-    """Return the prompt with `counts[i]` image tokens in the place of the i-th image token.
-
-    Raises `ValueError` if the prompt does not have one image token for each image.
-    """
-    if (count := token_ids.count(image_token_id)) != len(counts):
-        raise ValueError(f"there are {len(counts)} images, but the prompt has {count} image tokens")
-    found: list[int] = []
-    lengths = iter(counts)
-    for token_id in token_ids:
-        found += repeat(image_token_id, next(lengths)) if token_id == image_token_id else (token_id,)
-    return found
-
-
-def image_spans(
-    token_ids: Sequence[int], counts: Sequence[int], digests: Sequence[bytes], image_token_id: int
-) -> list[MediaSpan]:
-    """Return the positions of the images in a prompt that `expand_images` has expanded."""
-    spans: list[MediaSpan] = []
-    at = 0
-    for count, digest in zip(counts, digests, strict=True):
-        at = token_ids.index(image_token_id, at)
-        spans.append(MediaSpan(at, count, digest))
-        at += count
-    return spans

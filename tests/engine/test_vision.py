@@ -16,10 +16,11 @@ from transformers import LlavaNextProcessor
 
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.vision import PINPOINTS, VisionProfile
+from baton_serve.contracts.vision.llava import PINPOINTS
+from baton_serve.contracts.vision.llava import Llava as LlavaFamily
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.collectives.shard import Shard
-from baton_serve.engine.errors import ModelError, RequestError, UnsupportedModelError
+from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import DecodedImage
@@ -317,14 +318,14 @@ def test_tiles_of_llava_next(tmp_path: Path) -> None:
 
 
 def test_how_many_tokens_tiles_are_is_what_transformers_says() -> None:
-    profile = VisionProfile(image_token_id=1, tokens_per_image=576, grid=PINPOINTS, tile_size=336, patch_size=14)
+    family = LlavaFamily(image_token_id=1, tokens_per_image=576, grid=PINPOINTS, tile_size=336, patch_size=14)
     processor = SimpleNamespace(patch_size=14, num_additional_image_tokens=1)
     processor.image_processor = SimpleNamespace(image_grid_pinpoints=[list(size) for size in PINPOINTS])
     processor._get_unpadded_features = partial(LlavaNextProcessor._get_unpadded_features, processor)
     sizes = [1, 2, 13, 50, 333, 336, 337, 500, 671, 672, 1000, 1333, 2048, 5000]
     for width, height in itertools.product(sizes, sizes):
         theirs = LlavaNextProcessor._get_number_of_features(processor, height, width, 336, 336) - 1
-        assert profile.tokens_of(width=width, height=height) == theirs, (width, height)
+        assert family.parts(width=width, height=height) == (theirs,), (width, height)
 
 
 def test_weights_in_few_bits_and_random_ones_are_the_decoders_alone(llava: Llava) -> None:
@@ -368,14 +369,6 @@ def test_several_ranks_read_text_alone(llava: Llava, caplog: pytest.LogCaptureFi
     assert "text only" in caplog.text
     model = load_model(config, torch.device("cpu"), lambda what, fraction: None, Shard(rank=1, size=2))
     assert not any("vision" in name for name, _ in model.module.named_parameters())
-
-
-@pytest.mark.parametrize(("text", "tower"), [("gemma2", "clip_vision_model"), ("llama", "pixtral")])
-def test_other_kinds_are_refused_at_the_start_by_name(text: str, tower: str, tmp_path: Path) -> None:
-    config = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {"model_type": tower}}
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
-    with pytest.raises(UnsupportedModelError, match=f"{tower} and a decoder of type {text}"):
-        reader(tmp_path, load_format="dummy")
 
 
 def test_a_processor_that_does_not_fit_the_tower_is_found_at_the_start(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ from baton_serve.engine.model.block_tables import BlockTables
 
 
 class ImageRows(NamedTuple):
-    """The embeddings of an image, which replace the embeddings of the step's tokens from row `first` on."""
+    """The embeddings of an image, which replace the embeddings of some of the step's tokens."""
 
     first: int
     features: Tensor  # [count, hidden]
+    rows: Tensor | None = None
+    """int64 [count]: the rows of the tokens; None: the ones from `first` on."""
 
 
 class SourceRows(NamedTuple):
@@ -95,8 +97,11 @@ def cross_metadata(tables: Tensor, num_positions: int) -> AttentionMetadata:
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
     """Return the input of the first layer, [num_tokens, hidden]: embeddings of tokens, or of images in their place."""
     hidden = embed(inputs.input_ids)
-    for first, features in inputs.images:
-        hidden[first : first + len(features)] = features.to(hidden.dtype)
+    for first, features, rows in inputs.images:
+        if rows is None:
+            hidden[first : first + len(features)] = features.to(hidden.dtype)
+        else:
+            hidden.index_copy_(0, rows, features.to(hidden.dtype))
     return hidden
 
 

@@ -14,10 +14,18 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 from PIL import Image
 
-from baton_serve.contracts.media import MediaSpan, digest_of, expand_images, image_spans
-from baton_serve.contracts.vision import SERVED, VisionProfile
+from baton_serve.contracts.media import MediaSpan, digest_of
+from baton_serve.contracts.vision import (
+    SERVED,
+    ImageFamily,
+    Parts,
+    expand_runs,
+    write_parts,
+    write_parts_as_tokens,
+)
 from baton_serve.engine.errors import ConfigError, RequestError
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
+from baton_serve.engine.model.vision.placeholders import ImageReader, Pixels
+from baton_serve.engine.offline.prompts import ParsedPrompt
 
 
 class ImagePrompt(NamedTuple):
@@ -62,25 +70,60 @@ def chat_with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[s
 
 
 def add_images(
-    token_ids: list[int], files: Sequence[bytes], profile: VisionProfile | None, reader: ImageReader | None
+    prompt: ParsedPrompt,
+    token_ids: list[int],
+    model: tuple[ImageFamily | None, ImageReader | None],
+    tokenizer: Any,
+    *,
+    add_special_tokens: bool,
 ) -> ImagePrompt:
-    """Read the images and put their tokens in the place of the prompt's image tokens.
+    """Read the images of a prompt and put them in the place of its placeholders.
 
-    Raises `ConfigError` if the model does not accept images, and `RequestError` if an image cannot be read or the
-    prompt does not have one image token for each image.
+    `token_ids` are the prompt's. `tokenizer` is transformers', or None if the engine has none. Raises `ConfigError` if
+    the model does not accept images, and `RequestError` if an image cannot be read or the prompt does not have one
+    placeholder for each image.
     """
-    if not files:
-        return ImagePrompt(token_ids, [], NO_PIXELS)
-    if profile is None or reader is None:
+    family, reader = model
+    if family is None or reader is None:
         raise ConfigError(f"this model does not accept images here: {SERVED}, with tensor_parallel_size 1")
-    pixels = reader.read(dict.fromkeys(files))
-    digests = [digest_of(file) for file in files]
-    counts = [profile.tokens_of(width=pixels[name].width, height=pixels[name].height) for name in digests]
+    pixels = reader.read(dict.fromkeys(prompt.images))
+    digests = [digest_of(file) for file in prompt.images]
+    images = [family.parts(width=pixels[name].width, height=pixels[name].height) for name in digests]
     try:
-        expanded = expand_images(token_ids, counts, profile.image_token_id)
+        written = _written(prompt, token_ids, images, family, tokenizer, add_special_tokens)
+        expanded, places = expand_runs(written, images, family.image_token_id)
     except ValueError as exc:
         raise RequestError("invalid", str(exc)) from exc
-    return ImagePrompt(expanded, image_spans(expanded, counts, digests, profile.image_token_id), pixels)
+    spans = [MediaSpan(*place, digest) for place, digest in zip(places, digests, strict=True)]
+    return ImagePrompt(expanded, spans, pixels)
+
+
+def _written(
+    prompt: ParsedPrompt,
+    token_ids: list[int],
+    images: Sequence[Parts],
+    family: ImageFamily,
+    tokenizer: Any,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Return the tokens of a prompt with the texts of its images, in which a run of image tokens is one token."""
+    if not family.placeholder and all(isinstance(part, int) for parts in images for part in parts):
+        return write_parts_as_tokens(token_ids, images, family.image_token_id, family.image_token_id, lambda text: [])
+    if tokenizer is None:
+        raise ConfigError("skip_tokenizer_init: images of this model are written as text, which needs a tokenizer")
+
+    def encode(text: str, with_special: bool) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=with_special)["input_ids"]
+        return found
+
+    token = tokenizer.convert_ids_to_tokens(family.image_token_id)
+    placeholder = family.placeholder or token
+    if prompt.token_ids is None:
+        return encode(write_parts(prompt.text or "", images, placeholder, token), add_special_tokens)
+    placeholder_id = tokenizer.convert_tokens_to_ids(placeholder)
+    return write_parts_as_tokens(
+        token_ids, images, placeholder_id, family.image_token_id, lambda text: encode(text, False)
+    )
 
 
 def _file_of(image: object) -> bytes:

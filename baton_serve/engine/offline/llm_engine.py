@@ -12,7 +12,7 @@ from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import ConfigError, EngineError, UsageError
 from baton_serve.engine.loading.sharded_saving import save_sharded_state
-from baton_serve.engine.model.vision.decoder import profile_of
+from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.offline.engine_args import (
     EngineArgs,
     LoRAConfig,
@@ -55,7 +55,7 @@ class LLMEngine:
         self.tokenizer = model.tokenizer
         self._generation = model.generation
         self._config = config
-        self._profile = profile_of(model_folder(config.model))
+        self._images = family_of(model_folder(config.model))
         self._outputs: list[RequestOutput] = []
         self._failures: list[EngineError] = []
         self._loaded: _Loaded | None = self._load()
@@ -139,7 +139,8 @@ class LLMEngine:
         if prompt.images:
             from baton_serve.engine.offline.images import add_images  # loads Pillow
 
-            found = add_images(kept, prompt.images, self._profile, self._awake.engine.image_reader)
+            pair = (self._images, self._awake.engine.image_reader)
+            found = add_images(prompt, kept, pair, self.tokenizer, add_special_tokens=add_special_tokens)
             prepared = replace(prepared, token_ids=found.token_ids, media=found.media, pixels=found.pixels)
         self._awake.runner.add(RequestId(request_id), prepared)
 

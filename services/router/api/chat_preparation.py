@@ -3,6 +3,8 @@
 All chat endpoints (OpenAI's chat, Responses, Messages) use it and then send the generation in their own format.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -16,17 +18,12 @@ from baton_serve.services.router.text.message_reader import MessageFormat
 from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
 from baton_serve.services.router.text.multimodal.image_tokens import (
     TokenizedPrompt,
+    count_image_tokens,
     expand_image_tokens,
-    expand_placeholders,
     image_urls,
 )
 from baton_serve.services.router.text.prompt_length import check_prompt, truncation_of
-from baton_serve.services.router.text.sampling_params import (
-    ModelLimits,
-    TextRules,
-    text_rules,
-    wanted_logprobs,
-)
+from baton_serve.services.router.text.sampling_params import TextRules, text_rules, wanted_logprobs
 
 
 class BegunChat(msgspec.Struct, frozen=True):
@@ -87,12 +84,20 @@ async def _begin(
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
     message_format = service.message_formats.of(request, text)
     truncation = truncation_of(request, limits)
-    token_ids = await service.tokenize(
-        text, limits, add_special_tokens=bool(request.add_special_tokens), truncation=truncation
+    tokenize = partial(
+        service.tokenize, limits=limits, add_special_tokens=bool(request.add_special_tokens), truncation=truncation
     )
-    prompt = TokenizedPrompt(token_ids if truncation is None else truncation.cut(token_ids))
-    if urls:
-        prompt = await _expand_images(service, request, urls, token_ids, limits, images)
+    places = service.model.image_places(text, len(urls))
+    if places is None:
+        token_ids = await tokenize(text)
+        prompt = TokenizedPrompt(token_ids if truncation is None else truncation.cut(token_ids))
+    elif request.truncate_prompt_tokens is not None:
+        raise BadRequestError(
+            "truncate_prompt_tokens could cut an image in two: leave it out in requests with images",
+            param="truncate_prompt_tokens",
+        )
+    else:
+        prompt = await expand_image_tokens(tokenize, places, urls, service.image_limits, limits, images)
     # Taken here, because the prompt has just become tokens; what follows is not tokenization.
     timing = service.timing(context, tokenizing_at=tokenizing_at)
     check_prompt(prompt.token_ids, limits, param="messages")
@@ -114,31 +119,18 @@ async def count_tokens(service: ModelService, request: ChatCompletionRequest, *,
     service.view.model_name(request.model)
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
     # Chat templates write the special tokens themselves, so none are added unless the client wants it.
-    token_ids = await service.model.tokenize(
-        text, add_special_tokens=bool(request.add_special_tokens), max_tokens=service.max_tokenised()
+    with_special = bool(request.add_special_tokens)
+    return len(await counted_tokens(service, text, image_urls(request.messages), add_special_tokens=with_special))
+
+
+async def counted_tokens(
+    service: ModelService, text: str, urls: Sequence[str], *, add_special_tokens: bool
+) -> list[int]:
+    """Return the tokens of a prompt of which nothing is sent to an instance, with those of its images."""
+    tokenize = partial(
+        service.model.tokenize, add_special_tokens=add_special_tokens, max_tokens=service.max_tokenised()
     )
-    urls, vision = image_urls(request.messages), service.model.vision
-    return len(await expand_placeholders(token_ids, urls, vision, service.image_limits, service.image_memory))
-
-
-async def _expand_images(
-    service: ModelService,
-    request: ChatCompletionRequest,
-    urls: list[str],
-    token_ids: list[int],
-    limits: ModelLimits,
-    images: ImageReservation,
-) -> TokenizedPrompt:
-    """Replace the placeholder of each image by the number of tokens that the image takes, and load the images.
-
-    The caller releases `images`. Raises `BadRequestError` if an image cannot be loaded, or if the prompt is to be
-    truncated, and `RateLimitError` if the limits of `ImageMemory` are reached.
-    """
-    if request.truncate_prompt_tokens is not None:
-        raise BadRequestError(
-            "truncate_prompt_tokens could cut an image in two: leave it out in requests with images",
-            param="truncate_prompt_tokens",
-        )
-    profile = service.model.vision
-    assert profile is not None, "render_chat rejects images if the model has no vision tower"
-    return await expand_image_tokens(token_ids, urls, profile, service.image_limits, limits, images)
+    places = service.model.image_places(text, len(urls))
+    if places is None:
+        return await tokenize(text)
+    return await count_image_tokens(tokenize, places, urls, service.image_limits, service.image_memory)

@@ -11,7 +11,8 @@ import msgspec
 
 from baton_serve.contracts.lark import UnconvertedGbnfError
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import VisionProfile, vision_profile
+from baton_serve.contracts.vision import ImageFamily, image_family
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.generation_config import GENERATION_CONFIG_FILE, GenerationDefaults, generation_config
 from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
@@ -33,7 +34,7 @@ from baton_serve.services.router.text.chat_template import (
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
-from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE
+from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE, ImagePlaces
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
@@ -100,17 +101,28 @@ class ServedModel:
         self.eos_token_ids: frozenset[int] = frozenset()
         self.generation = GenerationDefaults()
         """The default sampling parameters of requests."""
-        self.vision: VisionProfile | None = None
-        """Sizes and tokens of images; None if the model does not accept images."""
+        self.vision: ImageFamily | None = None
+        """The rules for images in prompts; None if the model does not accept images."""
         self._templates = templates
         self._content_format = settings.chat_template_content_format
         self._has_short_ids = settings.tool_call_parser == "mistral"
         self._trusts_requests = settings.trust_request_chat_template
 
     @property
-    def image_token(self) -> str | None:
-        """The token that the chat template writes for an image, or None if the model does not accept images."""
-        return self.tokenizer.token(self.vision.image_token_id) if self.vision is not None else None
+    def image_placeholder(self) -> str | None:
+        """Return the text that a chat template writes for an image; None if the model does not accept images."""
+        if self.vision is None:
+            return None
+        return self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id)
+
+    def image_places(self, text: str, num_images: int) -> ImagePlaces | None:
+        """Return the places of a chat's images in its text, or None if it has no images.
+
+        `render_chat` rejects images if the model does not accept them.
+        """
+        if not num_images or self.vision is None:
+            return None
+        return ImagePlaces(text, num_images, self.vision, self.tokenizer.token(self.vision.image_token_id) or "")
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> "ServedModel":
@@ -131,7 +143,7 @@ class ServedModel:
         # rows may reach an engine.
         model.vocab_size = stated or tokenizer.vocab_size
         sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
-        model.vision = vision_profile(read_json(model_folder(settings.model) / "config.json", dict[str, object]))
+        model.vision = image_family(ModelFacts.of(model_folder(settings.model)))
         model.vocabulary.read()
         model.lowercase = sentences is not None and sentences.do_lower_case
         return model
@@ -252,7 +264,7 @@ class ServedModel:
     def _rendered(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool) -> str:
         continues = bool(request.continue_final_message)
         template = self._template(request)
-        image = self.image_token if shows_images else None
+        image = self.image_placeholder if shows_images else None
         chat = [self._message(message, template, image) for message in request.messages or ()]
         tools = [_json(tool) for tool in request.tools] if request.tools else None
         kwargs = request.chat_template_kwargs or {}

@@ -13,9 +13,11 @@ import pytest
 from PIL import Image
 
 from baton_serve.contracts.block_hash import hash_blocks, root_hash
-from baton_serve.contracts.media import MediaSpan, digest_of, image_spans
+from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import Decode, Generate, Prefill
-from baton_serve.contracts.vision import VisionProfile, vision_profile
+from baton_serve.contracts.vision import expand_runs, image_family, write_parts, write_parts_as_tokens
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.llava import Llava
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
@@ -24,7 +26,6 @@ from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.multimodal import web
 from baton_serve.services.router.text.multimodal.image_files import load as load_images
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
-from baton_serve.services.router.text.multimodal.image_tokens import repeat_image_tokens
 from baton_serve.services.router.text.served_model import ServedModel
 from tests.images import data_url, picture
 from tests.unit.router.conftest import Router, Serve
@@ -62,7 +63,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def with_vision(model: ServedModel) -> ServedModel:
     image_id = model.tokenizer.backend.token_to_id(IMAGE)
     assert image_id is not None
-    model.vision = VisionProfile(image_token_id=image_id, tokens_per_image=TOKENS)
+    model.vision = Llava(image_token_id=image_id, tokens_per_image=TOKENS)
     return model
 
 
@@ -155,7 +156,7 @@ def test_a_replay_sends_the_images_to_prefill_again(see: Callable[..., None]) ->
 
 def test_places_must_be_as_many_as_images(see: Callable[..., None]) -> None:
     async def scenario(router: Router) -> None:
-        assert "has 1 images, but its prompt has" in await error_of(router, shown("ab" + IMAGE, A))
+        assert "there are 1 images, but the prompt has 2" in await error_of(router, shown("ab" + IMAGE, A))
         assert "cut an image" in await error_of(router, shown(A, truncate_prompt_tokens=3))
         assert "context" in await error_of(router, shown(*[A] * 50))
         assert "the limit is 60" in await error_of(router, shown(*[A] * 61))
@@ -188,7 +189,7 @@ def test_tokens_of_a_chat_with_images_are_counted_without_a_look_at_them(see: Ca
 
 
 def test_images_of_tiles_are_as_many_tokens_as_their_shapes_say(see: Callable[..., None]) -> None:
-    profile = VisionProfile(image_token_id=9, tokens_per_image=4, grid=((8, 16), (16, 8)), tile_size=8, patch_size=4)
+    profile = Llava(image_token_id=9, tokens_per_image=4, grid=((8, 16), (16, 8)), tile_size=8, patch_size=4)
     wide, tall = picture(1, kind="JPEG", size=(40, 20)), picture(2, size=(20, 36))
     turned = BytesIO()
     exif = Image.Exif()
@@ -453,14 +454,26 @@ def test_a_limit_that_cannot_be_stops_the_process(stated: str, capsys: pytest.Ca
     assert "--limit-mm-per-prompt" in capsys.readouterr().err
 
 
-PROFILE = VisionProfile(image_token_id=9, tokens_per_image=3)
-
-
 def test_places_of_images() -> None:
-    tokens = repeat_image_tokens([1, 9, 2, 9, 9], [3, 3, 3], PROFILE)
+    tokens, places = expand_runs([1, 9, 2, 9, 9], [(3,)] * 3, 9)
     assert tokens == [1, 9, 9, 9, 2, 9, 9, 9, 9, 9, 9]
-    spans = image_spans(tokens, [3, 3, 3], [b"a" * 32, b"b" * 32, b"a" * 32], PROFILE.image_token_id)
-    assert [(span.start, span.length, span.digest[:1]) for span in spans] == [(1, 3, b"a"), (5, 3, b"b"), (8, 3, b"a")]
+    assert places == [(1, 3), (5, 3), (8, 3)]
+
+
+def test_an_image_of_several_runs_is_written_as_text_and_has_one_place() -> None:
+    images = [("<", 2, "|", 3, ">"), ("<", 1, ">")]
+    text = write_parts("a@b@", images, "@", "i")
+    assert text == "a<i|i>b<i>"
+    tokens = [ord(one) for one in text]
+    assert write_parts_as_tokens([ord(one) for one in "a@b@"], images, 64, 105, lambda t: [*map(ord, t)]) == tokens
+    expanded, places = expand_runs(tokens, images, 105)
+    assert "".join(map(chr, expanded)) == "a<ii|iii>b<i>"
+    assert places == [(2, 6), (11, 1)]
+    for wrong in ("a@b", "a@b@@"):
+        with pytest.raises(ValueError, match="there are 2 images"):
+            write_parts(wrong, images, "@", "i")
+    with pytest.raises(ValueError, match="3 runs of image tokens, but the prompt has 4"):
+        expand_runs([*tokens, 105], images, 105)
 
 
 def names_of(tokens: list[int], *spans: tuple[int, int, bytes]) -> list[bytes]:
@@ -492,22 +505,24 @@ LLAVA = {
 }
 
 
+def family_of(**config: Any) -> Llava | None:
+    found = image_family(ModelFacts(config={**LLAVA, **config}))
+    assert found is None or isinstance(found, Llava)
+    return found
+
+
 def test_how_many_tokens_an_image_is() -> None:
-    llava, full = vision_profile(LLAVA), vision_profile({**LLAVA, "vision_feature_select_strategy": "full"})
-    assert llava is not None and full is not None and not llava.grid
+    llava, full = family_of(), family_of(vision_feature_select_strategy="full")
+    assert llava is not None and full is not None and llava.is_fixed
     assert (llava.image_token_id, llava.tokens_per_image, full.tokens_per_image) == (32000, 576, 577)
-    assert llava.tokens_of(width=1, height=5000) == 576
-    tiled = vision_profile({**LLAVA, "model_type": "llava_next"})
-    assert tiled is not None and tiled.tokens_per_image == 576
-    assert [tiled.tokens_of(width=w, height=h) for w, h in ((672, 672), (336, 672), (1000, 300))] == [2928, 1776, 2182]
+    assert llava.parts(width=1, height=5000) == (576,)
+    tiled = family_of(model_type="llava_next")
+    assert tiled is not None and tiled.tokens_per_image == 576 and not tiled.is_fixed
+    shapes = ((672, 672), (336, 672), (1000, 300))
+    assert [tiled.parts(width=w, height=h) for w, h in shapes] == [(2928,), (1776,), (2182,)]
     siglip = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
-    of_siglip = vision_profile({**LLAVA, "vision_config": siglip, "vision_feature_select_strategy": "full"})
+    of_siglip = family_of(vision_config=siglip, vision_feature_select_strategy="full")
     assert of_siglip is not None and of_siglip.tokens_per_image == 27 * 27
-    others: list[object] = [
-        {**LLAVA, "model_type": "llava_onevision"},
-        {**LLAVA, "vision_config": {"model_type": "pixtral"}},
-        {**LLAVA, "text_config": {"model_type": "gemma2"}},
-        {"model_type": "llama"},
-        [],
-    ]
-    assert [vision_profile(other) for other in others] == [None] * 5
+    others: list[dict[str, Any]] = [{"vision_config": {"model_type": "other"}}, {"model_type": "llama"}]
+    assert [family_of(**other) for other in others] == [None] * 2
+    assert family_of(vision_config=[]) is None

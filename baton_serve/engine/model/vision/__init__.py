@@ -10,7 +10,7 @@ import torch
 
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.config import EngineConfig
-from baton_serve.engine.model.vision.decoder import reads_images
+from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.placeholders import PromptImages
 
 __all__ = ["load_images"]
@@ -23,7 +23,7 @@ def load_images(config: EngineConfig, target: torch.device, dtype: torch.dtype) 
 
     Raises `ModelError` or `ConfigError`.
     """
-    if reads_images(model_folder(config.model)) and config.tensor_parallel_size > 1:
+    if family_of(model_folder(config.model)) is not None and config.tensor_parallel_size > 1:
         logger.warning("images need an instance with tensor_parallel_size 1: this one accepts text only")
         return None
     from baton_serve.engine.model.vision.prompt import (

@@ -8,14 +8,11 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
-from baton_serve.contracts.vision import MODEL_TYPES, SERVED, TEXT_TYPES, VisionProfile, vision_profile
-from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.contracts.vision import ImageFamily, image_family
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.model_folder import HfConfig
 
 T = TypeVar("T")
-
-_CLASSES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in TEXT_TYPES}
-"""Class of the decoder, by the type of the text model."""
 
 _NESTED = re.compile(r"^(model\.)?(language_model|text_model)\.")
 """Names of the decoder's tensors beside towers, in all layouts that transformers has written."""
@@ -23,34 +20,17 @@ _TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_p
 """Names of a tower's tensors in checkpoints whose decoder has the names of a plain one, such as Qwen2-VL."""
 
 
-def profile_of(folder: Path) -> VisionProfile | None:
-    """Return how a model reads images; None if it has no vision tower or its config cannot be read."""
-    try:
-        return vision_profile(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError):
-        return None  # loading the decoder reports what is wrong
-
-
-def reads_images(folder: Path) -> bool:
-    """Return whether the model in a folder has a vision tower that is supported."""
-    return profile_of(folder) is not None
+def family_of(folder: Path) -> ImageFamily | None:
+    """Return how a model reads images; None if it has no vision tower that is supported."""
+    return image_family(ModelFacts.of(folder))
 
 
 def decoder_config(hf_config: HfConfig) -> HfConfig:
-    """Return the config of the decoder alone; of a model without towers, its config.
-
-    Raises `UnsupportedModelError` for an unsupported combination of tower and decoder.
-    """
-    if hf_config.model_type in MODEL_TYPES and vision_profile(hf_config.to_dict()) is None:
-        tower, text = hf_config.vision_config.model_type, hf_config.text_config.model_type
-        raise UnsupportedModelError(
-            f"{hf_config.model_type} with a vision tower of type {tower} and a decoder of type {text} cannot be served;"
-            f" {SERVED}"
-        )
+    """Return the config of the decoder alone; of a model without towers, its config."""
     text = hf_config.get_text_config()
     if text is hf_config or getattr(hf_config, "is_encoder_decoder", False):
         return hf_config
-    text.architectures = [_CLASSES.get(text.model_type, f"{_family_of(text)}ForCausalLM")]
+    text.architectures = [f"{_family_of(text)}ForCausalLM"]
     if getattr(text, "dtype", None) is None:
         text.dtype = getattr(hf_config, "dtype", None)
     if getattr(text, "quantization_config", None) is None and hasattr(hf_config, "quantization_config"):

@@ -1,6 +1,6 @@
 """Decodes image files and preprocesses them with the model's own processor. Callable from any thread."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ _DECODE_ERRORS = (*LOAD_ERRORS, SyntaxError, MemoryError, UnidentifiedImageError
 class HFImageReader:
     """Implements `ImageReader` with the image processor of transformers."""
 
-    def __init__(self, folder: Path) -> None:
-        """Load the processor. Raises `ModelError`."""
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Load the processor, which is called with `settings`. Raises `ModelError`."""
         self._processor = _processor_of(folder)
+        self._settings = settings
 
     def read(self, images: Iterable[bytes]) -> Pixels:
         """Decode and preprocess images; the result is keyed by digest.
@@ -53,8 +54,10 @@ class HFImageReader:
 
     def picture_of(self, image: Image.Image) -> DecodedImage:
         """Preprocess a decoded RGB image."""
-        pixels: Tensor = self._processor(images=image, return_tensors="pt")["pixel_values"][0]
-        return DecodedImage(pixels.to(torch.float32), image.width, image.height)
+        found = self._processor(images=image, return_tensors="pt", **self._settings)
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        inputs = {name: one.to(torch.float32) if one.is_floating_point() else one for name, one in tensors.items()}
+        return DecodedImage(inputs, image.width, image.height)
 
 
 def _processor_of(folder: Path) -> Any:

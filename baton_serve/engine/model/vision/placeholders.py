@@ -16,11 +16,11 @@ from baton_serve.engine.model.batch_inputs import ImageRows
 class DecodedImage(NamedTuple):
     """A preprocessed image. `width` and `height` are those of the file.
 
-    `pixels` are the tower's input: float32 in host memory, [channels, height, width], or [tiles, channels, height,
-    width] if the model cuts images into tiles.
+    `inputs` are what the model's image processor returns, by its names, in host memory: `pixel_values` in float32, and
+    for some families sizes, masks or numbers of tiles.
     """
 
-    pixels: Tensor
+    inputs: Mapping[str, Tensor]
     width: int
     height: int
 

@@ -3,11 +3,15 @@
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import end_of, within
+from baton_serve.contracts.media import end_of
 from baton_serve.contracts.messages import Work
+from baton_serve.contracts.vision import num_embeddings
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
@@ -46,21 +50,26 @@ class VisionPromptImages:
 
         Raises `RequestError`.
         """
-        profile, at = self._tower.profile, 0
+        family, at = self._tower.family, 0
         for span in work.media:
             picture = pixels.get(span.digest)
             if picture is None:
                 raise RequestError("invalid", "an image of the prompt was not sent with the request")
-            count = profile.tokens_of(width=picture.width, height=picture.height)
+            count = num_embeddings(family.parts(width=picture.width, height=picture.height))
             tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]
-            if span.start < at or tokens != [profile.image_token_id] * count:
+            ends = {tokens[0], tokens[-1]} if tokens else set()
+            # Rows of some families end with other tokens, but the first and the last are the image's.
+            is_image = ends == {family.image_token_id} and tokens.count(family.image_token_id) == count
+            if span.start < at or not is_image:
                 raise RequestError("invalid", "the placeholder tokens of an image are not at its place in the prompt")
             at = span.end
 
     def give(self, request: Request, pixels: Pixels) -> None:
         """Attach images to a request. They are kept until it ends: a preempted prompt is computed again."""
         request.has_images = True
-        self._images[request] = _Images(pixels)
+        image_token_id, tokens = self._tower.family.image_token_id, request.work.token_ids
+        places = [np.array(tokens[span.start : span.end]) == image_token_id for span in request.work.media]
+        self._images[request] = _Images(pixels, [np.flatnonzero(place) for place in places])
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return the embeddings that a step needs, and start encoding the missing ones."""
@@ -78,11 +87,13 @@ class VisionPromptImages:
         start, end = chunk.start, chunk.start + chunk.length
         media = chunk.sequence.request.work.media
         found: list[ImageRows] = []
-        for span in within(media, start, end):
+        for span, places in zip(media, images.places, strict=True):
             # A chunk may begin or end inside an image.
-            begin, stop = max(span.start, start), min(span.end, end)
-            features = self._features(images, chunk.sequence.request.work.root, span.digest)
-            found.append(ImageRows(first + begin - start, features[begin - span.start : stop - span.start]))
+            low, high = np.searchsorted(places, [start - span.start, end - span.start])
+            if low < high:
+                features = self._features(images, chunk.sequence.request.work.root, span.digest)
+                rows = places[low:high] + (first + span.start - start)
+                found.append(_image_rows(rows, features[low:high]))
         if end >= end_of(media):
             # launched steps read the memory before anything that is launched later can reuse it
             images.features.clear()
@@ -103,10 +114,21 @@ class VisionPromptImages:
 
 @dataclass(slots=True)
 class _Images:
-    """The images of one prompt. `features` are on the device until its last image has been computed."""
+    """The images of one prompt. `features` are on the device until its last image has been computed.
+
+    `places` are the offsets of the image tokens in each image's span, int64.
+    """
 
     pixels: Pixels
+    places: list[NDArray[np.int64]]
     features: dict[bytes, Tensor] = field(default_factory=dict)
+
+
+def _image_rows(rows: NDArray[np.int64], features: Tensor) -> ImageRows:
+    """Return where a step's embeddings of one image go. Rows in a row need no index, which is faster."""
+    is_run = rows[-1] - rows[0] == len(rows) - 1
+    where = None if is_run else torch.from_numpy(rows).to(features.device, non_blocking=True)
+    return ImageRows(int(rows[0]), features, where)
 
 
 class FeatureCache:

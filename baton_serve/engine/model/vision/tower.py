@@ -1,6 +1,7 @@
 """The vision tower and projector of a model, by transformers: pixels to embeddings of the decoder's size."""
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import VisionProfile
+from baton_serve.contracts.vision import ImageFamily, num_embeddings
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
-from baton_serve.engine.model.vision.decoder import profile_of
+from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model_folder import (
@@ -29,43 +30,50 @@ from baton_serve.engine.model_folder import (
 
 _TRIED = ((64, 48), (48, 640), (1000, 900))
 """Widths and heights of images that are encoded at the start: small, tall, and large enough for several tiles."""
+_STATED = ("vision_feature_layer", "vision_feature_select_strategy")
+"""Arguments of towers whose values are in the model's config."""
+_DECODERS = ("language_model.", "text_model.")
+"""Names of the decoder's part of a model."""
 
 
 class VisionTower:
     """A loaded vision tower with its processor."""
 
-    def __init__(self, module: nn.Module, profile: VisionProfile, reader: HFImageReader, device: torch.device) -> None:
-        self.profile = profile
+    def __init__(self, module: nn.Module, family: ImageFamily, reader: HFImageReader, device: torch.device) -> None:
+        self.family = family
         self.reader = reader
         self._module = module
+        self._names = inspect.signature(cast(Any, module).get_image_features).parameters.keys()
         self._device = device
         self._dtype = next(module.parameters()).dtype
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
         """Encode one image; return [number of its tokens, hidden] without waiting for the device."""
-        config = cast(Any, self._module).config
-        sizes = {"image_sizes": [[picture.height, picture.width]]} if self.profile.grid else {}
-        output = cast(Any, self._module).get_image_features(
-            pixel_values=picture.pixels[None].to(self._device, self._dtype),
-            vision_feature_layer=config.vision_feature_layer,
-            vision_feature_select_strategy=config.vision_feature_select_strategy,
-            **sizes,
-        )
+        module = cast(Any, self._module)
+        # Processors also return what only their texts need, such as the number of tiles.
+        inputs = {name: self._sent(value) for name, value in picture.inputs.items() if name in self._names}
+        stated = {name: getattr(module.config, name) for name in _STATED if name in self._names}
+        output = module.get_image_features(**inputs, **stated)
         # older versions of transformers return the embeddings themselves
         features = getattr(output, "pooler_output", output)
-        return cast(Tensor, features[0])
+        # There is one image, of which some families return tiles one by one.
+        return torch.cat([part.flatten(0, -2) for part in ([features] if isinstance(features, Tensor) else features)])
+
+    def _sent(self, value: Tensor) -> Tensor:
+        """Copy an input to the device; numbers of pixels get the dtype of the weights."""
+        return value.to(self._device, self._dtype if value.is_floating_point() else None)
 
 
 def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> VisionTower | None:
     """Load the tower of a model; None if it has none. Raises `ModelError`."""
     folder = model_folder(config.model)
-    profile = profile_of(folder)
-    if profile is None:
+    family = family_of(folder)
+    if family is None:
         return None
-    reader = HFImageReader(folder)
+    reader = HFImageReader(folder, family.processor_settings)
     module = _load(folder, read_config(folder, config), config, dtype)
-    tower = VisionTower(module.to(target).eval().requires_grad_(False), profile, reader, target)
+    tower = VisionTower(module.to(target).eval().requires_grad_(False), family, reader, target)
     _try(tower, folder)
     return tower
 
@@ -74,12 +82,12 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     """Load tower and projector into host memory."""
     import transformers
 
-    kind = transformers.LlavaNextModel if hf_config.model_type == "llava_next" else transformers.LlavaModel
+    kind = transformers.MODEL_MAPPING[type(hf_config)]
     # transformers builds tower and decoder together. Without layers the decoder is only its embeddings, which are freed
     # at the end.
     alone = copy.deepcopy(hf_config)
-    alone.text_config.num_hidden_layers = 0
-    alone.text_config.layer_types = []
+    text = alone.get_text_config()
+    text.num_hidden_layers, text.layer_types = 0, []
     try:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
@@ -99,9 +107,11 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
         raise weights_error(folder, exc) from exc
     lacking = (*report["missing_keys"], *map(str, report["mismatched_keys"]))
     # The decoder's weights are missing on purpose.
-    if missing := [name for name in lacking if not name.startswith("language_model.")]:
+    if missing := [name for name in lacking if not name.startswith(_DECODERS)]:
         raise ModelError(f"{folder} lacks {len(missing)} weights of its vision tower, such as {sorted(missing)[0]}")
-    cast(Any, module).language_model = None
+    for name in _DECODERS:
+        if hasattr(module, name.rstrip(".")):
+            setattr(module, name.rstrip("."), None)
     return module
 
 
@@ -126,7 +136,7 @@ def _try(tower: VisionTower, folder: Path) -> None:
     for width, height in _TRIED:
         try:
             found = len(tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150)))))
-            wanted = tower.profile.tokens_of(width=width, height=height)
+            wanted = num_embeddings(tower.family.parts(width=width, height=height))
         except LOAD_ERRORS as exc:
             reason = first_line(exc)
             raise ModelError(f"the image processor in {folder} does not fit its vision tower: {reason}") from exc

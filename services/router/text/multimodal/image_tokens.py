@@ -1,14 +1,16 @@
-"""Replaces the one image token that a chat template writes for each image by as many as the image has embeddings.
+"""Replaces what a chat template writes for each image by the texts and image tokens that the image becomes.
 
-The functions are pure, apart from `expand_placeholders` and `expand_image_tokens`, which load the images.
+A prompt is tokenized with the texts of its images in it, as transformers does, because they may join with the text
+around them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from baton_serve.contracts.media import MediaSpan, expand_images, image_spans
-from baton_serve.contracts.vision import VisionProfile
+from baton_serve.contracts.media import MediaSpan
+from baton_serve.contracts.vision import ImageFamily, Parts, expand_runs, write_parts
+from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, ContentPart
 from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
@@ -47,47 +49,84 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     images: Sequence[bytes] = ()
 
 
-def repeat_image_tokens(token_ids: Sequence[int], counts: Sequence[int], profile: VisionProfile) -> list[int]:
-    """Return the prompt with `counts[i]` image tokens in the place of the i-th image token.
+class ImagePlaces:
+    """Writes the images of one prompt into its text, and then into its tokens."""
 
-    Raises `BadRequestError` if the number of image tokens is not the number of images: the chat template has left one
-    out, or the text of a message contains the image token.
-    """
-    count = token_ids.count(profile.image_token_id)
-    if count != len(counts):
-        raise image_error(
-            f"the request has {len(counts)} images, but its prompt has {count} image tokens: the text of messages must"
-            " not contain the model's image token, and the chat template must write one for each image"
-        )
-    return expand_images(token_ids, counts, profile.image_token_id)
+    def __init__(self, text: str, num_images: int, family: ImageFamily, image_token: str) -> None:
+        """Take the text of a chat template with `num_images` placeholders. `image_token` is the family's token."""
+        self._text = text
+        self._num_images = num_images
+        self._family = family
+        self._token = image_token
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether all images become the same."""
+        return self._family.is_fixed
+
+    @property
+    def least(self) -> list[Parts]:
+        """Return the parts of images that take the least space."""
+        return [self._family.least] * self._num_images
+
+    def parts_of(self, files: Sequence[ImageFile]) -> list[Parts]:
+        """Return what the images become, in the order of the prompt."""
+        return [self._family.parts(width=file.width, height=file.height) for file in files]
+
+    def written(self, images: Sequence[Parts]) -> str:
+        """Return the text with the texts of its images, in which a run of image tokens is one token.
+
+        Raises `BadRequestError` if the number of placeholders is not the number of images: the chat template has left
+        one out, or the text of a message contains the placeholder.
+        """
+        try:
+            return write_parts(self._text, images, self._family.placeholder or self._token, self._token)
+        except ValueError as exc:
+            raise _misplaced(exc) from exc
+
+    def expanded(self, token_ids: Sequence[int], images: Sequence[Parts]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of `written` with all image tokens, and the place of each image.
+
+        Raises `BadRequestError` if the text of a message contains the image token.
+        """
+        try:
+            return expand_runs(token_ids, images, self._family.image_token_id)
+        except ValueError as exc:
+            raise _misplaced(exc) from exc
 
 
-async def expand_placeholders(
-    token_ids: Sequence[int],
-    urls: Sequence[str],
-    profile: VisionProfile | None,
-    image_limits: ImageLimits,
-    memory: ImageMemory,
+def _misplaced(exc: ValueError) -> BadRequestError:
+    return image_error(
+        f"{exc}: the text of messages must not contain the model's image token, and the chat template must write one"
+        " for each image"
+    )
+
+
+Tokenize = Callable[[str], Awaitable[list[int]]]
+"""Returns the tokens of a prompt's text."""
+
+
+async def count_image_tokens(
+    tokenize: Tokenize, places: ImagePlaces, urls: Sequence[str], image_limits: ImageLimits, memory: ImageMemory
 ) -> list[int]:
     """Return a prompt with the image tokens of its images, for counting tokens.
 
     The images are loaded only if their number of tokens depends on their size. Raises `BadRequestError` if the images
     cannot be loaded or do not match the prompt, and `RateLimitError` if the limits of `ImageMemory` are reached.
     """
-    if profile is None or not urls:
-        return list(token_ids)
-    least = _expand_to_minimum(token_ids, urls, profile, image_limits)
-    if not profile.grid:
-        return least
-    with ImageReservation(memory) as reservation:
-        files = await load(urls, image_limits, reservation)
-    return repeat_image_tokens(token_ids, _counts(files, profile), profile)
+    _check_number(urls, image_limits)
+    if places.is_fixed:
+        images = places.least
+    else:
+        with ImageReservation(memory) as reservation:
+            images = places.parts_of(await load(urls, image_limits, reservation))
+    return places.expanded(await tokenize(places.written(images)), images)[0]
 
 
 async def expand_image_tokens(
-    token_ids: Sequence[int],
+    tokenize: Tokenize,
+    places: ImagePlaces,
     urls: Sequence[str],
-    profile: VisionProfile,
     image_limits: ImageLimits,
     limits: ModelLimits,
     reservation: ImageReservation,
@@ -98,30 +137,24 @@ async def expand_image_tokens(
     be loaded, do not match the prompt, or leave no room for an answer, and `RateLimitError` if the limits of
     `ImageMemory` are reached.
     """
-    # An image has at least `tokens_per_image` tokens. A prompt that is too long already with these is rejected before
-    # anything is fetched.
-    check_prompt(_expand_to_minimum(token_ids, urls, profile, image_limits), limits, param="messages")
+    _check_number(urls, image_limits)
+    # A prompt that is too long already with the smallest images is rejected before anything is fetched.
+    least = places.written(places.least)
+    token_ids = await tokenize(least)
+    check_prompt(places.expanded(token_ids, places.least)[0], limits, param="messages")
     files = await load(urls, image_limits, reservation)
-    counts = _counts(files, profile)
-    found = repeat_image_tokens(token_ids, counts, profile)
-    images = {file.digest: file.data for file in files}
-    return TokenizedPrompt(
-        found,
-        image_spans(found, counts, [file.digest for file in files], profile.image_token_id),
-        list(images.values()),
-    )
+    images = places.parts_of(files)
+    written = places.written(images)
+    if written != least:
+        token_ids = await tokenize(written)
+    found, where = places.expanded(token_ids, images)
+    spans = [MediaSpan(*place, file.digest) for place, file in zip(where, files, strict=True)]
+    return TokenizedPrompt(found, spans, list({file.digest: file.data for file in files}.values()))
 
 
-def _expand_to_minimum(
-    token_ids: Sequence[int], urls: Sequence[str], profile: VisionProfile, image_limits: ImageLimits
-) -> list[int]:
-    """Return the prompt with the smallest number of image tokens that its images can have."""
+def _check_number(urls: Sequence[str], image_limits: ImageLimits) -> None:
+    """Raise `BadRequestError` if a request has more images than it may."""
     if len(urls) > image_limits.per_prompt:
         raise image_error(
             f"the request has {len(urls)} images, the limit is {image_limits.per_prompt} (--limit-mm-per-prompt)"
         )
-    return repeat_image_tokens(token_ids, [profile.tokens_per_image] * len(urls), profile)
-
-
-def _counts(files: Sequence[ImageFile], profile: VisionProfile) -> list[int]:
-    return [profile.tokens_of(width=file.width, height=file.height) for file in files]

@@ -1,0 +1,26 @@
+"""The families of models that read images. A new family is a file beside this one and a line here."""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from baton_serve.contracts.vision import llava
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily
+
+FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
+    "llava": llava.family,
+    "llava_next": llava.family,
+}
+"""By `model_type`: makes the family of a model. It returns None if the model does not read images."""
+SERVED = "images are read by models of these types: " + ", ".join(FAMILIES)
+
+
+def image_family(facts: ModelFacts) -> ImageFamily | None:
+    """Return how a model reads images, or None if it does not, or not in a way that is supported."""
+    make = FAMILIES.get(str(facts.config.get("model_type", "")))
+    try:
+        return make(facts) if make is not None else None
+    # Another model may use the keys of a family with other types: then it is not one of this family.
+    except msgspec.ValidationError:
+        return None
