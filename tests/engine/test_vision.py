@@ -365,7 +365,7 @@ def newer_name(name: str) -> str:
 
 def test_several_ranks_read_text_alone(llava: Llava, caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(model=str(llava.folder), reads_images=True, tensor_parallel_size=2)
-    assert load_images(config, torch.device("cpu"), torch.float32) is None
+    assert load_images(config, torch.device("cpu"), torch.float32, max_image_tokens=16) is None
     assert "text only" in caplog.text
     model = load_model(config, torch.device("cpu"), lambda what, fraction: None, Shard(rank=1, size=2))
     assert not any("vision" in name for name, _ in model.module.named_parameters())

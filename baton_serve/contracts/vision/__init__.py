@@ -4,7 +4,7 @@
 folder (`facts`), so that a router can count and hash prompts without torch.
 """
 
-from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.family import ImageFamily, Parts, UnfitImageError
 from baton_serve.contracts.vision.placeholders import expand_runs, num_embeddings, write_parts, write_parts_as_tokens
 from baton_serve.contracts.vision.registry import SERVED, image_family
 
@@ -12,6 +12,7 @@ __all__ = [
     "SERVED",
     "ImageFamily",
     "Parts",
+    "UnfitImageError",
     "expand_runs",
     "image_family",
     "num_embeddings",

@@ -10,6 +10,10 @@ Parts = Sequence[str | int]
 one embedding of the tower; the texts are tokenized with the text around them, as transformers does."""
 
 
+class UnfitImageError(ValueError):
+    """An image of this size cannot be read by the model."""
+
+
 class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     """How one model reads images. Subclasses say what an image becomes; they are values, made from JSON files."""
 
@@ -19,6 +23,9 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     """The text that the chat template writes for an image, if that is not the image token."""
     processor_settings: Mapping[str, Any] = {}
     """Arguments of the model's image processor, as transformers' processor of the whole model gives them."""
+
+    attends_both_ways: bool = False
+    """True if the tokens of an image attend to each other in both directions. Then one step computes all of them."""
 
     @property
     def is_fixed(self) -> bool:
@@ -31,5 +38,5 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
         return self.parts(width=1, height=1)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return what an image of this size in pixels becomes."""
+        """Return what an image of this size in pixels becomes. Raises `UnfitImageError` if the model cannot read it."""
         raise NotImplementedError

@@ -7,6 +7,7 @@ from math import inf
 
 import msgspec
 
+from baton_serve.contracts.vision import pixtral
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily, Parts
 
@@ -70,9 +71,11 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily | None:
-    """Return the family of a model with a CLIP or SigLIP tower, or None."""
+    """Return the family of a model with a CLIP, SigLIP or Pixtral tower, or None."""
     known = msgspec.convert(facts.config, _Config)
     tower = known.vision_config
+    if tower is not None and tower.model_type == "pixtral":
+        return pixtral.family(facts)
     if tower is None or tower.model_type not in _CLASS_TOKENS:
         return None
     size, patch = (given or default for given, default in zip(_stated(tower), _DEFAULTS[tower.model_type], strict=True))

@@ -4,23 +4,33 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from baton_serve.contracts.vision import llava
+from baton_serve.contracts.vision import gemma3, idefics3, internvl, llava, llava_onevision, pixtral
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 
 FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
+    "gemma3": gemma3.family,
+    "idefics3": idefics3.family,
+    "internvl": internvl.family,
+    "lighton_ocr": pixtral.family,
     "llava": llava.family,
     "llava_next": llava.family,
+    "llava_onevision": llava_onevision.family,
+    "mistral3": pixtral.family,
+    "smolvlm": idefics3.family,
 }
 """By `model_type`: makes the family of a model. It returns None if the model does not read images."""
 SERVED = "images are read by models of these types: " + ", ".join(FAMILIES)
 
 
 def image_family(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a model reads images, or None if it does not, or not in a way that is supported."""
+    """Return how a model reads images, or None if it does not, or not in a way that is supported.
+
+    It is None for a folder without an image processor, of which only the text can be served.
+    """
     make = FAMILIES.get(str(facts.config.get("model_type", "")))
     try:
-        return make(facts) if make is not None else None
+        return make(facts) if make is not None and facts.images else None
     # Another model may use the keys of a family with other types: then it is not one of this family.
     except msgspec.ValidationError:
         return None

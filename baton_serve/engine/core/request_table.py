@@ -63,6 +63,8 @@ class SchedulerConfig:
     mixes_prompts: bool = True
     """True if a step may hold sequences with one new token beside chunks of prompts. It is False for kernels that are
     wrong for such batches."""
+    keeps_images_whole: bool = False
+    """True if no chunk may end inside an image, because its tokens attend to each other in both directions."""
 
     @property
     def source_blocks(self) -> int:

@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.media import within
 from baton_serve.contracts.messages import ErrorCode, TokenLogprobs
 from baton_serve.engine.core.outputs import (
     BatchSize,
@@ -312,6 +313,11 @@ class Scheduler:
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
         length = self._table.checkpoints.cut(sequence, length)
+        if self._table.limits.keeps_images_whole:
+            room = self._table.limits.max_num_batched_tokens - sum([chunk.length for chunk in chunks])
+            length = _around_images(sequence, length, room)
+            if not length:  # the image needs a step of its own, which later sequences must not fill
+                return budget
         # Kernels do not know whether a single token is the end of a prompt or the next one of an answer.
         is_alone = length == 1 and not self._table.limits.mixes_prompts
         if is_alone and chunks:
@@ -421,6 +427,21 @@ class Scheduler:
             table.finish(sequence)
         else:
             sequence.token_ids.append(chosen[sequence.index])
+
+
+def _around_images(sequence: Sequence, length: int, room: int) -> int:
+    """Return the length of a chunk that ends inside no image: shorter, or if it begins with the image, longer.
+
+    Return 0 if the image has more tokens than the `room` that is left in the step.
+    """
+    start = sequence.num_computed_tokens
+    for span in within(sequence.request.work.media, start, start + length):
+        if start + length >= span.end:
+            continue
+        if span.start > start:
+            return span.start - start
+        return span.end - start if span.end - start <= room else 0
+    return length
 
 
 def _report_first(request: Request, now: float, result: StepResult) -> None:

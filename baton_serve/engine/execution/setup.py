@@ -50,17 +50,27 @@ class EngineSetup:
             )
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
+        max_num_seqs = capacity.limit_sequences(config, self.layout, device)
+        self.sources = load_audio(config, model, self.layout.block_tokens, device)
+        """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
+        self.images: PromptImages | None = self.sources
+        if config.reads_images and self.sources is None:
+            self.images = load_images(config, device, model.dtype, max_image_tokens=batched - max_num_seqs)
+        self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
+        """Decodes images; usable from any thread. None: this instance has no vision tower."""
+        keeps_images_whole = self.images is not None and self.images.are_whole
         self.kernels = choose_kernels(config, model, self.layout, device)
         self.limits = SchedulerConfig(
             block_tokens=self.layout.block_tokens,
             max_model_len=model.max_model_len,
-            max_num_seqs=capacity.limit_sequences(config, self.layout, device),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched,
             max_loras=config.max_loras,
             state_blocks=self.layout.state_blocks,
             checkpoint_tokens=-(-CHECKPOINT_TOKENS // self.layout.block_tokens) * self.layout.block_tokens,
             source_tokens=model.source_tokens,
             mixes_prompts=self.kernels.mixes_prompts,
+            keeps_images_whole=keeps_images_whole,
         )
         self.adapters: AdapterStore | None = None
         if config.enable_lora:
@@ -72,20 +82,14 @@ class EngineSetup:
                 slots=_slot_settings(config, device),
                 device=device,
             )
-        self.sources = load_audio(config, model, self.layout.block_tokens, device)
-        """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
-        self.images: PromptImages | None = self.sources
-        if config.reads_images and self.sources is None:
-            self.images = load_images(config, device, model.dtype)
-        self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
-        """Decodes images; usable from any thread. None: this instance has no vision tower."""
         self.forward = choose_forward(
             model,
             self.kernels.attention,
             self.kernels.layers,
             collectives,
             self.adapters,
-            may_call_once=self.kernels.has_decoder,
+            # The C++ of all layers lets no token see a later one.
+            may_call_once=self.kernels.has_decoder and not keeps_images_whole,
         )
         for given in config.adapters_at_start:
             assert self.adapters is not None  # `EngineConfig.check` requires enable_lora here

@@ -31,6 +31,9 @@ class AttentionMetadata:
     max_context_len: int
     has_singles: bool = True
     """True if sequences with exactly one new token may be among longer ones."""
+    seen_ends: Tensor | None = None
+    """int32 [num_tokens]: the position behind the last token that each row sees, for images whose tokens see each other
+    in both directions. It never lies before the row or behind its sequence. None: each row sees itself last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton_serve.contracts.media import within
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.kernels import AttentionMetadata, SlotRows
@@ -121,6 +122,7 @@ class StepArrays:
     """By fingerprint: the rows that an adapter changes; None: all rows."""
     images: Sequence[ImageRows] = ()
     """Embeddings of images; they are on the device already. Only for engines with one rank."""
+    seen_ends: NDArray[np.int32] | None = None  # [num_tokens], as in AttentionMetadata
     batch_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[num_seqs]: the batch slot of each sequence, for recurrent states. Only for engines with one rank."""
     source_tables: NDArray[np.int32] | None = None
@@ -143,6 +145,7 @@ class StepArrays:
             slots=_sent(self.slots, device),
             max_query_len=int(np.diff(self.query_starts).max()),
             max_context_len=int(self.context_lens.max()),
+            seen_ends=None if self.seen_ends is None else _sent(self.seen_ends, device),
         )
         rows = None if self.logit_rows is None else _sent(self.logit_rows, device)
         adapters = [(one, None if where is None else _sent(where, device)) for one, where in self.adapters]
@@ -208,12 +211,25 @@ class InputBuilder:
             pending=_pending(plan, query_starts),
             adapters=_adapter_rows(plan, query_starts),
             images=images,
+            seen_ends=_seen_ends(plan, query_starts, positions) if images and self._limits.keeps_images_whole else None,
             batch_slots=slots_of,
             source_tables=source_tables(plan, self._limits, lengths),
             source_tokens=self._limits.source_tokens,
             sources=sources,
         )
         return BatchInputs(arrays, sample_at, prompt_at)
+
+
+def _seen_ends(
+    plan: ScheduledBatch, query_starts: NDArray[np.int32], positions: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Return the position behind the last token that each row sees: of an image's token, the end of its image."""
+    ends = (positions + 1).astype(np.int32)
+    for chunk, first in zip(plan.chunks, query_starts.tolist(), strict=False):
+        start, end = chunk.start, chunk.start + chunk.length
+        for span in within(chunk.sequence.request.work.media, start, end):
+            ends[first + max(span.start, start) - start : first + min(span.end, end) - start] = span.end
+    return ends
 
 
 def source_tables(

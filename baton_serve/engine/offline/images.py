@@ -88,8 +88,8 @@ def add_images(
         raise ConfigError(f"this model does not accept images here: {SERVED}, with tensor_parallel_size 1")
     pixels = reader.read(dict.fromkeys(prompt.images))
     digests = [digest_of(file) for file in prompt.images]
-    images = [family.parts(width=pixels[name].width, height=pixels[name].height) for name in digests]
     try:
+        images = [family.parts(width=pixels[name].width, height=pixels[name].height) for name in digests]
         written = _written(prompt, token_ids, images, family, tokenizer, add_special_tokens)
         expanded, places = expand_runs(written, images, family.image_token_id)
     except ValueError as exc:

@@ -506,7 +506,7 @@ LLAVA = {
 
 
 def family_of(**config: Any) -> Llava | None:
-    found = image_family(ModelFacts(config={**LLAVA, **config}))
+    found = image_family(ModelFacts(config={**LLAVA, **config}, images={"size": 336}))
     assert found is None or isinstance(found, Llava)
     return found
 

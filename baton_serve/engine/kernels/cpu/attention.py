@@ -1,6 +1,7 @@
 """Call the C++ attention behind `AttentionBackend`: convert tensors to pointers and strides. Nothing is computed here.
 
-Inputs that the library does not support (float64, rows that are not contiguous) go to the plain-torch twin.
+Inputs that the library does not support (float64, rows that are not contiguous, rows that see later ones) go to the
+plain-torch twin.
 """
 
 import ctypes
@@ -46,7 +47,7 @@ class CpuAttention:
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         dtype = DTYPE_CODES.get(query.dtype)
-        if dtype is None or query.stride(2) != 1 or not reads_cache(cache, query.dtype):
+        if dtype is None or meta.seen_ends is not None or query.stride(2) != 1 or not reads_cache(cache, query.dtype):
             return self._twin.attend(query, cache, meta, spec)
         assert meta.block_tables.dtype == torch.int32 and meta.block_tables.stride(1) == 1
         assert meta.query_starts.dtype == torch.int32 and meta.context_lens.dtype == torch.int32

@@ -40,7 +40,8 @@ class ReferenceAttention:
             if end == start + 1:
                 singles.append(s)
             elif end > start:
-                output[start:end] = _prefill(query[start:end], cache, lens[s], tables[s], spec)
+                ends = None if meta.seen_ends is None else meta.seen_ends[start:end]
+                output[start:end] = _prefill(query[start:end], cache, lens[s], tables[s], spec, ends)
         # Sequences with one new token are collected, so that one gather serves all of them.
         if singles:
             rows = torch.tensor(singles, device=query.device)
@@ -70,7 +71,9 @@ def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec
     return (_softmax(scores, sinks) @ values).reshape(num_seqs, num_heads, -1).to(query.dtype)
 
 
-def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec: AttentionSpec) -> Tensor:
+def _prefill(
+    query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec: AttentionSpec, seen_ends: Tensor | None
+) -> Tensor:
     """Attend for the new tokens of one sequence, in slices of rows so that the memory for scores stays bounded."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
@@ -82,15 +85,17 @@ def _prefill(query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec
     for start in range(0, num_rows, step):
         end = min(start + step, num_rows)
         low, high = context_len - num_rows + start, context_len - num_rows + end  # positions of these rows
+        last = high if seen_ends is None else context_len
         first = 0 if spec.sliding_window is None else max(0, low - spec.sliding_window + 1)
         positions = torch.arange(low, high, device=query.device)[:, None]
-        kv_positions = torch.arange(first, high, device=query.device)[None, :]
-        visible = _visible(positions, kv_positions, spec)
-        scores = _capped(folded[:, :, start:end] @ keys[0, :, None, first:high].transpose(2, 3) * spec.scale, spec)
+        kv_positions = torch.arange(first, last, device=query.device)[None, :]
+        ends = None if seen_ends is None else seen_ends[start:end, None]
+        visible = _visible(positions, kv_positions, spec, ends)
+        scores = _capped(folded[:, :, start:end] @ keys[0, :, None, first:last].transpose(2, 3) * spec.scale, spec)
         if spec.alibi is not None:
             scores = scores + spec.alibi.view(num_kv_heads, -1, 1, 1) * (kv_positions - positions)
         weights = _softmax(scores.masked_fill(~visible, float("-inf")), sinks)
-        parts.append(weights @ values[0, :, None, first:high, : spec.value_dim])
+        parts.append(weights @ values[0, :, None, first:last, : spec.value_dim])
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(num_rows, num_heads, -1).to(query.dtype)
 
 
@@ -101,8 +106,8 @@ def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _visible(positions: Tensor, kv_positions: Tensor, spec: AttentionSpec) -> Tensor:
-    visible = kv_positions <= positions
+def _visible(positions: Tensor, kv_positions: Tensor, spec: AttentionSpec, seen_ends: Tensor | None = None) -> Tensor:
+    visible = kv_positions <= positions if seen_ends is None else kv_positions < seen_ends
     if spec.sliding_window is not None:
         visible &= kv_positions > positions - spec.sliding_window
     return visible

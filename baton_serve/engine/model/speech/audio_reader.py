@@ -46,7 +46,7 @@ class HFAudioReader:
 
         Raises `RequestError` for a file that is longer than a window, or not a WAV file with 16-bit samples.
         """
-        return {digest_of(file): DecodedImage(self._read(file), 0, 0) for file in images}
+        return {digest_of(file): DecodedImage({"input_features": self._read(file)}, 0, 0) for file in images}
 
     def silence(self) -> Tensor:
         """Return the features of a window of silence."""

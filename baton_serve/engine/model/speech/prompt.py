@@ -31,6 +31,11 @@ class PromptAudio:
         """Decodes windows of audio; usable from any thread."""
         return self._encoder.reader
 
+    @property
+    def are_whole(self) -> bool:
+        """Return False: no token stands for audio."""
+        return False
+
     def check(self, work: Work, pixels: Pixels) -> None:
         """Check that the window of a request was sent with it. Raises `RequestError`."""
         if any(span.digest not in pixels for span in work.media):
@@ -39,7 +44,7 @@ class PromptAudio:
     def give(self, request: Request, pixels: Pixels) -> None:
         """Attach a window to a request. It is kept until the request ends: its blocks may be evicted meanwhile."""
         request.has_images = True
-        self._windows[request] = pixels[request.work.media[0].digest].pixels
+        self._windows[request] = pixels[request.work.media[0].digest].inputs["input_features"]
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return an empty list: no token stands for audio."""

@@ -18,10 +18,13 @@ __all__ = ["load_images"]
 logger = logging.getLogger(__name__)
 
 
-def load_images(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> PromptImages | None:
+def load_images(
+    config: EngineConfig, target: torch.device, dtype: torch.dtype, *, max_image_tokens: int
+) -> PromptImages | None:
     """Load the vision tower. Return None if the model has none, or if several ranks compute it.
 
-    Raises `ModelError` or `ConfigError`.
+    `max_image_tokens` is the room of a step for an image that one step must compute. Raises `ModelError` or
+    `ConfigError`.
     """
     if family_of(model_folder(config.model)) is not None and config.tensor_parallel_size > 1:
         logger.warning("images need an instance with tensor_parallel_size 1: this one accepts text only")
@@ -32,4 +35,4 @@ def load_images(config: EngineConfig, target: torch.device, dtype: torch.dtype) 
     from baton_serve.engine.model.vision.tower import load_tower
 
     tower = load_tower(config, target, dtype)
-    return None if tower is None else Images(tower)
+    return None if tower is None else Images(tower, max_image_tokens)

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import end_of
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.vision import num_embeddings
+from baton_serve.contracts.vision import UnfitImageError, num_embeddings
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
@@ -35,8 +35,10 @@ The root separates tenants; otherwise one could find out by timing whether anoth
 class VisionPromptImages:
     """Encodes images for steps. Engine thread only; owns the embeddings on the device."""
 
-    def __init__(self, tower: VisionTower, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(self, tower: VisionTower, max_image_tokens: int, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+        """`max_image_tokens` is the room for an image in a step, for images that must be computed in one."""
         self._tower = tower
+        self._max_image_tokens = max_image_tokens
         self._kept = FeatureCache(max_kept_bytes)
         self._images: WeakKeyDictionary[Request, _Images] = WeakKeyDictionary()
 
@@ -44,6 +46,11 @@ class VisionPromptImages:
     def reader(self) -> HFImageReader:
         """Decodes image files; usable from any thread."""
         return self._tower.reader
+
+    @property
+    def are_whole(self) -> bool:
+        """Return whether each image must be computed in one step."""
+        return self._tower.family.attends_both_ways
 
     def check(self, work: Work, pixels: Pixels) -> None:
         """Check that all images were sent and that their placeholder tokens are in the prompt.
@@ -55,7 +62,10 @@ class VisionPromptImages:
             picture = pixels.get(span.digest)
             if picture is None:
                 raise RequestError("invalid", "an image of the prompt was not sent with the request")
-            count = num_embeddings(family.parts(width=picture.width, height=picture.height))
+            try:
+                count = num_embeddings(family.parts(width=picture.width, height=picture.height))
+            except UnfitImageError as exc:
+                raise RequestError("invalid", str(exc)) from exc
             tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]
             ends = {tokens[0], tokens[-1]} if tokens else set()
             # Rows of some families end with other tokens, but the first and the last are the image's.
@@ -63,6 +73,12 @@ class VisionPromptImages:
             if span.start < at or not is_image:
                 raise RequestError("invalid", "the placeholder tokens of an image are not at its place in the prompt")
             at = span.end
+            if self.are_whole and span.length > self._max_image_tokens:
+                raise RequestError(
+                    "invalid",
+                    f"an image has {span.length} tokens, which one step must compute beside one token of each sequence:"
+                    " raise max_num_batched_tokens",
+                )
 
     def give(self, request: Request, pixels: Pixels) -> None:
         """Attach images to a request. They are kept until it ends: a preempted prompt is computed again."""

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import ImageFamily, num_embeddings
+from baton_serve.contracts.vision import ImageFamily, UnfitImageError, num_embeddings
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.vision.decoder import family_of
@@ -32,8 +32,8 @@ _TRIED = ((64, 48), (48, 640), (1000, 900))
 """Widths and heights of images that are encoded at the start: small, tall, and large enough for several tiles."""
 _STATED = ("vision_feature_layer", "vision_feature_select_strategy")
 """Arguments of towers whose values are in the model's config."""
-_DECODERS = ("language_model.", "text_model.")
-"""Names of the decoder's part of a model."""
+_DECODERS = ("language_model.", "text_model.", "lm_head.")
+"""Names of the decoder's parts of a model."""
 
 
 class VisionTower:
@@ -83,6 +83,8 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     import transformers
 
     kind = transformers.MODEL_MAPPING[type(hf_config)]
+    if not kind.base_model_prefix:  # then it does not find its weights in the files of the whole model
+        kind = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(hf_config)]
     # transformers builds tower and decoder together. Without layers the decoder is only its embeddings, which are freed
     # at the end.
     alone = copy.deepcopy(hf_config)
@@ -106,9 +108,12 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
     lacking = (*report["missing_keys"], *map(str, report["mismatched_keys"]))
+    lacking = tuple(name.removeprefix("model.") for name in lacking)
     # The decoder's weights are missing on purpose.
     if missing := [name for name in lacking if not name.startswith(_DECODERS)]:
         raise ModelError(f"{folder} lacks {len(missing)} weights of its vision tower, such as {sorted(missing)[0]}")
+    if hasattr(module, "lm_head"):
+        module = cast(Any, module).model
     for name in _DECODERS:
         if hasattr(module, name.rstrip(".")):
             setattr(module, name.rstrip("."), None)
@@ -135,8 +140,10 @@ def _try(tower: VisionTower, folder: Path) -> None:
     """
     for width, height in _TRIED:
         try:
-            found = len(tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150)))))
             wanted = num_embeddings(tower.family.parts(width=width, height=height))
+            found = len(tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150)))))
+        except UnfitImageError:
+            continue
         except LOAD_ERRORS as exc:
             reason = first_line(exc)
             raise ModelError(f"the image processor in {folder} does not fit its vision tower: {reason}") from exc

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from baton_serve.contracts.media import MediaSpan
-from baton_serve.contracts.vision import ImageFamily, Parts, expand_runs, write_parts
+from baton_serve.contracts.vision import ImageFamily, Parts, UnfitImageError, expand_runs, write_parts
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, ContentPart
@@ -70,8 +70,14 @@ class ImagePlaces:
         return [self._family.least] * self._num_images
 
     def parts_of(self, files: Sequence[ImageFile]) -> list[Parts]:
-        """Return what the images become, in the order of the prompt."""
-        return [self._family.parts(width=file.width, height=file.height) for file in files]
+        """Return what the images become, in the order of the prompt.
+
+        Raises `BadRequestError` for an image that the model cannot read.
+        """
+        try:
+            return [self._family.parts(width=file.width, height=file.height) for file in files]
+        except UnfitImageError as exc:
+            raise image_error(str(exc)) from exc
 
     def written(self, images: Sequence[Parts]) -> str:
         """Return the text with the texts of its images, in which a run of image tokens is one token.

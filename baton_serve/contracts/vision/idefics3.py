@@ -1,0 +1,114 @@
+"""Idefics3 and SmolVLM. Large images become labelled tiles in rows, and an overview."""
+
+from math import ceil
+
+import msgspec
+
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily, Parts
+
+_MAX_EDGE = 4096
+"""Longest side in pixels to which images are scaled, whatever the settings say."""
+
+
+class Idefics3Images(ImageFamily, frozen=True):
+    """A fixed number of tokens for each tile of `tile` pixels; the longer side of images becomes `longest_edge`."""
+
+    tokens_per_tile: int
+    tile: int
+    longest_edge: int
+    splits: bool
+    around: str
+    overview: str
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether images are not cut into tiles."""
+        return not self.splits
+
+    @property
+    def least(self) -> Parts:
+        """Return the parts of an image without tiles."""
+        return (f"{self.around}{self.overview}", self.tokens_per_tile, self.around)
+
+    def parts(self, *, width: int, height: int) -> Parts:
+        """Return the parts of an image of this size."""
+        rows, columns = self._grid(width, height)
+        if not self.splits or (rows, columns) == (1, 1):
+            return self.least
+        found: list[str | int] = []
+        line = ""
+        for row in range(rows):
+            for column in range(columns):
+                found += [f"{line}{self.around}<row_{row + 1}_col_{column + 1}>", self.tokens_per_tile]
+                line = ""
+            line = "\n"
+        return [*found, f"\n\n{self.around}{self.overview}", self.tokens_per_tile, self.around]
+
+    def _grid(self, width: int, height: int) -> tuple[int, int]:
+        """Return how many rows and columns of tiles an image of this size becomes."""
+        long_edge = min(self.longest_edge, _MAX_EDGE)
+        width, height = _scaled(width, height, self.longest_edge)
+        if max(width, height) > _MAX_EDGE:
+            ratio = width / height
+            width, height = (long_edge, int(long_edge / ratio)) if ratio >= 1 else (int(long_edge * ratio), long_edge)
+        ratio = width / height
+        # The longer side becomes whole tiles first, and the shorter one follows it.
+        if width >= height:
+            wide = ceil(width / self.tile) * self.tile
+            tall = ceil(int(wide / ratio) / self.tile) * self.tile
+        else:
+            tall = ceil(height / self.tile) * self.tile
+            wide = ceil(int(tall * ratio) / self.tile) * self.tile
+        return max(tall // self.tile, 1), max(wide // self.tile, 1)
+
+
+def _scaled(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Scale the longer side to `longest` pixels, and the shorter one to an even number."""
+    ratio = width / height
+    if width >= height:
+        short = int(longest / ratio)
+        return longest, max(short + short % 2, 1)
+    short = int(longest * ratio)
+    return max(short + short % 2, 1), longest
+
+
+class _Tower(msgspec.Struct, frozen=True):
+    image_size: int = 224
+    patch_size: int = 32
+
+
+class _Config(msgspec.Struct, frozen=True):
+    vision_config: _Tower
+    image_token_id: int = 128257
+    scale_factor: int = 2
+
+
+class _Edge(msgspec.Struct, frozen=True):
+    longest_edge: int
+
+
+class _Images(msgspec.Struct, frozen=True):
+    size: _Edge = _Edge(4 * 364)
+    max_image_size: _Edge = _Edge(364)
+    do_image_splitting: bool = True
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    fake_image_token: str = "<fake_token_around_image>"
+    global_image_token: str = "<global-img>"
+
+
+def family(facts: ModelFacts) -> ImageFamily:
+    """Return the family of a model."""
+    known, images = msgspec.convert(facts.config, _Config), msgspec.convert(facts.images, _Images)
+    tower, tokens = known.vision_config, msgspec.convert(facts.tokenizer, _Tokens)
+    return Idefics3Images(
+        image_token_id=known.image_token_id,
+        tokens_per_tile=int((tower.image_size // tower.patch_size) ** 2 / known.scale_factor**2),
+        tile=images.max_image_size.longest_edge,
+        longest_edge=images.size.longest_edge,
+        splits=images.do_image_splitting,
+        around=tokens.fake_image_token,
+        overview=tokens.global_image_token,
+    )

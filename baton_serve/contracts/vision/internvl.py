@@ -1,0 +1,53 @@
+"""InternVL 2.5 to 3.5 in transformers' form, and models with the same tiles. A tile is a fixed number of tokens."""
+
+import msgspec
+
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.tiles import TileRules, tile_rules
+
+
+class InternVLImages(ImageFamily, frozen=True):
+    """The tokens of all tiles in a row, between two marks."""
+
+    tiles: TileRules
+    tokens_per_tile: int
+    start: str
+    end: str
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether images are not cut into tiles."""
+        return not self.tiles.cuts
+
+    @property
+    def least(self) -> Parts:
+        """Return the parts of an image of one tile."""
+        return (self.start, self.tokens_per_tile, self.end)
+
+    def parts(self, *, width: int, height: int) -> Parts:
+        """Return the parts of an image of this size."""
+        return (self.start, self.tokens_per_tile * self.tiles.count(width=width, height=height), self.end)
+
+
+class _Config(msgspec.Struct, frozen=True):
+    image_token_id: int = 151667
+    image_seq_length: int = 256
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    start_image_token: str = "<img>"
+    end_image_token: str = "</img>"
+
+
+def family(facts: ModelFacts) -> ImageFamily:
+    """Return the family of a model."""
+    known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
+    return InternVLImages(
+        image_token_id=known.image_token_id,
+        processor_settings={"crop_to_patches": True},
+        tiles=tile_rules(facts, cuts=True),
+        tokens_per_tile=known.image_seq_length,
+        start=tokens.start_image_token,
+        end=tokens.end_image_token,
+    )

@@ -1,0 +1,72 @@
+"""LLaVA-OneVision. As LLaVA-NeXT, but the tokens of many tiles are reduced to a bounded number."""
+
+from math import sqrt
+
+import msgspec
+
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.llava import Size, best_fit, unpadded
+
+
+class OneVisionImages(ImageFamily, frozen=True):
+    """An overview of `side` x `side` tokens, and tiles of which at most `max_tiles` times as many tokens stay.
+
+    transformers reads several images of one message without tiles if they are given as a nested list. Here, as in
+    vLLM, each image is read by itself, so that what it becomes does not depend on the others.
+    """
+
+    grid: list[Size]
+    tile: int
+    side: int
+    max_tiles: int
+    num_dropped: int = 0
+
+    @property
+    def least(self) -> Parts:
+        """Return the overview alone."""
+        return (self.side**2 - self.num_dropped,)
+
+    def parts(self, *, width: int, height: int) -> Parts:
+        """Return the number of tokens of an image of this size."""
+        tall, wide = best_fit(self.grid, height, width)
+        rows, columns = unpadded(
+            self.side * (tall // self.tile), self.side * (wide // self.tile), width=width, height=height
+        )
+        ratio = sqrt(rows * columns / (self.max_tiles * self.side**2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return (self.side**2 + rows * columns + rows - self.num_dropped,)
+
+
+class _Tower(msgspec.Struct, frozen=True):
+    image_size: int = 384
+    patch_size: int = 14
+
+
+class _Config(msgspec.Struct, frozen=True):
+    vision_config: _Tower = _Tower()
+    image_token_id: int | None = None
+    image_token_index: int = 151646
+    image_grid_pinpoints: list[Size] | None = None
+    vision_aspect_ratio: str = "anyres_max_9"
+    vision_feature_select_strategy: str = "full"
+
+
+class _Images(msgspec.Struct, frozen=True):
+    image_grid_pinpoints: list[Size] | None = None
+
+
+def family(facts: ModelFacts) -> ImageFamily:
+    """Return the family of a model."""
+    known = msgspec.convert(facts.config, _Config)
+    edges = range(384, 2304 + 1, 384)
+    stated = known.image_grid_pinpoints or msgspec.convert(facts.images, _Images).image_grid_pinpoints
+    return OneVisionImages(
+        image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,
+        grid=stated or [(tall, wide) for tall in edges for wide in edges],
+        tile=known.vision_config.image_size,
+        side=known.vision_config.image_size // known.vision_config.patch_size,
+        max_tiles=int(known.vision_aspect_ratio.removeprefix("anyres_max_")),
+        num_dropped=int(known.vision_feature_select_strategy == "default"),
+    )

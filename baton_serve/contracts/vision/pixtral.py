@@ -1,0 +1,87 @@
+"""Pixtral's tower: Pixtral, Mistral Small 3, LightOnOCR. An image keeps its shape and becomes rows of tokens."""
+
+from math import floor
+
+import msgspec
+
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily, Parts, UnfitImageError
+
+
+class PixtralImages(ImageFamily, frozen=True):
+    """A token for each square of `side` pixels, and marks behind the rows unless they are empty.
+
+    The sides of images become multiples of `patch` pixels.
+    """
+
+    side: int
+    patch: int
+    longest_edge: int
+    least_tokens: int = 1
+    row_end: str = "[IMG_BREAK]"
+    image_end: str = "[IMG_END]"
+
+    @property
+    def least(self) -> Parts:
+        """Return the parts of the smallest image."""
+        return (self.least_tokens, self.image_end) if self.image_end else (self.least_tokens,)
+
+    def parts(self, *, width: int, height: int) -> Parts:
+        """Return the rows of an image of this size."""
+        ratio = max(height / self.longest_edge, width / self.longest_edge)
+        if ratio > 1:
+            height, width = floor(height / ratio), floor(width / ratio)
+        rows, columns = (-(-pixels // self.patch) * self.patch // self.side for pixels in (height, width))
+        if rows * columns < self.least_tokens:
+            raise UnfitImageError(f"an image of {width} x {height} pixels is too small for this model")
+        if not self.row_end:
+            return (rows * columns,)
+        marks = [self.row_end] * (rows - 1) + [self.image_end]
+        return [part for mark in marks for part in (columns, mark)]
+
+
+class _Tower(msgspec.Struct, frozen=True):
+    patch_size: int = 16
+
+
+class _Config(msgspec.Struct, frozen=True):
+    model_type: str
+    vision_config: _Tower
+    image_token_id: int | None = None
+    image_token_index: int | None = None
+    spatial_merge_size: int = 2
+
+
+class _Images(msgspec.Struct, frozen=True):
+    size: dict[str, int] | None = None
+    patch_size: int | dict[str, int] = 16
+
+
+class _Processor(msgspec.Struct, frozen=True):
+    image_break_token: str = "[IMG_BREAK]"
+    image_end_token: str = "[IMG_END]"
+
+
+def family(facts: ModelFacts) -> ImageFamily:
+    """Return the family of a model. Only LLaVA does not join neighbouring patches."""
+    known = msgspec.convert(facts.config, _Config)
+    images = msgspec.convert(facts.images, _Images)
+    size = images.size or {"longest_edge": 1024}
+    marks = msgspec.convert(facts.processor, _Processor)
+    merged = 1 if known.model_type == "llava" else known.spatial_merge_size
+    has_marks = known.model_type != "lighton_ocr"
+    token_id = known.image_token_index if known.image_token_id is None else known.image_token_id
+    side = patch = known.vision_config.patch_size * merged
+    if not has_marks:  # its processor of texts does not change that of images
+        patch = images.patch_size if isinstance(images.patch_size, int) else max(images.patch_size.values())
+    return PixtralImages(
+        image_token_id=10 if token_id is None else token_id,
+        processor_settings={"patch_size": patch},
+        side=side,
+        patch=patch,
+        # transformers loses the shape of a single token in Mistral 3's projector.
+        least_tokens=2 if known.model_type == "mistral3" else 1,
+        longest_edge=size.get("longest_edge") or max(size.values()),
+        row_end=marks.image_break_token if has_marks else "",
+        image_end=marks.image_end_token if has_marks else "",
+    )

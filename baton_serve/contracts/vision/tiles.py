@@ -1,0 +1,75 @@
+"""Tiles as InternVL cuts them: the arrangement whose shape is closest to that of the image, and an overview."""
+
+from functools import lru_cache
+
+import msgspec
+
+from baton_serve.contracts.vision.facts import ModelFacts
+
+
+class TileRules(msgspec.Struct, frozen=True):
+    """How an image processor cuts images into tiles of `height` x `width` pixels, at most `max_tiles`."""
+
+    height: int
+    width: int
+    min_tiles: int = 1
+    max_tiles: int = 12
+    cuts: bool = True
+
+    def count(self, *, width: int, height: int) -> int:
+        """Return how many tiles an image becomes, with its overview if there are several."""
+        if not self.cuts or self.max_tiles <= 1:
+            return 1
+        columns, rows = closest_grid(self, width, height)
+        return columns * rows + (columns * rows > 1)
+
+
+class _TileSize(msgspec.Struct, frozen=True):
+    height: int = 384
+    width: int = 384
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    size: _TileSize = _TileSize()
+    crop_to_patches: bool | None = None
+    min_patches: int = 1
+    max_patches: int = 12
+
+
+def tile_rules(facts: ModelFacts, *, cuts: bool | None = None) -> TileRules:
+    """Return the rules of an image processor. `cuts` is the whole processor's setting, which comes first."""
+    known = msgspec.convert(facts.images, _Settings)
+    return TileRules(
+        height=known.size.height,
+        width=known.size.width,
+        min_tiles=known.min_patches,
+        max_tiles=known.max_patches,
+        cuts=cuts if cuts is not None else bool(known.crop_to_patches),
+    )
+
+
+@lru_cache(maxsize=1024)
+def closest_grid(rules: TileRules, width: int, height: int) -> tuple[int, int]:
+    """Return the columns and rows of the arrangement whose ratio of sides is closest to the image's.
+
+    Of equally close ones the later with more tiles counts, as long as the tiles have less than twice as many pixels as
+    the image. Same as transformers' `get_optimal_tiled_canvas`.
+    """
+    best, best_difference = (1, 1), float("inf")
+    for grid in _grids(rules.min_tiles, rules.max_tiles):
+        columns, rows = grid
+        difference = abs(width / height - columns / rows)
+        is_as_close = difference == best_difference
+        if difference < best_difference or (
+            is_as_close and width * height > 0.5 * rules.height * rules.width * columns * rows
+        ):
+            best, best_difference = grid, difference
+    return best
+
+
+@lru_cache(maxsize=64)
+def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Return all arrangements of `least` to `most` tiles as columns and rows, fewer tiles first."""
+    sizes = range(1, most + 1)
+    found = [(columns, rows) for columns in sizes for rows in sizes if least <= columns * rows <= most]
+    return tuple(sorted(found, key=lambda grid: grid[0] * grid[1]))
