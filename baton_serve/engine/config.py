@@ -214,13 +214,6 @@ class EngineConfig:
 
     def _check_rounding(self) -> None:
         """Check the settings that round weights. Raises `ConfigError`."""
-        # Rounding chooses a scale for each group of a whole row. Ranks hold parts of rows, so they would choose other
-        # scales.
-        if self.rounding is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"quantization ({self.rounding}) rounds whole weights, and tensor_parallel_size"
-                f" ({self.tensor_parallel_size}) splits them: use one of the two"
-            )
         # Reading the options checks them.
         _ = self.loader
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):

@@ -133,5 +133,3 @@ def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedModelError, match=r"pip install 'baton-serve\[gguf\]'"):
         gguf_file(EngineConfig(model=str(folder), load_format="gguf"))
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        gguf_file(EngineConfig(model=str(folder), load_format="gguf", tensor_parallel_size=2))

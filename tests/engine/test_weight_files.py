@@ -36,7 +36,7 @@ def test_all_parameters_are_those_that_transformers_loads(
     pieces = tensor_copies(made, map_tensors(folder))
     assert pieces is not None
     reported: list[float] = []
-    fill(pieces, CPU, reported.append)
+    fill(list(pieces.values()), CPU, reported.append)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
     found = made.state_dict()
     assert expected.keys() == found.keys()

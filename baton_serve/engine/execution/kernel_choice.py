@@ -37,8 +37,8 @@ def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShap
     get_text_config = getattr(stated, "get_text_config", None)
     # Configs of this project's own loader have no parts.
     text = stated if get_text_config is None else get_text_config()
-    whole = getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None)
-    num_heads = whole // num_ranks if isinstance(whole, int) else 0
+    stated_heads = getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None)
+    num_heads = stated_heads // num_ranks if isinstance(stated_heads, int) else 0
 
     def shapes(kv: KVShape) -> ProofShapes:
         specs = [spec for spec, own in zip(model.specs, model.kv_shapes, strict=True) if own == kv]

@@ -43,6 +43,7 @@ class EngineSetup:
         defaults = devices.defaults(device)
         self.layout = _layout(config, model, config.block_size or defaults.block_tokens)
         self.states = model.states
+        self.kv_heads = model.kv_heads
         if model.states and config.tensor_parallel_size > 1:
             raise ConfigError(
                 f"{model.name} has recurrent states (linear attention or a state space), which cannot be divided over"
@@ -105,7 +106,7 @@ def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLa
     layout = KVLayout(
         fingerprint=model.fingerprint,
         num_layers=len(model.kv_shapes),
-        num_kv_heads=first.num_kv_heads * config.tensor_parallel_size,
+        num_kv_heads=model.kv_heads[0].total,
         block_tokens=block_tokens,
         head_dim=first.head_dim,
         dtype=_kv_dtype(config, model),

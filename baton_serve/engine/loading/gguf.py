@@ -271,10 +271,6 @@ def _numbers(tensor: GgufTensor, restore: Restore) -> Tensor:
 
 def _check(config: EngineConfig) -> None:
     """Raise `ConfigError` or `UnsupportedModelError` if GGUF files cannot be used with these settings."""
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            "tensor_parallel_size: GGUF files need one device; set it to 1, or convert the model to safetensors"
-        )
     # Optional, because most installs serve safetensors only.
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError(

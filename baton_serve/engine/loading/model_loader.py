@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device
-from baton_serve.engine.collectives.shard import UNSHARDED, Shard, check_shardable
+from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
@@ -26,7 +26,7 @@ from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.refusals import refuse_type
-from baton_serve.engine.loading.shard_weights import load_shard, make_dummy_shard
+from baton_serve.engine.loading.shard_weights import draw_parts, load_parts
 from baton_serve.engine.loading.text_decoders import known_decoder
 from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
 from baton_serve.engine.model import paged_attention as attention
@@ -35,7 +35,9 @@ from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_att
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.lora.checkpoint import target_modules
 from baton_serve.engine.model.quantized.formats import scheme
-from baton_serve.engine.model.quantized.online import QuantizationPlan
+from baton_serve.engine.model.quantized.online import QuantizationPlan, tied_embedding
+from baton_serve.engine.model.quantized.parts import split_module
+from baton_serve.engine.model.rank_parts import RankParts, narrow, split
 from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
@@ -65,7 +67,6 @@ def load_model(
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     text_config = hf_config.get_text_config()
     refuse_unsupported(name, text_config)
-    check_shardable(name, text_config, shard.size)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     max_model_len = max_model_len_of(config, text_config)
     # The attention function must be known before a model that uses it is built.
@@ -73,22 +74,30 @@ def load_model(
     progress("loading weights", 0.0)
     form = _stored_format(config, hf_config, is_gguf=gguf is not None)
     plan = None if form is not None or config.quantization == "gguf" else _quantization_plan(config)
-    # Ranks load plain or random weights only: `check_shardable` and the settings have rejected the rest.
-    if not shard.is_whole and config.load_format == "dummy":
-        module = make_dummy_shard(hf_config, config, dtype, target, shard)
-    elif not shard.is_whole:
-        module = load_shard(hf_config, config, dtype, target, shard, progress)
-    elif gguf is not None:
-        module = _load_gguf(gguf, hf_config, config, plan, dtype, target)
+    is_rounded = form is not None or plan is not None or gguf is not None
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    # A quantized head that is the embedding too is looked up by all its rows.
+    keeps_head = is_rounded and tied_embedding(skeleton) is not None
+    if cross_port(hf_config) is not None and not shard.is_whole:
+        raise ConfigError(
+            f"tensor_parallel_size is {shard.size}, but {name} has cross-attention, which cannot be split over devices;"
+            " the largest number that works is 1"
+        )
+    parts = split(skeleton, name, shard, has_groups=is_rounded, keeps_head=keeps_head)
+    if gguf is not None:
+        module = _load_gguf(gguf, hf_config, config, plan, dtype, target, parts)
     elif form is not None and config.load_format != "dummy":
-        module = _load_stored(folder, hf_config, config, form, dtype, target)
+        module = _load_stored(folder, hf_config, config, form, dtype, target, parts)
     elif plan is not None:
-        module = _load_quantized(folder, hf_config, config, plan, dtype, target)
+        module = _load_quantized(folder, hf_config, config, plan, dtype, target, parts)
+    elif not shard.is_whole:
+        module = _load_parts(folder, hf_config, config, dtype, target, parts, progress)
     elif config.load_format == "dummy":
         module = _make_dummy(hf_config, config, dtype, target)
     else:
         module = _load_whole(folder, hf_config, config, dtype, target, progress)
     module.eval().requires_grad_(False)
+    narrow(module, parts)
     # Modules look up the attention function by this name; models of OWN_ATTENTION were built as `eager`.
     cast(Any, module).config._attn_implementation = attention.NAME
     adapt_attention(module)
@@ -97,16 +106,6 @@ def load_model(
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
     layers = _probe(module, name, hf_config, target, progress)
-    if config.load_format == "dummy":
-        # Ranks draw random weights of their own shapes, so another number of ranks makes another model.
-        drawn = variant if shard.is_whole else f"{variant}|{shard.size} ranks"
-        fingerprint = dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
-    else:
-        fingerprint = weights_fingerprint(
-            folder,
-            variant,
-            gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format, config.loader.pattern),
-        )
     return LoadedModel(
         module=module,
         name=name,
@@ -116,13 +115,25 @@ def load_model(
         kv_shapes=layers.kv_shapes,
         specs=layers.specs,
         eos_token_ids=_eos_token_ids(module, text_config),
-        fingerprint=fingerprint,
-        is_whole=shard.is_whole,
+        fingerprint=_fingerprint(folder, config, variant, gguf, target, parts),
+        parts=parts,
         kv_layers=layers.kv_layers,
         shared_layers=layers.shared_layers,
         states=layers.states,
         source_tokens=layers.source_tokens,
     )
+
+
+def _fingerprint(
+    folder: Path, config: EngineConfig, variant: str, gguf: Path | None, target: torch.device, parts: RankParts
+) -> str:
+    """Return the hash of everything that changes the KV. `variant` describes what is changed while loading."""
+    if config.load_format != "dummy":
+        files = weight_files(folder, config.load_format, config.loader.pattern) if gguf is None else gguf_parts(gguf)
+        return weights_fingerprint(folder, variant, files)
+    # Ranks draw other random weights than a single one does.
+    drawn = variant if parts.is_whole else f"{variant}|{parts.shard.size} ranks"
+    return dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
 
 
 def _probe(
@@ -210,6 +221,7 @@ def _load_stored(
     form: CheckpointFormat,
     dtype: torch.dtype,
     target: torch.device,
+    parts: RankParts,
 ) -> nn.Module:
     """Load quantized weights as they are stored. If transformers has to convert the rest, go through floats."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
@@ -217,12 +229,12 @@ def _load_stored(
         model = stored.sort_tensors(_open_checkpoint(folder, config, files), form)
         if not model.layers:
             raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights has this format")
-        if stored.fill_stored(skeleton, model, target, dtype):
+        if stored.fill_stored(skeleton, model, target, dtype, parts):
             _read_generation_config(skeleton, folder)
             return skeleton.to(target)
         # transformers converts floats only. The layers that stay linear get their codes back afterwards.
         whole = _load_weights(folder, hf_config, config, dtype, stored.numbers(model, dtype))
-        stored.requantize(whole, model, target, dtype)
+        stored.requantize(whole, model, target, dtype, parts)
         _read_generation_config(whole, folder)
         return whole.to(target)
 
@@ -234,6 +246,7 @@ def _load_quantized(
     plan: QuantizationPlan,
     dtype: torch.dtype,
     target: torch.device,
+    parts: RankParts,
 ) -> nn.Module:
     """Load a model and round its weights.
 
@@ -249,14 +262,14 @@ def _load_quantized(
         else:
             tensors = _open_checkpoint(folder, config, files)
         if loading.fits(skeleton, tensors):
-            module = loading.fill(skeleton, tensors, plan, target, dtype).to(target)
+            module = loading.fill(skeleton, tensors, plan, target, dtype, parts).to(target)
             _read_generation_config(module, folder)
             return module
     if config.load_format == "dummy":
         whole = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
     else:
         whole = _load_weights(folder, hf_config, config, dtype)
-    return loading.round_loaded(whole, plan, target, dtype)
+    return loading.round_loaded(whole, plan, target, dtype, parts)
 
 
 def _load_gguf(
@@ -266,22 +279,26 @@ def _load_gguf(
     plan: QuantizationPlan | None,
     dtype: torch.dtype,
     target: torch.device,
+    parts: RankParts,
 ) -> nn.Module:
     """Load the weights of a GGUF file: with their codes, rounded by `plan`, or as floats."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     kept = gguf_layers(file, skeleton, keep_codes=plan is None)
-    if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype):
+    if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype, parts):
         _read_generation_config(skeleton, file.parent)
         return skeleton.to(target)
     if kept is not None and plan is not None and loading.fits(skeleton, kept.plain):
-        module = loading.fill(skeleton, kept.plain, plan, target, dtype).to(target)
+        module = loading.fill(skeleton, kept.plain, plan, target, dtype, parts).to(target)
         _read_generation_config(module, file.parent)
         return module
     # `fill_stored` may have changed the skeleton.
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     whole = _load_weights(file.parent, hf_config, config, dtype, gguf_tensors(file, skeleton, dtype))
     _read_generation_config(whole, file.parent)
-    return whole.to(target) if plan is None else loading.round_loaded(whole, plan, target, dtype)
+    if plan is not None:
+        return loading.round_loaded(whole, plan, target, dtype, parts)
+    split_module(whole, parts)
+    return whole.to(target)
 
 
 def _open_checkpoint(folder: Path, config: EngineConfig, files: ExitStack) -> loading.Tensors:
@@ -346,11 +363,48 @@ def _load_whole(
         if pieces is None:
             del module  # free the device's memory before the second attempt
             return _load_weights(folder, hf_config, config, dtype).to(target)
-        fill(pieces, target, lambda fraction: progress("loading weights", fraction), config.loader.copy_threads)
+        fill(
+            list(pieces.values()),
+            target,
+            lambda fraction: progress("loading weights", fraction),
+            config.loader.copy_threads,
+        )
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
     _read_generation_config(module, folder)
     return module
+
+
+def _load_parts(
+    folder: Path,
+    hf_config: HfConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    target: torch.device,
+    parts: RankParts,
+    progress: LoadProgress,
+) -> nn.Module:
+    """Load a rank's part of a model whose weights are not quantized, or draw it at random. Raises `ModelError`.
+
+    If transformers has to convert the files, each rank converts the whole model in host memory.
+    """
+    with no_init_weights():  # memory that is never written is never taken
+        module = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
+    cast(Any, module).tie_weights()
+    if config.load_format == "dummy":
+        std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
+        draw_parts(module, parts, target, dtype, config.seed, std)
+        return module.to(target)
+    try:
+        files = map_tensors(folder, config.load_format, config.loader.pattern)
+        threads = config.loader.copy_threads
+        if not load_parts(module, files, parts, target, lambda done: progress("loading weights", done), threads):
+            module = _load_weights(folder, hf_config, config, dtype)
+            split_module(module, parts)
+    except LOAD_ERRORS as exc:
+        raise weights_error(folder, exc) from exc
+    _read_generation_config(module, folder)
+    return module.to(target)
 
 
 def _load_weights(

@@ -1,118 +1,92 @@
-"""Loads a rank's part of a checkpoint. Of each stored tensor only this rank's slice is read."""
+"""Loads a rank's part of a model whose weights are not quantized. Of each stored tensor only this part is read."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.initialization import no_init_weights
 
-from baton_serve.engine.collectives.shard import Shard, shard_config, shards_head, tensor_slice
-from baton_serve.engine.config import EngineConfig
-from baton_serve.engine.errors import ModelError
-from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
-from baton_serve.engine.model import paged_attention as attention
-from baton_serve.engine.model.loaded_model import LoadProgress
-from baton_serve.engine.model_folder import LOAD_ERRORS, HfConfig, first_line, weights_error
+from baton_serve.engine.loading.quantization.loading import random_tensors
+from baton_serve.engine.loading.weight_files import TensorCopy, fill, tensor_copies
+from baton_serve.engine.model.quantized.parts import set_part
+from baton_serve.engine.model.rank_parts import RankParts
+
+Progress = Callable[[float], None]
+"""Called with the finished fraction."""
 
 
-def load_shard(
-    hf_config: HfConfig,
-    config: EngineConfig,
-    dtype: torch.dtype,
+def load_parts(
+    module: nn.Module,
+    stored: dict[str, Tensor],
+    parts: RankParts,
     target: torch.device,
-    shard: Shard,
-    progress: LoadProgress,
-) -> nn.Module:
-    """Load a module of the shard's shape on `target`. Raises `ModelError`."""
-    folder = Path(config.model)
-    with no_init_weights():  # random numbers would be overwritten immediately
-        module = _build(hf_config, config, dtype, target, shard)
-    cast(Any, module).tie_weights()
-    _cut_head(module, shard)
-    try:
-        pieces = _pieces(module, map_tensors(folder, config.load_format, config.loader.pattern), folder, shard)
-        fill(pieces, target, lambda fraction: progress("loading weights", fraction), config.loader.copy_threads)
-    except LOAD_ERRORS as exc:
-        raise weights_error(folder, exc) from exc
-    if (folder / "generation_config.json").is_file():
-        cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return module
+    progress: Progress,
+    num_threads: int | None,
+) -> bool:
+    """Give a module on the host, whose weights are not initialized, this rank's part of the stored weights.
 
-
-def make_dummy_shard(
-    hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device, shard: Shard
-) -> nn.Module:
-    """Build a shard with random weights. All ranks draw the same numbers.
-
-    So weights that every rank holds are equal, as they must be. The divided weights are equal too, which does not
-    matter.
+    They are on `target`. Return False, with nothing done, if transformers has to convert them.
     """
-    torch.manual_seed(config.seed)
-    module = _build(hf_config, config, dtype, target, shard)
-    _cut_head(module, shard)
-    return module
-
-
-def _build(
-    hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device, shard: Shard
-) -> nn.Module:
-    """Build a module of the shard's shape. Raises `ModelError`."""
-    try:
-        with torch.device(target):
-            module: nn.Module = AutoModelForCausalLM.from_config(
-                shard_config(hf_config, shard), dtype=dtype, attn_implementation=attention.NAME
-            )
-    except LOAD_ERRORS as exc:
-        raise ModelError(f"{config.model} cannot be built: {first_line(exc)}") from exc
-    return module
-
-
-def _cut_head(module: nn.Module, shard: Shard) -> None:
-    """Reduce the head to this rank's rows. A tied head stays a view of the embeddings, which every rank holds whole."""
-    model = cast(Any, module)
-    weight: Tensor = model.lm_head.weight.data
-    if not shards_head(weight.shape[0], shard):
-        return
-    # `tie_weights` has applied the config; two parameters of the same memory are one weight.
-    is_tied = weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    rows = weight[shard.part(weight.shape[0])]
-    # The meta device allocates nothing for the weight that is replaced immediately.
-    with torch.device("meta"):
-        head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
-    head.weight = nn.Parameter(rows if is_tied else rows.clone(), requires_grad=False)
-    model.lm_head = head
-
-
-def _pieces(module: nn.Module, stored: dict[str, Tensor], folder: Path, shard: Shard) -> list[TensorCopy]:
-    """Return the copies that this rank needs. Raises `ModelError` if weights are missing."""
-    model = cast(Any, module)
-    is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    cuts = shards_head(model.config.vocab_size, shard)
+    copies = tensor_copies(module, stored)
+    if copies is None:
+        return False
+    owners = _first_names(module)
     pieces: list[TensorCopy] = []
-    missing: list[str] = []
-    for name, parameter in module.named_parameters():
-        if name == "lm_head.weight" and is_tied:
-            continue  # it is a view of the embeddings
-        cut = tensor_slice(name, shard, shards_head=cuts)
-        if cut.is_zero:
-            # Outputs are summed over ranks, so a bias that every rank added would count several times.
-            parameter.data.zero_()
-        elif name in stored:
-            pieces.append(TensorCopy(parameter.data, _part(stored[name], cut.dim, shard)))
+    for name, copy in copies.items():
+        # The whole tensor of the module was never written, so that it takes no memory.
+        part = parts.tensors.get(name)
+        shape = list(copy.target.shape)
+        if part is not None:
+            shape[part.dim] = part.size
+        own = torch.empty(shape, dtype=copy.target.dtype, device=target)
+        _set(module, name, own)
+        if name in parts.zeros:
+            own.zero_()
+        elif part is None:
+            pieces.append(TensorCopy(own, copy.source))
         else:
-            missing.append(name)
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} weights that its config asks for, such as {sorted(missing)[0]}"
-        )
-    return pieces
+            at = 0
+            for columns in part.ranges:
+                count = columns.stop - columns.start
+                source = copy.source.narrow(part.dim, columns.start, count)
+                pieces.append(TensorCopy(own.narrow(part.dim, at, count), source))
+                at += count
+    fill(pieces, target, progress, num_threads)
+    _tie(module, owners, parts)
+    return True
 
 
-def _part(stored: Tensor, dim: int | None, shard: Shard) -> Tensor:
-    """Return this rank's slice of a stored tensor."""
-    if dim is None:
-        return stored
-    part = shard.part(stored.shape[dim])
-    return stored[part] if dim == 0 else stored[:, part]
+def draw_parts(
+    module: nn.Module, parts: RankParts, target: torch.device, dtype: torch.dtype, seed: int, std: float
+) -> None:
+    """Give a module on the host this rank's part of random weights, on `target`.
+
+    All ranks draw the whole weights, so that weights which every rank holds are equal.
+    """
+    torch.manual_seed(seed)
+    owners = _first_names(module)
+    for name, draw in random_tensors(module, target, dtype, std).items():
+        set_part(module, name, parts.of(name, draw()).clone())
+    _tie(module, owners, parts)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Return for each parameter that shares the memory of an earlier one the name of that one."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _tie(module: nn.Module, owners: dict[str, str], parts: RankParts) -> None:
+    """Let parameters share the memory of others again, which were replaced; a head has this rank's rows of it."""
+    for name, owner in owners.items():
+        set_part(module, name, parts.of(name, module.get_parameter(owner).data))
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter or a buffer."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf in cast(Any, module.get_submodule(owner))._buffers:
+        setattr(module.get_submodule(owner), leaf, value)
+    else:
+        set_part(module, name, value)

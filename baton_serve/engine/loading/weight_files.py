@@ -83,8 +83,8 @@ def map_tensors(folder: Path, load_format: LoadFormat = "auto", pattern: str = S
     return decoder_tensors(found)
 
 
-def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCopy] | None:
-    """Return the copies that fill all parameters and persistent buffers of a module.
+def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> dict[str, TensorCopy] | None:
+    """Return the copies that fill all parameters and persistent buffers of a module, by name.
 
     Return None if the files have other tensors or other shapes: then transformers has to convert them.
     """
@@ -102,7 +102,7 @@ def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> list[TensorCo
         return None
     if any(wanted[name].shape != stored[name].shape for name in set(wanted) - tied):
         return None
-    return [TensorCopy(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied]
+    return {name: TensorCopy(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied}
 
 
 def fill(

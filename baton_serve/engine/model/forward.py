@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from baton_serve.engine.collectives.backends import Collectives
+from baton_serve.engine.collectives.backends import Collectives, SingleRank
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.kernels import AttentionBackend, LayerKernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
@@ -22,6 +22,7 @@ from baton_serve.engine.model.packed_modules import pack_modules
 from baton_serve.engine.model.paged_attention import CachePlace, PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
+from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.model.recurrent import PackedMixers, install_steps
 from baton_serve.engine.model.speech.decoder import CrossAttentionForward
 
@@ -94,13 +95,24 @@ class TransformersForward:
     parts = None
     adapter_slots = None
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, adapters: AdapterStore | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend: AttentionBackend,
+        adapters: AdapterStore | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        """Prepare the modules. With several ranks, `collectives` sum the outputs of the products that are divided."""
         self._model = model
+        self._collectives = SingleRank() if collectives is None else collectives
+        head = getattr(model.module, "lm_head", None)
+        self._is_head_whole = model.is_whole or getattr(head, "out_features", model.vocab_size) == model.vocab_size
         self._backend = backend
         self._adapters = adapters
         self._step_adapters = adapt_modules(model.module, adapters) if adapters is not None else None
         self._step = StepHolder(model.module)
         self._places = _cache_places(model)
+        sum_outputs(model.module, model.parts, self._collectives)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         if self._adapters is not None and self._step_adapters is not None:
@@ -127,7 +139,8 @@ class TransformersForward:
             position_ids=inputs.position_ids[None],
             logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,  # transformers reads 0 as all rows
         )
-        return cast(Tensor, output.logits)[0]
+        logits = cast(Tensor, output.logits)[0]
+        return logits if self._is_head_whole else self._collectives.gather_columns(logits)
 
 
 def choose_forward(
@@ -158,7 +171,6 @@ def choose_forward(
         return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
     if adapters is None and fused.fits(model.module):
         return fused.FusedForward(model, backend, kernels, collectives)
-    assert model.is_whole, "only fused layers sum over ranks"
     if any(isinstance(part, QuantizedExperts) for part in model.module.modules()):
         raise UnsupportedModelError(
             f"{model.name}: quantized experts are supported only with fused layers, which do not support this model"
@@ -167,4 +179,4 @@ def choose_forward(
     if isinstance(kernels, CpuLayers):
         pack_modules(model.module, model.dtype, kernels.library)
         install_steps(model.module, CpuRecurrentSteps(kernels.library))
-    return TransformersForward(model, backend, adapters)
+    return TransformersForward(model, backend, adapters, collectives)

@@ -120,8 +120,8 @@ class FusedForward:
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels, self._collectives = backend, kernels, collectives
-        self._is_alone = model.is_whole
-        self._is_head_whole = model.is_whole or module.lm_head.weight.shape[0] == model.vocab_size
+        self._is_alone, self._num_ranks = model.is_whole, model.parts.shard.size
+        self._is_head_whole = model.is_whole or module.lm_head.out_features == model.vocab_size
         self._like = torch.empty(0, device=self._final_norm.weight.device)
         collectives.prepare(self._final_norm.weight)
         self._row = None
@@ -270,15 +270,40 @@ class FusedForward:
         kv = self._num_kv_heads
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = self._normed_heads(query, layer.query_norm), self._normed_heads(key, layer.key_norm)
+            query, key = self._normed_heads(query, key, layer.query_norm, layer.key_norm)
         slots, interleaved = inputs.meta.slots, self._is_interleaved
         self._kernels.rotary_store(query, key, value, rotation, cache, slots, interleaved=interleaved)
         return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
 
-    def _normed_heads(self, heads: Tensor, norm: Norm) -> Tensor:
-        """Return the norms of heads [num_tokens, num_heads, head_dim]."""
-        rows = heads.flatten(1) if self._has_wide_norms else heads
-        return self._kernels.norm(rows, norm).view(heads.shape)
+    def _normed_heads(self, query: Tensor, key: Tensor, query_norm: Norm, key_norm: Norm) -> tuple[Tensor, Tensor]:
+        """Return the norms of queries and keys [num_tokens, num_heads, head_dim]."""
+        heads, norms = (query, key), (query_norm, key_norm)
+        if not self._has_wide_norms:
+            query, key = (self._kernels.norm(part, norm) for part, norm in zip(heads, norms, strict=True))
+            return query, key
+        rows = [part.flatten(1) for part in heads]
+        if self._is_alone:
+            normed = [self._kernels.norm(part, norm) for part, norm in zip(rows, norms, strict=True)]
+        else:
+            normed = self._joint_norms(rows, norms)
+        query, key = (part.view(whole.shape) for part, whole in zip(normed, heads, strict=True))
+        return query, key
+
+    def _joint_norms(self, rows: list[Tensor], norms: tuple[Norm, Norm]) -> list[Tensor]:
+        """Return RMSNorms over the columns of all ranks. One sum serves queries and keys."""
+        own = [part.float() for part in rows]
+        squares = torch.cat([part.square().sum(dim=1, keepdim=True) for part in own], dim=1)
+        summed = self._collectives.all_reduce(squares)
+        # KV heads that several ranks hold are in the sum several times, as in this number of columns.
+        columns = [part.shape[1] * self._num_ranks for part in rows]
+        scales = [
+            (summed[:, at : at + 1] / count + norm.eps).rsqrt()
+            for at, (count, norm) in enumerate(zip(columns, norms, strict=True))
+        ]
+        return [
+            (part * scale * norm.weight.float()).to(whole.dtype)
+            for part, scale, norm, whole in zip(own, scales, norms, rows, strict=True)
+        ]
 
     def _mlp(self, layer: Layer, hidden: Activations) -> Tensor:
         """Compute the MLP of a layer without the sum over ranks."""

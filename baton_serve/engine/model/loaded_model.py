@@ -9,6 +9,7 @@ from torch import nn
 from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart
+from baton_serve.engine.model.rank_parts import WHOLE, HeadRange, RankParts
 
 LoadProgress = Callable[[str, float], None]
 """Called with the current phase of loading and its finished fraction, from 0 to 1."""
@@ -44,8 +45,8 @@ class LoadedModel:
 
     Equal fingerprints mean exchangeable blocks.
     """
-    is_whole: bool = True
-    """False if this is one rank's part, whose outputs have to be summed over the ranks."""
+    parts: RankParts = WHOLE
+    """The parts of the weights that this rank holds."""
     kv_layers: tuple[int, ...] | None = None
     """The model's number of each layer that has KV, in the order of the cache and of `specs`; None: all layers."""
     shared_layers: tuple[SharedLayer, ...] = ()
@@ -55,6 +56,18 @@ class LoadedModel:
     source_tokens: int = 0
     """Positions of an encoder's output, whose KV each layer keeps for cross-attention in the shape of its own KV; 0 for
     models without cross-attention."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return False if this is one rank's part, whose outputs have to be summed over the ranks."""
+        return self.parts.is_whole
+
+    @property
+    def kv_heads(self) -> list[HeadRange]:
+        """Return the KV heads of this rank and the number of all, for each layer that has KV."""
+        layers = range(len(self.kv_shapes)) if self.kv_layers is None else self.kv_layers
+        own = [HeadRange(shape.num_kv_heads, slice(0, shape.num_kv_heads)) for shape in self.kv_shapes]
+        return [self.parts.kv_heads.get(layer, heads) for layer, heads in zip(layers, own, strict=True)]
 
     @property
     def is_uniform(self) -> bool:

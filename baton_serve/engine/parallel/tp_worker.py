@@ -147,7 +147,7 @@ class TPWorker:
             command.num_blocks,
             self._device,
             shared_fd=descriptor,
-            heads=self._shard.part(layout.num_kv_heads),
+            heads=setup.kv_heads[0].part,
         )
         self._memory_before = devices.reset_peak(self._device)
         self._executor = LocalExecutor(setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax)

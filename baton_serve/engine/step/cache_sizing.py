@@ -34,6 +34,7 @@ class KVCacheBuilder:
         self._layout = setup.layout
         self._limits = setup.limits
         self._states = setup.states
+        self._heads = setup.kv_heads[0]
         self._device = device
         self._ranks = ranks
         self._vocab_size = vocab_size
@@ -42,6 +43,11 @@ class KVCacheBuilder:
     def uses_graphs(self) -> bool:
         """True if steps will be captured in graphs."""
         return self._forward.is_capturable and not self._config.enforce_eager and devices.has_graphs(self._device)
+
+    @property
+    def _num_parts(self) -> int:
+        """The size of a block, over that of this rank's part of it. Ranks may hold the same KV heads."""
+        return self._heads.total // self._heads.count
 
     def count_blocks(self, masking: TokenMasker) -> int:
         """Return the number of usable blocks, without block 0 (padding). Run the largest step to measure its memory.
@@ -56,9 +62,9 @@ class KVCacheBuilder:
             memory = devices.memory(self._device)
             capacity.check_host(available, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes)
         elif config.kv_cache_bytes is not None:
-            available = config.kv_cache_bytes * self._ranks.shard.size
+            available = config.kv_cache_bytes * self._num_parts
         else:
-            available = self._measure(masking) * self._ranks.shard.size
+            available = self._measure(masking) * self._num_parts
         rows = self._limits.max_num_seqs * self._layout.state_blocks * self._layout.block_bytes
         return capacity.count_blocks(self._layout, available - rows, None)
 
@@ -74,7 +80,7 @@ class KVCacheBuilder:
         ranks share one memory of the host.
         """
         shard = self._ranks.shard
-        heads = None if shard.is_whole else shard.part(self._layout.num_kv_heads)
+        heads = None if shard.is_whole else self._heads.part
         cache = KVCache(self._layout, num_blocks, self._device, heads=heads)
         self._ranks.build(num_blocks, cache.shared_fd)
         return cache

@@ -29,6 +29,14 @@ from baton_serve.engine.model.quantized.online import (
     share_head,
     tied_embedding,
 )
+from baton_serve.engine.model.quantized.parts import (
+    set_part,
+    share_embedding,
+    split_layer,
+    split_parameters,
+    split_weights,
+)
+from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 from baton_serve.engine.model.vision.decoder import decoder_tensors
 from baton_serve.engine.model_folder import is_pickled, weight_files
 
@@ -38,28 +46,38 @@ Tensors = dict[str, Callable[[], Tensor]]
 """Functions that read or generate a tensor, by the model's parameter names."""
 
 
-def round_loaded(module: nn.Module, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype) -> nn.Module:
+def round_loaded(
+    module: nn.Module, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype, parts: RankParts = WHOLE
+) -> nn.Module:
     """Quantize the layers in `plan` of a model that is in host memory, one after the other, and move the rest of it to
-    `target`.
+    `target`. `parts` are what this rank keeps.
     """
     check_experts(module)
     for name in expert_names(module):
-        quantize_experts(module, name, lambda full: module.get_parameter(full).detach().to(target), plan)
+        if quantize_experts(module, name, lambda full: module.get_parameter(full).detach().to(target), plan):
+            split_layer(module, name, parts)
     embedding = tied_embedding(module)
     for name in linear_names(module):
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        quantize_layer(module, name, linear.weight.detach().to(target), plan)
+        if quantize_layer(module, name, linear.weight.detach().to(target), plan):
+            split_layer(module, name, parts)
     _share(module, embedding, dtype)
     _report(module)
+    split_parameters(module, parts)
     return module.to(target)
 
 
 def fill(
-    module: nn.Module, tensors: Tensors, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    tensors: Tensors,
+    plan: QuantizationPlan,
+    target: torch.device,
+    dtype: torch.dtype,
+    parts: RankParts = WHOLE,
 ) -> nn.Module:
     """Load the weights into a module on torch's meta device, whose parameters have shapes only. Layers in `plan` are
-    quantized. Call it if `fits` is True.
+    quantized; `parts` are what this rank keeps. Call it if `fits` is True.
     """
     check_experts(module)
     mixtures = expert_names(module)
@@ -72,18 +90,21 @@ def fill(
         tensors.pop(f"{embedding}.weight")
     for name, read in tensors.items():
         if name not in linears and name not in stacked:
-            set_parameter(module, name, read().to(target, dtype))
-    _fill_experts(module, mixtures, {name: tensors[name] for name in stacked}, plan, (target, dtype))
+            set_part(module, name, parts.of(name, read()).to(target, dtype))
+    _fill_experts(module, mixtures, {name: tensors[name] for name in stacked}, plan, (target, dtype), parts)
     # The largest come first, while most memory of the device is still free.
     for name in sorted(linears, key=lambda n: -module.get_parameter(n).numel()):
         if name in tensors:  # a tied head that is skipped has no tensor
-            weight = tensors[name]().to(target, dtype)
-            if not quantize_layer(module, linears[name], weight, plan):
-                set_parameter(module, name, weight)
+            # Outputs are rounded independently of each other, so those of other ranks need not be copied.
+            weight = parts.rows(name, tensors[name]()).to(target, dtype)
+            if quantize_layer(module, linears[name], weight, plan):
+                split_weights(module, linears[name], parts, has_rows=True)
+            else:
+                set_part(module, name, parts.columns(name, weight))
             del weight  # free it before the next one is read
     _share(module, embedding, dtype)
     if embedding is not None and not isinstance(module.get_submodule("lm_head"), QuantizedLinear):
-        setattr(module.get_submodule("lm_head"), "weight", module.get_parameter(f"{embedding}.weight"))  # noqa: B010
+        share_embedding(module, embedding, parts)
     _report(module)
     return module
 
@@ -94,12 +115,15 @@ def _fill_experts(
     tensors: Tensors,
     plan: QuantizationPlan,
     kind: tuple[torch.device, torch.dtype],
+    parts: RankParts,
 ) -> None:
     """Round the experts of all mixtures. `kind` is where they go and their dtype."""
     for name in mixtures:
-        if not quantize_experts(module, name, lambda full: tensors[full]().to(*kind), plan):
-            for leaf in WEIGHTS:
-                set_parameter(module, f"{name}.{leaf}", tensors[f"{name}.{leaf}"]().to(*kind))
+        if quantize_experts(module, name, lambda full: tensors[full]().to(*kind), plan):
+            split_weights(module, name, parts)
+            continue
+        for full in (f"{name}.{leaf}" for leaf in WEIGHTS):
+            set_part(module, full, parts.of(full, tensors[full]()).to(*kind))
 
 
 def fits(module: nn.Module, tensors: Tensors) -> bool:
@@ -159,12 +183,6 @@ def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         return lambda: file.get_tensor(name)
 
     return ((name, later(name)) for name in file.keys() if not name.endswith("rotary_emb.inv_freq"))  # noqa: SIM118
-
-
-def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace the parameter with this name."""
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
 
 def _share(module: nn.Module, embedding: str | None, dtype: torch.dtype) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
 from baton_serve.engine.loading.quantization.checkpoints.layout import CheckpointFormat, DecodedWeight
-from baton_serve.engine.loading.quantization.loading import Tensors, fits, set_parameter
+from baton_serve.engine.loading.quantization.loading import Tensors, fits
 from baton_serve.engine.model.quantized.experts import expert_names, place_experts
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear
 from baton_serve.engine.model.quantized.online import linear_names, share_head, tied_embedding
+from baton_serve.engine.model.quantized.parts import set_part, share_embedding, split_module, split_weights
+from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +73,11 @@ def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
     return stored
 
 
-def fill_stored(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> bool:
+def fill_stored(
+    module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype, parts: RankParts = WHOLE
+) -> bool:
     """Load the stored weights into a module on torch's meta device. Return False, with nothing done, if its parameters
-    are different ones.
+    are different ones. `parts` are what this rank keeps.
     """
     _add_biases(module, stored)
     embedding, names = tied_embedding(module), stored.names()
@@ -82,12 +86,12 @@ def fill_stored(module: nn.Module, stored: StoredModel, target: torch.device, dt
     if not fits(module, {**names, f"{embedding}.weight": _unread} if is_shared else names):
         return False
     for name, read in stored.plain.items():
-        set_parameter(module, name, read().to(target, dtype))
-    _place_all(module, stored, target, dtype)
+        set_part(module, name, parts.of(name, read()).to(target, dtype))
+    _place_all(module, stored, target, dtype, parts)
     if embedding is not None and is_shared:
         share_head(module, embedding, dtype)
     elif embedding is not None and "lm_head" not in stored.layers:
-        setattr(module.get_submodule("lm_head"), "weight", module.get_parameter(f"{embedding}.weight"))  # noqa: B010
+        share_embedding(module, embedding, parts)
     return True
 
 
@@ -98,14 +102,19 @@ def numbers(stored: StoredModel, dtype: torch.dtype) -> dict[str, Tensor]:
     return {**{name: read() for name, read in stored.plain.items()}, **dense}
 
 
-def requantize(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> None:
-    """Quantize the linear layers of a model that transformers has made from the result of `numbers`.
+def requantize(
+    module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype, parts: RankParts = WHOLE
+) -> None:
+    """Quantize the linear layers of a model that transformers has made from the result of `numbers`, and cut it to the
+    `parts` of this rank.
 
     They get the codes of the checkpoint. Stored layers for which the model has no linear layer stay floats.
     """
     linears = set(linear_names(module))
     kept = StoredModel(stored.form, layers={name: parts for name, parts in stored.layers.items() if name in linears})
-    _place_all(module, kept, target, dtype)
+    # The layers have whole shapes and biases here. `parts` are taken afterwards.
+    _place_all(module, kept, target, dtype, WHOLE)
+    split_module(module, parts)
     if others := len(stored.layers) - len(kept.layers):
         logger.info(
             "%d quantized layers were converted to %s: the model has no linear layers for them (experts)", others, dtype
@@ -134,7 +143,9 @@ def _add_biases(module: nn.Module, stored: StoredModel) -> None:
             linear.bias = nn.Parameter(torch.empty(linear.out_features, device="meta"), requires_grad=False)
 
 
-def _place_all(module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype) -> None:
+def _place_all(
+    module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype, parts: RankParts
+) -> None:
     """Decode all layers and put them into the model. Weights without a kernel become floats. Raises `ModelError`."""
     linears, mixtures, as_numbers = set(linear_names(module)), expert_names(module), 0
     shapes = {name: parameter.shape for name, parameter in module.named_parameters(remove_duplicate=False)}
@@ -145,10 +156,12 @@ def _place_all(module: nn.Module, stored: StoredModel, target: torch.device, dty
         _check_shape(shapes[name], weight, layer, stored.form)
         if layer in linears and isinstance(weight, QuantizedWeight) and _is_served(weight):
             _place(module, layer, weight, made.order)
+            split_weights(module, layer, parts)
         elif isinstance(weight, StackedWeight) and layer.rpartition(".")[0] in mixtures:
             place_experts(module, layer, weight)
+            split_weights(module, layer.rpartition(".")[0], parts, only=layer.rpartition(".")[2])
         else:
-            set_parameter(module, name, made.dense(dtype))
+            set_part(module, name, parts.of(name, made.dense(dtype)).contiguous())
             as_numbers += 1
     logger.info(
         "read %d quantized layers (%s)%s", len(stored.layers), stored.form.label, _conversion_note(as_numbers, dtype)

@@ -1,6 +1,6 @@
 """Modules that replace linear layers and embeddings whose weights are quantized, or come from files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -45,16 +45,23 @@ class QuantizedLinear(nn.Module):
 
 
 class ReorderedLinear(nn.Module):
-    """A quantized layer whose columns are stored in another order: column `i` multiplies input `order[i]`."""
+    """A quantized layer whose columns are stored in another order: column `i` multiplies input `order[i]`.
+
+    A rank may have some of the columns, whose inputs come from all ranks: then `gather` returns the inputs of all.
+    """
 
     def __init__(self, linear: QuantizedLinear, order: Tensor) -> None:
         super().__init__()
         self.linear = linear
         self.order = order
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.gather: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.linear(x[..., self.order]))
+        if self.linear.kernels is None:
+            return x.new_zeros(*x.shape[:-1], self.out_features)
+        whole = x if self.gather is None else self.gather(x)
+        return cast(Tensor, self.linear(whole[..., self.order]))
 
 
 class QuantizedEmbedding(nn.Module):

@@ -1,0 +1,65 @@
+"""Runs the other ranks of an engine in threads of this process: new processes would import torch and transformers."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton_serve.engine import engine
+from baton_serve.engine.loading.loader_choice import load
+from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.parallel import ranks, tp_worker
+from baton_serve.engine.parallel.channel import Channel, ChannelError
+from baton_serve.engine.parallel.commands import Command, CommandAnswer, CommandFailed
+
+
+class _Thread:
+    """Stands in for the process of a rank."""
+
+    pid = os.getpid()  # it never ends before the test does
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def kill(self) -> None:
+        """Do nothing: threads end with their channel."""
+
+
+def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines start their ranks as threads. They load one after another, since transformers patches torch then."""
+    loading = threading.Lock()
+
+    def one_after_another(function: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*arguments: Any) -> Any:
+            with loading:
+                return function(*arguments)
+
+        return locked
+
+    def start(number: int) -> Any:
+        ours, its = socket.socketpair()
+
+        def run() -> None:
+            channel: Any = Channel(its, Command, send_timeout_s=30.0)
+            try:
+                tp_worker.TPWorker(channel).serve()
+            except ChannelError:
+                pass  # the engine is closed
+            except Exception as error:  # noqa: BLE001 - the engine raises it
+                channel.send(channel.encode(CommandFailed("other", f"{type(error).__name__}: {error}")))
+            finally:
+                its.close()
+
+        channel: Any = Channel(ours, CommandAnswer, send_timeout_s=30.0)
+        return ranks._Rank(number, _Thread(run), channel)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ranks, "_start", start)
+    monkeypatch.setattr(engine, "load", one_after_another(load))
+    monkeypatch.setattr(tp_worker, "load_model", one_after_another(load_model))
