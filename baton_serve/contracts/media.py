@@ -38,6 +38,14 @@ ORIENTATION_TAG = 0x0112
 that the whole file would have to be decoded."""
 
 
+class TokenGrid(msgspec.Struct, frozen=True, array_like=True):
+    """How the tokens of an image lie in it, for models whose positions have three parts: frame, row and column."""
+
+    frames: Annotated[int, Meta(ge=1)]
+    rows: Annotated[int, Meta(ge=1)]
+    columns: Annotated[int, Meta(ge=1)]
+
+
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     """`length` tokens of a prompt, from token `start` on, stand for the image with this digest.
 
@@ -47,6 +55,8 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     start: Annotated[int, Meta(ge=0)]
     length: Annotated[int, Meta(ge=1)]
     digest: Digest
+    grid: TokenGrid | None = None
+    """None: the tokens have positions like those of text."""
 
     @property
     def end(self) -> int:
@@ -80,6 +90,15 @@ def end_of(spans: Sequence[MediaSpan]) -> int:
     An instance that does not have the images needs the KV of all tokens before this position.
     """
     return spans[-1].end if spans else 0
+
+
+def position_shift(spans: Iterable[MediaSpan], at: int) -> int:
+    """Return the position of the text token at index `at` of a prompt, minus `at`.
+
+    Text after a grid goes on behind its longer side, so the grid takes up fewer positions than tokens.
+    """
+    grids = [(span.grid, span.length) for span in spans if span.grid is not None and span.end <= at]
+    return sum(max(grid.rows, grid.columns) - length for grid, length in grids)
 
 
 def within(spans: Iterable[MediaSpan], start: int, end: int) -> list[MediaSpan]:

@@ -65,6 +65,8 @@ class SchedulerConfig:
     wrong for such batches."""
     keeps_images_whole: bool = False
     """True if no chunk may end inside an image, because its tokens attend to each other in both directions."""
+    has_position_rows: bool = False
+    """True for models whose positions have three rows, for which images may shift the positions of text."""
 
     @property
     def source_blocks(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import end_of
+from baton_serve.contracts.media import end_of, position_shift
 from baton_serve.contracts.messages import FinishReason, TokenLogprobs, Work
 
 Mode = Literal["generate", "prefill"]
@@ -87,6 +87,11 @@ class Request:
     """True once the blocks of the source were reported as completed."""
     has_images: bool = False
     """Whether the pixels of the prompt's images are on this instance, so that all of the prompt can be computed."""
+    answer_shift: int = field(init=False)
+    """The position of a generated token minus its index."""
+
+    def __post_init__(self) -> None:
+        self.answer_shift = position_shift(self.work.media, self.work.num_prompt_tokens)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -29,6 +29,7 @@ from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, sorted_rows
+from baton_serve.engine.model.position_rows import first_shifts
 
 LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS, ADAPTERS = range(8)
 """Rows of the input array.
@@ -102,15 +103,15 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
     adapters = [c.sequence.request.work.lora for c in chunks]
     host = np.zeros((CONTEXTS + 1, count), dtype=np.int64)
     rows = np.array([c.sequence.slot for c in chunks])
-    positions = np.array([c.start for c in chunks])
+    indexes = np.array([c.start for c in chunks])
     tokens = np.array([-1 if c.sequence.num_output_placeholders else c.sequence.token_ids[c.start] for c in chunks])
     host[TOKENS] = tokens
     host[TOKEN_AT] = np.where(tokens < 0, rows, width + np.arange(count))
-    host[POSITIONS] = positions
-    host[SLOTS] = tables.host[rows, positions // block_tokens].astype(np.int64) * block_tokens
-    host[SLOTS] += positions % block_tokens
+    host[POSITIONS] = indexes + first_shifts(plan) if limits.has_position_rows else indexes
+    host[SLOTS] = tables.host[rows, indexes // block_tokens].astype(np.int64) * block_tokens
+    host[SLOTS] += indexes % block_tokens
     host[TABLE_ROWS] = rows
-    host[CONTEXTS].view(np.int32)[:count] = positions + 1
+    host[CONTEXTS].view(np.int32)[:count] = indexes + 1
     return DecodeArrays(host[TOKENS:], tables.take_changes(), adapters if any(adapters) else ())
 
 

@@ -72,6 +72,7 @@ class EngineSetup:
             source_tokens=model.source_tokens,
             mixes_prompts=self.kernels.mixes_prompts,
             keeps_images_whole=keeps_images_whole,
+            has_position_rows=model.has_position_rows,
         )
         self.adapters: AdapterStore | None = None
         if config.enable_lora:

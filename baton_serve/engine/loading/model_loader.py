@@ -121,6 +121,7 @@ def load_model(
         shared_layers=layers.shared_layers,
         states=layers.states,
         source_tokens=layers.source_tokens,
+        has_position_rows=rotary.adapt_positions(module),
     )
 
 

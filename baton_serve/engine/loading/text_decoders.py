@@ -14,11 +14,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.loading.refusals import INSTEAD
+from baton_serve.engine.model import rotary
 from baton_serve.engine.model_folder import HfConfig
 
 _TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Text models that compute exactly what another family does, by model type: their positions have three equal parts
-for text. The other family has fused layers.
+"""Text models that compute exactly what another family does, by model type, except that positions have three parts.
+The other family has fused layers.
 """
 _PLAIN_HEADS = frozenset({"glm4v_text", "glm4v_moe_text", "glm_ocr_text", "hunyuan_vl_text", "qwen3_vl_moe_text"})
 """Text models that were compared with a plain head. Others scale or cap their logits."""
@@ -77,6 +78,7 @@ def _twin(config: HfConfig) -> HfConfig:
             stated = {key: value for key, value in values[rope].items() if not key.startswith("mrope")}
             values[rope] = {**stated, **{k: "default" for k in ("type", "rope_type") if stated.get(k) == "mrope"}}
     twin = kind(**values)
+    rotary.set_axes(twin, config)
     twin.architectures = [f"{kind.__name__.removesuffix('Config')}ForCausalLM"]
     return twin
 

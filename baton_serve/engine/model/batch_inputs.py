@@ -19,15 +19,21 @@ from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.kernels import AttentionMetadata, SlotRows
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.block_tables import BlockTables
+from baton_serve.engine.model.position_rows import step_positions
 
 
 class ImageRows(NamedTuple):
     """The embeddings of an image, which replace the embeddings of some of the step's tokens."""
 
     first: int
-    features: Tensor  # [count, hidden]
+    features: Tensor  # [count, hidden], or [count, n * hidden]: those beyond the first are added behind layers 0, 1...
     rows: Tensor | None = None
     """int64 [count]: the rows of the tokens; None: the ones from `first` on."""
+
+    @property
+    def where(self) -> slice | Tensor:
+        """Return the rows of the tokens as an index. A range is faster than a list."""
+        return slice(self.first, self.first + len(self.features)) if self.rows is None else self.rows
 
 
 class SourceRows(NamedTuple):
@@ -55,7 +61,7 @@ class StepInputs:
     """The inputs of a forward pass, on the device."""
 
     input_ids: Tensor  # int64 [num_tokens]
-    position_ids: Tensor  # int64 [num_tokens]
+    position_ids: Tensor  # int64 [num_tokens], or [3, num_tokens] if tokens stand for images of a model with M-RoPE
     logit_rows: Tensor | None  # int64 [num_logits]: rows of which logits are wanted; None: all, in their order
     meta: AttentionMetadata
     adapters: Sequence[tuple[str, Tensor | None]] = ()
@@ -98,12 +104,36 @@ def cross_metadata(tables: Tensor, num_positions: int) -> AttentionMetadata:
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
     """Return the input of the first layer, [num_tokens, hidden]: embeddings of tokens, or of images in their place."""
     hidden = embed(inputs.input_ids)
-    for first, features, rows in inputs.images:
-        if rows is None:
-            hidden[first : first + len(features)] = features.to(hidden.dtype)
-        else:
-            hidden.index_copy_(0, rows, features.to(hidden.dtype))
+    for image in inputs.images:
+        hidden[image.where] = image.features[:, : hidden.shape[1]].to(hidden.dtype)
     return hidden
+
+
+def add_image_features(hidden: Tensor, inputs: StepInputs, layer: int) -> bool:
+    """Add what images add to the output of a layer, [num_tokens, hidden], in place (DeepStack). Return False if that is
+    nothing.
+    """
+    begin = (layer + 1) * hidden.shape[1]
+    has_any = False
+    for image in inputs.images:
+        if image.features.shape[1] > begin:
+            hidden[image.where] += image.features[:, begin : begin + hidden.shape[1]].to(hidden.dtype)
+            has_any = True
+    return has_any
+
+
+def added_rows(inputs: StepInputs, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return what `add_image_features` adds in all layers: the rows, int64 [count], and features of the dtype of
+    `hidden` [num_layers, count, hidden]; None if that is nothing.
+    """
+    width = hidden.shape[1]
+    wide = [image for image in inputs.images if image.features.shape[1] > width]
+    if not wide:
+        return None
+    every = torch.arange(len(hidden), device=hidden.device)
+    rows = torch.cat([every[image.where] for image in wide])
+    added = torch.cat([image.features[:, width:] for image in wide]).to(hidden.dtype)
+    return rows, added.view(len(added), -1, width).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +141,7 @@ class StepArrays:
     """The inputs of a step for the device, in host memory."""
 
     tokens: NDArray[np.int64]  # [num_tokens]; what stands at `pending` has no meaning
-    positions: NDArray[np.int64]  # [num_tokens]
+    positions: NDArray[np.int64]  # as `StepInputs.position_ids`
     slots: NDArray[np.int64]  # [num_tokens], as in AttentionMetadata
     query_starts: NDArray[np.int32]  # [num_seqs + 1]
     context_lens: NDArray[np.int32]  # [num_seqs]
@@ -188,22 +218,22 @@ class InputBuilder:
         np.cumsum(lengths, out=query_starts[1:])
         ends = starts + lengths
         if len(chunks) == query_starts[-1]:  # all chunks have one token: no ranges are needed
-            positions, rows = starts, slots_of
+            indexes, rows = starts, slots_of
             tokens = np.array([_next_token(c) for c in chunks])
         else:
-            # Each token's position is its index in the step, moved by its chunk's first position.
-            positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
+            # Each token's index in its sequence is that in the step, moved by its chunk's first one.
+            indexes = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
             rows = np.repeat(slots_of, lengths)
             parts = (_tokens(c) for c in chunks)
             tokens = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=int(query_starts[-1]))
         # A token's slot in the KV cache follows from its block and its offset in the block.
-        blocks = self._tables.host[rows, positions // self._block_tokens].astype(np.int64)
+        blocks = self._tables.host[rows, indexes // self._block_tokens].astype(np.int64)
         longest = int(ends.max())
         logit_rows, sample_at, prompt_at = _logit_rows(plan, query_starts.tolist())
         arrays = StepArrays(
             tokens=tokens,
-            positions=positions,
-            slots=blocks * self._block_tokens + positions % self._block_tokens,
+            positions=step_positions(plan, indexes, query_starts) if self._limits.has_position_rows else indexes,
+            slots=blocks * self._block_tokens + indexes % self._block_tokens,
             query_starts=query_starts,
             context_lens=ends.astype(np.int32),
             block_tables=self._tables.host[slots_of, : -(-longest // self._block_tokens)],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.kernels import Norm
+from baton_serve.engine.model.rotary import position_axes, row_angles
 
 GELU_TANH = "gelu_pytorch_tanh"
 ACTIVATIONS = ("silu", GELU_TANH)
@@ -245,6 +246,15 @@ class Rotations:
     """By rotation: the factor of cos and sin."""
     of_layer: tuple[int, ...]
     """By layer: the number of its rotation."""
+    axes: list[int] | None = None
+    """By frequency: the row of the positions that it reads, for models with M-RoPE."""
+
+    def of_rows(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cos and sin [num_tokens, rotary_dim] of each rotation, for positions [3, num_tokens]."""
+        assert self.axes is not None  # only models with M-RoPE get such positions
+        angles = [row_angles(positions, self.axes, one) for one in self.frequencies]
+        wide = [torch.cat((one, one), dim=-1) for one in angles]
+        return [(one.cos() * scale, one.sin() * scale) for one, scale in zip(wide, self.scaling, strict=True)]
 
 
 def rotations_of(family: FamilyDescription, module: Any) -> Rotations:
@@ -258,4 +268,6 @@ def rotations_of(family: FamilyDescription, module: Any) -> Rotations:
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     frequencies = [getattr(rotary, f"{kind}inv_freq").float() * float(rotates) for kind, rotates in numbers]
     scaling = (float(getattr(rotary, f"{kind}attention_scaling", 1.0)) if rotates else 1.0 for kind, rotates in numbers)
-    return Rotations(torch.stack(frequencies), tuple(scaling), tuple(numbers[kind] for kind in kinds))
+    return Rotations(
+        torch.stack(frequencies), tuple(scaling), tuple(numbers[kind] for kind in kinds), position_axes(module)
+    )

@@ -2,9 +2,12 @@
 else through transformers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from baton_serve.engine.collectives.backends import Collectives, SingleRank
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
@@ -13,7 +16,7 @@ from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
 from baton_serve.engine.model import fused, fused_cpu
 from baton_serve.engine.model import fused_lora as fused_adapted
-from baton_serve.engine.model.batch_inputs import StepInputs, embedded
+from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
@@ -125,22 +128,47 @@ class TransformersForward:
             read: dict[str, Tensor] = {"inputs_embeds": embedded(embed, inputs)[None]}
         else:
             read = {"input_ids": inputs.input_ids[None]}
-        output = self._step.run(
-            module,
-            PagedAttention(
-                self._backend,
-                layers,
-                self._places,
-                inputs.meta,
-                inputs.after_layer,
-                None if inputs.states is None else PackedMixers(inputs.states),
-            ),
-            **read,
-            position_ids=inputs.position_ids[None],
-            logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,  # transformers reads 0 as all rows
-        )
+        positions = inputs.position_ids
+        with _added_features(module, inputs):
+            output = self._step.run(
+                module,
+                PagedAttention(
+                    self._backend,
+                    layers,
+                    self._places,
+                    inputs.meta,
+                    inputs.after_layer,
+                    None if inputs.states is None else PackedMixers(inputs.states),
+                ),
+                **read,
+                position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
+                # transformers reads 0 as all rows
+                logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,
+            )
         logits = cast(Tensor, output.logits)[0]
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
+
+
+@contextmanager
+def _added_features(module: nn.Module, inputs: StepInputs) -> Iterator[None]:
+    """Let the layers of a model add what images add to their outputs, for one step."""
+    widest = max((image.features.shape[1] for image in inputs.images), default=0)
+    num_layers = widest // cast(Any, module).config.get_text_config().hidden_size - 1
+    if num_layers < 1:
+        yield
+        return
+
+    def add(layer: int, _: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        add_image_features(hidden[0], inputs, layer)
+
+    layers = cast(Any, module).model.layers[:num_layers]
+    hooks = [layer.register_forward_hook(partial(add, number)) for number, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def choose_forward(

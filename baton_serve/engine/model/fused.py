@@ -27,7 +27,7 @@ from baton_serve.engine.kernels import (
     row_kernel,
 )
 from baton_serve.engine.kernels.metadata import RowLayer
-from baton_serve.engine.model.batch_inputs import StepInputs, embedded
+from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, rotations_of, scales_of
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.slots import AdapterSlots
@@ -183,6 +183,7 @@ class FusedForward:
                 hidden = self._linear_join(gated, layer.down, residual, layer.after_mlp, then)
             else:
                 hidden = self._join_of_sum(self._mlp(layer, hidden), residual, layer.after_mlp)
+            hidden = self._with_images(number, hidden, residual, inputs)
         return self._logits(hidden)
 
     def _begin(self, inputs: StepInputs) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -190,8 +191,17 @@ class FusedForward:
         residual = embedded(self._embed, inputs)
         if self._scales.embedding != 1.0:
             residual = residual * self._scales.embedding
+        if inputs.position_ids.dim() == 2:
+            return residual, self._rotations.of_rows(inputs.position_ids)
         kinds = zip(self._rotations.frequencies, self._rotations.scaling, strict=True)
         return residual, [self._kernels.rotation(inputs.position_ids, *kind) for kind in kinds]
+
+    def _with_images(self, number: int, hidden: Activations, residual: Tensor, inputs: StepInputs) -> Activations:
+        """Return what the layer behind layer `number` reads, with what images add to the output of that one."""
+        if not inputs.images or not add_image_features(residual, inputs, number):
+            return hidden
+        following = self._layers[number + 1]  # images add nothing behind the last layer
+        return self._input_of(residual, following.input_norm, following.qkv.weight)
 
     def _logits(self, hidden: Activations) -> Tensor:
         return self._scales.finish(self._kernels.linear(hidden, self._head.weight, self._head.bias))

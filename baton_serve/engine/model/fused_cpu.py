@@ -17,7 +17,7 @@ from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.model import fused
-from baton_serve.engine.model.batch_inputs import StepInputs, embedded
+from baton_serve.engine.model.batch_inputs import StepInputs, added_rows, embedded
 from baton_serve.engine.model.families import (
     GELU_TANH,
     FamilyDescription,
@@ -27,6 +27,7 @@ from baton_serve.engine.model.families import (
 )
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, install
+from baton_serve.engine.model.rotary import row_angles
 
 
 def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
@@ -88,6 +89,7 @@ class CpuForward:
         self._scales = scales_of(family, module.config)
         rotations = rotations_of(family, module)
         self._frequencies = rotations.frequencies[:, None]  # [num_rotations, 1, rotary_dim / 2]
+        self._axes = rotations.axes
         self._rotation_scaling = torch.tensor(rotations.scaling)[:, None, None]
         self._has_rotation_scaling = set(rotations.scaling) != {1.0}
         each = zip(module.model.layers, model.specs, rotations.of_layer, strict=True)
@@ -105,7 +107,10 @@ class CpuForward:
         self._decoder = CpuDecoder(kernels.library, layers, _take_head(module, kernels), rules)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        angles = inputs.position_ids[:, None].float() * self._frequencies
+        if inputs.position_ids.dim() == 2 and self._axes is not None:
+            angles = row_angles(inputs.position_ids, self._axes, self._frequencies)
+        else:
+            angles = inputs.position_ids[:, None].float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._has_rotation_scaling:
             cos, sin = cos * self._rotation_scaling, sin * self._rotation_scaling
@@ -113,7 +118,9 @@ class CpuForward:
         if self._scales.embedding != 1.0:
             hidden = hidden * self._scales.embedding
         rows, after_layer = inputs.logit_rows, inputs.after_layer
-        return self._scales.finish(self._decoder(hidden, (cos, sin), layers, inputs.meta, rows, after_layer))
+        added = added_rows(inputs, hidden)
+        logits = self._decoder(hidden, (cos, sin), layers, inputs.meta, rows, after_layer, added)
+        return self._scales.finish(logits)
 
 
 def _take(

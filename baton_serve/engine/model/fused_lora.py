@@ -16,7 +16,7 @@ from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import AttentionBackend, LayerKernels, SlotRows
 from baton_serve.engine.kernels.metadata import Linear
 from baton_serve.engine.model import fused
-from baton_serve.engine.model.batch_inputs import StepInputs
+from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features
 from baton_serve.engine.model.families import FamilyDescription, describe
 from baton_serve.engine.model.fused import FusedForward, Layer, ResidualSum
 from baton_serve.engine.model.loaded_model import LoadedModel
@@ -120,6 +120,7 @@ class AdaptedForward(FusedForward):
             if is_last and inputs.logit_rows is not None:
                 output, residual = output[inputs.logit_rows], residual[inputs.logit_rows]
             hidden = self._join_of_sum(output, residual, layer.after_mlp)
+            hidden = self._with_added(number, hidden, residual, inputs)
         return self._logits(hidden)
 
     def _compute_slots(self, inputs: StepInputs, layers: list[Tensor], slots: AdapterSlots, rows: SlotRows) -> Tensor:
@@ -143,6 +144,7 @@ class AdaptedForward(FusedForward):
                 gate_up = slots.product(first + 2, hidden, rows, partial(self._linear_of, hidden, layer.gate_up))
                 adapted = _AdaptedProduct(slots, first + 3, layer.down, rows)
                 hidden = self._slots_join(adapted, self._activated(gate_up), residual, layer.after_mlp, last_rows)
+            hidden = self._with_added(number, hidden, residual, inputs)
             first += len(parts.products())
         return self._logits(hidden)
 
@@ -173,6 +175,13 @@ class AdaptedForward(FusedForward):
         if rows is not None:
             output, residual = output[rows], residual[rows]
         return self._join_of_sum(output, residual, join)
+
+    def _with_added(self, number: int, hidden: Tensor, residual: Tensor, inputs: StepInputs) -> Tensor:
+        """Return what the layer behind layer `number` reads, as a plain tensor; see `_with_images`."""
+        if not inputs.images or not add_image_features(residual, inputs, number):
+            return hidden
+        norm = self._layers[number + 1].input_norm
+        return residual if norm is None else self._kernels.norm(residual, norm)
 
     def _first_input(self, residual: Tensor) -> Tensor:
         """Return what the first product reads, as a plain tensor, which adapters can multiply too."""

@@ -56,6 +56,8 @@ class LoadedModel:
     source_tokens: int = 0
     """Positions of an encoder's output, whose KV each layer keeps for cross-attention in the shape of its own KV; 0 for
     models without cross-attention."""
+    has_position_rows: bool = False
+    """True if the positions of image tokens have three parts (M-RoPE)."""
 
     @property
     def is_whole(self) -> bool:

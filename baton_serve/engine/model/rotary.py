@@ -1,19 +1,76 @@
-"""Fixes rotary frequencies that transformers would choose in each forward pass by the longest position in it.
+"""Rotary frequencies and angles: fixed frequencies, and positions with three rows.
 
-In a batch of unrelated requests, one request's KV would then depend on another's length. So the choice is made once,
-from `max_model_len`, as vLLM does.
+transformers would choose some frequencies in each forward pass by the longest position in it. In a batch of unrelated
+requests, one request's KV would then depend on another's length. So the choice is made once, from `max_model_len`, as
+vLLM does.
+
+With M-RoPE each frequency reads one of the three rows of the positions. transformers' classes of such models do it
+themselves. Models that are built as another family get it here.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton_serve.engine.errors import UnsupportedModelError
 
 FIXED = "fixed"
 """Rope type of modules whose frequencies are fixed; transformers changes none of this name."""
+
+
+_ALTERNATING = frozenset({"qwen3_vl_text"})
+"""Model types in which one frequency after the other reads another row. In other models sections of them do."""
+
+
+def set_axes(twin: Any, config: Any) -> None:
+    """Let the config of a model that is built as another family say which row of the positions each frequency reads.
+
+    `config` is the model's own.
+    """
+    stated = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
+    alternates = config.model_type in _ALTERNATING
+    sections = stated or ([24, 20, 20] if alternates else [16, 24, 24])  # transformers' defaults
+    half = (getattr(twin, "head_dim", None) or twin.hidden_size // twin.num_attention_heads) // 2
+    if alternates:
+        axes = [turn if turn and at < 3 * sections[turn] else 0 for at, turn in ((i, i % 3) for i in range(half))]
+    else:
+        axes = [number % 3 for number, length in enumerate(sections) for _ in range(length)]
+    twin.position_axes = axes
+
+
+def adapt_positions(module: nn.Module) -> bool:
+    """Let a loaded model accept positions with three rows, if it is one with M-RoPE. Return whether it is."""
+    axes = position_axes(module)
+    if axes is None:
+        return any(hasattr(part, "mrope_section") for part in module.modules())
+    model: Any = module.model
+    rotary = model.rotary_emb
+    plain = rotary.forward
+
+    def forward(hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if position_ids.dim() == 2:
+            rotated: tuple[Tensor, Tensor] = plain(hidden, position_ids)
+            return rotated
+        angles = row_angles(position_ids[:, 0], axes, rotary.inv_freq)[None]
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+        return cos.to(hidden.dtype), sin.to(hidden.dtype)
+
+    rotary.forward = forward
+    return True
+
+
+def position_axes(module: Any) -> list[int] | None:
+    """Return the row of the positions that each frequency reads, as `set_axes` has stated it, or None."""
+    axes: list[int] | None = getattr(module.config, "position_axes", None)
+    return axes
+
+
+def row_angles(positions: Tensor, axes: list[int], frequencies: Tensor) -> Tensor:
+    """Return the angles [num_tokens, half] of positions [3, num_tokens]. `axes` says which row each frequency reads."""
+    return positions[axes].T.float() * frequencies.float()
 
 
 def freeze(module: nn.Module, max_model_len: int) -> str:

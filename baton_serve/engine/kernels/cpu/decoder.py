@@ -78,17 +78,17 @@ class _Step(ctypes.Structure):
         ("layers", ctypes.POINTER(_Layer)),
         ("head", PackedMatrix),
         ("final_norm", _Norm),
-        *((name, _POINTER) for name in ("residual", "normed", "heads", "attended", "gated", "added", "logits")),
+        *((name, _POINTER) for name in ("residual", "normed", "heads", "attended", "gated", "parallel", "logits")),
         *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
-        *((name, _POINTER) for name in ("slots", "logit_rows")),
+        *((name, _POINTER) for name in ("slots", "logit_rows", "added", "added_rows")),
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride", "rotary_stride")),
         ("rotation_stride", _LONG),
-        *((name, _LONG) for name in ("num_tokens", "num_logits")),
+        *((name, _LONG) for name in ("num_tokens", "num_logits", "num_added")),
         *((name, _INT) for name in ("num_layers", "num_seqs", "num_heads", "num_kv_heads", "head_dim", "rotary_dim")),
         *((name, _INT) for name in ("block_tokens", "num_threads", "codes")),
         *((name, _INT) for name in ("norm_kind", "activation", "has_no_gate", "is_parallel", "is_interleaved")),
-        *((name, _INT) for name in ("has_wide_norms", "head_norm_stride")),
+        *((name, _INT) for name in ("num_added_layers", "has_wide_norms", "head_norm_stride")),
         *((name, _FLOAT) for name in ("epsilon", "residual_scale")),
         ("after_layer", _AfterLayer),
     )
@@ -131,12 +131,14 @@ class CpuDecoder:
         meta: AttentionMetadata,
         logit_rows: Tensor | None,
         after_layer: Callable[[int], None] | None = None,
+        added: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run a step and return its logits [num_logits, vocabulary]. Raises what `after_layer` raises.
 
         `residual` holds the embeddings [num_tokens, hidden] and is overwritten. `rotation` holds cos and sin, float32
         [num_rotations, num_tokens, rotary_dim / 2]; `caches` holds each layer's view; `after_layer` is described in
-        `StepInputs`.
+        `StepInputs`. `added` are rows, int64 [count], and what is added to them behind the first layers, bf16
+        [num_layers, count, hidden].
         """
         step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
         self._point_at(caches)
@@ -157,6 +159,11 @@ class CpuDecoder:
         step.logit_rows = None if logit_rows is None else logit_rows.data_ptr()
         step.num_tokens, step.num_logits = len(residual), num_logits
         step.num_threads = torch.get_num_threads()
+        step.num_added_layers = 0
+        if added is not None:
+            rows, features = added[0].contiguous(), added[1].contiguous()
+            step.added_rows, step.added, step.num_added = rows.data_ptr(), features.data_ptr(), len(rows)
+            step.num_added_layers = len(features)
         calls = _Calls(after_layer)
         step.after_layer = calls.function
         if self._function(step) != 0:
@@ -194,10 +201,10 @@ class CpuDecoder:
         if self._scratch and len(self._scratch[0]) >= num_tokens:
             return
         first, step = self._layers[0], self._step
-        added = first.qkv.inputs if step.is_parallel else 0
-        widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs, added)
+        parallel = first.qkv.inputs if step.is_parallel else 0
+        widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs, parallel)
         self._scratch = tuple(torch.empty((num_tokens, width), dtype=torch.bfloat16) for width in widths)
-        step.normed, step.heads, step.attended, step.gated, step.added = (part.data_ptr() for part in self._scratch)
+        step.normed, step.heads, step.attended, step.gated, step.parallel = (part.data_ptr() for part in self._scratch)
 
 
 class _Calls:

@@ -27,15 +27,18 @@ struct StepArguments {
   PackedMatrix head;
   NormWeights final_norm;
   void* residual;                         // [num_tokens, hidden]: embeddings, destroyed
-  void *normed, *heads, *attended, *gated, *added;  // scratch, rows as wide as their matrices; added: if parallel
+  void *normed, *heads, *attended, *gated, *parallel;  // scratch, rows as wide as their matrices
   void* logits;                           // [num_logits, vocabulary]
   const float *cos, *sin;                 // [num_rotations, num_tokens, rotary_dim / 2]
   const int32_t *query_starts, *context_lens, *block_tables;
   const int64_t *slots, *logit_rows;      // logit_rows ascend; null: every token
+  const void* added;                      // [num_added_layers, num_added, hidden]: joins the outputs of the first layers
+  const int64_t* added_rows;              // [num_added]: to which tokens
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
-  int64_t table_stride, rotary_stride, rotation_stride, num_tokens, num_logits;
+  int64_t table_stride, rotary_stride, rotation_stride, num_tokens, num_logits, num_added;
   int32_t num_layers, num_seqs, num_heads, num_kv_heads, head_dim, rotary_dim, block_tokens, num_threads, codes;
   int32_t norm_kind, activation, has_no_gate, is_parallel, is_interleaved;
+  int32_t num_added_layers;  // fewer than num_layers
   int32_t has_wide_norms;    // queries and keys have one norm over all heads, not one for each
   int32_t head_norm_stride;  // from the norm weights of a head to those of the next; 0: all have the same
   float epsilon, residual_scale;
@@ -74,13 +77,17 @@ struct Step {
       if (a.after_layer && a.after_layer(number)) return true;
       if (is_last && a.logit_rows) keep_logit_rows();
       // With parallel layers, the MLP reads what attention has read.
-      void* output = a.is_parallel ? a.added : a.normed;
+      void* output = a.is_parallel ? a.parallel : a.normed;
       if (!product(layer.output, a.attended, output, hidden)) return false;
       const void* next = join(output, layer.attention_norm, layer.mlp_norm);
       if (!a.is_parallel) x = next;
       if (!product(layer.gate_up, x, a.gated, layer.down.inputs, gate)) return false;
       if (!product(layer.down, a.gated, a.normed, hidden)) return false;
       x = join(a.normed, layer.mlp_output_norm, is_last ? a.final_norm : a.layers[number + 1].input_norm);
+      if (number < a.num_added_layers) {
+        add_features(number);
+        x = normed(a.layers[number + 1].input_norm);
+      }
     }
     return product(a.head, x, a.logits, a.head.outputs);
   }
@@ -114,6 +121,18 @@ struct Step {
     norm.input_weight = own.weight, norm.input_bias = own.bias, norm.weight = next.weight, norm.bias = next.bias;
     baton_norm(&norm);
     return next.weight ? output : a.residual;
+  }
+
+  // Add the features of images to the residual of their tokens.
+  void add_features(int64_t layer) const {
+    for (int64_t i = 0; i < a.num_added; i++) {
+      bf16* row = (bf16*)a.residual + a.added_rows[i] * hidden;
+      const bf16* features = (const bf16*)a.added + (layer * a.num_added + i) * hidden;
+      for (int column = 0; column < hidden; column += W) {
+        const int remaining = hidden - column;
+        store_elements(row + column, load_elements(row + column, remaining) + load_elements(features + column, remaining), remaining);
+      }
+    }
   }
 
   void norm_heads(const DecoderLayer& layer) const {

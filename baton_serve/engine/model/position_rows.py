@@ -1,0 +1,82 @@
+"""Positions with three rows (M-RoPE): frame, row and column of the tokens of images; for text all three are equal.
+
+They follow from the grids in `Work.media` alone, so every instance computes the same ones for any part of a sequence,
+also without the images. Behind a prompt only a shift is left, so decode steps have one row, like those of all models.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_serve.contracts.media import MediaSpan, TokenGrid, position_shift, within
+from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
+
+
+def first_shifts(plan: ScheduledBatch) -> NDArray[np.int64]:
+    """Return the position of each chunk's first token minus the token's index, int64 [num_chunks].
+
+    The token must be text.
+    """
+    return np.array([_first_shift(chunk) for chunk in plan.chunks], dtype=np.int64)
+
+
+def _first_shift(chunk: ScheduledChunk) -> int:
+    request = chunk.sequence.request
+    if not request.work.media or chunk.start >= request.work.num_prompt_tokens:
+        return request.answer_shift
+    return position_shift(request.work.media, chunk.start)
+
+
+def step_positions(
+    plan: ScheduledBatch, indexes: NDArray[np.int64], query_starts: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Return the positions of a step's tokens: int64 [num_tokens], or [3, num_tokens] if some stand for images.
+
+    `indexes` [num_tokens] are the tokens' indexes in their sequences. They are returned as they are if no sequence has
+    grids.
+    """
+    placed = [
+        (int(first), chunk)
+        for chunk, first in zip(plan.chunks, query_starts, strict=False)
+        if any(span.grid for span in chunk.sequence.request.work.media)
+    ]
+    if not placed:
+        return indexes
+    if not any(_holds_images(chunk) for _, chunk in placed):
+        lengths = np.diff(query_starts)
+        return indexes + np.repeat(first_shifts(plan), lengths)
+    rows = np.repeat(indexes[None], 3, axis=0)
+    for first, chunk in placed:
+        media, end = chunk.sequence.request.work.media, chunk.start + chunk.length
+        rows[:, first : first + chunk.length] = positions_of(media, chunk.start, end)
+    return rows
+
+
+def _holds_images(chunk: ScheduledChunk) -> bool:
+    # Text behind an image has another shift than text before it: such a chunk holds the image itself.
+    return bool(within(chunk.sequence.request.work.media, chunk.start, chunk.start + chunk.length))
+
+
+def positions_of(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np.int64]:
+    """Return the positions of the tokens [start, end) of a sequence, int64 [3, end - start]."""
+    rows = np.repeat(np.arange(start, end)[None], 3, axis=0)
+    shift = position_shift(media, start)
+    at = 0
+    for span in within(media, start, end):
+        if span.grid is None:
+            continue
+        # The range may begin or end within an image.
+        begin, stop = max(span.start, start), min(span.end, end)
+        rows[:, at : begin - start] += shift
+        inside = np.arange(begin - span.start, stop - span.start)
+        rows[:, begin - start : stop - start] = _places(span.grid, inside) + span.start + shift
+        at, shift = stop - start, position_shift(media, stop)
+    rows[:, at:] += shift
+    return rows
+
+
+def _places(grid: TokenGrid, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return frame, row and column of some tokens of a grid, [3, count]."""
+    size = grid.rows * grid.columns
+    return np.stack([tokens // size, tokens % size // grid.columns, tokens % grid.columns])
