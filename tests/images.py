@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from baton_serve.contracts.media import MediaSpan, digest_of
-from baton_serve.contracts.vision import image_family, num_embeddings
+from baton_serve.contracts.vision import ImageFamily, image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
 from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS
 
@@ -36,10 +36,18 @@ def data_url(image: bytes, kind: str = "png") -> str:
 
 def tokens_of(folder: Path, image: bytes) -> int:
     """Of a picture, to the model there."""
+    return num_embeddings(family_of(folder).parts(**size_of(image)))
+
+
+def family_of(folder: Path) -> ImageFamily:
     family = image_family(ModelFacts.of(folder))
     assert family is not None
+    return family
+
+
+def size_of(image: bytes) -> dict[str, int]:
     with Image.open(BytesIO(image)) as opened:
-        return num_embeddings(family.parts(width=opened.width, height=opened.height))
+        return {"width": opened.width, "height": opened.height}
 
 
 def prompt_of(pieces: Sequence[Piece], folder: Path | None = None) -> tuple[list[int], list[MediaSpan]]:
@@ -50,9 +58,12 @@ def prompt_of(pieces: Sequence[Piece], folder: Path | None = None) -> tuple[list
         if isinstance(piece, int):
             tokens.append(piece)
         else:
-            count = IMAGE_TOKENS if folder is None else tokens_of(folder, piece)
-            spans.append(MediaSpan(len(tokens), count, digest_of(piece)))
-            tokens += [IMAGE_ID] * count
+            family = None if folder is None else family_of(folder)
+            size = size_of(piece)
+            count = IMAGE_TOKENS if family is None else num_embeddings(family.parts(**size))
+            grid = None if family is None else family.token_grid(**size)
+            spans.append(MediaSpan(len(tokens), count, digest_of(piece), grid))
+            tokens += [IMAGE_ID if family is None else family.image_token_id] * count
     return tokens, spans
 
 
@@ -74,6 +85,8 @@ class Reference:
         images = [Image.open(BytesIO(piece)).convert("RGB") for piece in pieces if isinstance(piece, bytes)]
         read = self._processor(images=images, return_tensors="pt") if images else {}
         ids = torch.tensor([tokens])
+        if "image_grid_thw" in read:  # these models ask which tokens are those of images
+            read["mm_token_type_ids"] = (ids == family_of(self._folder).image_token_id).int()
         limits = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         generated = self._model.generate(ids, attention_mask=torch.ones_like(ids), **read, **limits)
         return [int(token) for token in generated[0, len(tokens) :]]

@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, CLIPImageProcessorPil, GenerationConfig, LlavaNextImageProcessorPil
+from transformers import (
+    CONFIG_MAPPING,
+    CLIPImageProcessorPil,
+    GenerationConfig,
+    Glm4vImageProcessorPil,
+    Glm46VImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+)
 
 from tests.families import FAMILIES
 from tests.tiny_models import write_tokenizer
@@ -134,6 +142,14 @@ _INDEXER: Values = {
 }
 _ROPE: Values = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE: Values = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
+_WINDOWS: Values = {"out_hidden_size": 64, "window_size": 32, "fullatt_block_indexes": [1]}
+_DEEP: Values = {"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+_LINEAR: Values = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _COMPASS: Values = {
     **_TYPES_OF_LAYERS,
     "rope_parameters": {kind: _ROPE for kind in ("sliding_attention", "full_attention")},
@@ -165,9 +181,10 @@ OVERRIDES: dict[str, Values] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * NUM_LAYERS},
     "gemma4_assistant": {"text_config": _ASSISTANT},
     "gemma4_unified_assistant": {"text_config": _ASSISTANT},
-    **{kind: {"text_config": _MROPE} for kind in ("glm4v", "glm46v", "glmga", "glm_ocr")},
+    **{kind: {"text_config": _MROPE, **_VISION} for kind in ("glm4v", "glm46v", "glmga", "glm_ocr")},
     "glm4v_moe": {
-        "text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+        "text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+        **_VISION,
     },
     "blt": {"encoder_hash_byte_group_vocab": 100, "encoder_hash_byte_group_nb_functions": 1},
     "glm5_next": {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
@@ -190,7 +207,10 @@ OVERRIDES: dict[str, Values] = {
     "mpt": {"attn_config": {"attn_pdrop": 0}, "d_model": 64, "n_heads": 4, "expansion_ratio": 2},
     "muse_spark": {"audio_config": {"out_hidden_size": 64}},
     "qwen2_vl": {"text_config": _MROPE},
-    "qwen2_5_vl": {"text_config": _MROPE},
+    "qwen2_5_vl": {"text_config": _MROPE, "vision_config": _WINDOWS},
+    "qwen3_vl": {"vision_config": _DEEP},
+    "qwen3_vl_moe": {"vision_config": _DEEP},
+    **{kind: {**_VISION, "text_config": _LINEAR} for kind in ("qwen3_5", "qwen3_5_moe")},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
@@ -198,6 +218,17 @@ OVERRIDES: dict[str, Values] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """Values that families need beyond `SIZES`, by model type. A nested dict changes a nested config."""
+
+
+_SCALERS: dict[str, Any] = {
+    **{kind: Glm4vImageProcessorPil for kind in ("glm4v", "glm4v_moe")},
+    **{kind: Glm46VImageProcessorPil for kind in ("glm46v", "glm_ocr")},
+    **{kind: Qwen2VLImageProcessorPil for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")},
+    **{kind: Qwen2VLImageProcessorPil for kind in ("qwen3_5", "qwen3_5_moe")},
+}
+"""Image processors of models whose images become grids of their own shape, by model type."""
+TOKEN_SIDE = 2 * SIZES["patch_size"]
+"""How many pixels a token of these models shows in each direction."""
 
 
 def tiny_config(model_type: str, *, has_window: bool = False) -> Any:
@@ -245,6 +276,9 @@ def write_family(model_type: str, model_class: str, folder: Path, *, has_window:
     # transformers writes the text part of Kimi K2.5 under names that it does not read.
     model.save_pretrained(folder, save_original_format=model_type != "kimi_k25")
     write_tokenizer(folder)
+    if model_type in _SCALERS:
+        pixels = {"shortest_edge": 4 * TOKEN_SIDE**2, "longest_edge": 64 * TOKEN_SIDE**2}
+        _SCALERS[model_type](size=pixels, patch_size=SIZES["patch_size"]).save_pretrained(folder)
     if model_type in ("llava", "llava_next"):
         processor = {"llava": CLIPImageProcessorPil, "llava_next": LlavaNextImageProcessorPil}[model_type]
         size = SIZES["image_size"]

@@ -1,18 +1,31 @@
-"""Positions with three rows: those of transformers, for any part of a prompt."""
+"""Grids of images, and positions with three rows: those of transformers, for all sizes and any part of a prompt."""
 
+import inspect
 import itertools
+import sys
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from transformers import Glm4vModel, Qwen2_5_VLModel, Qwen2VLModel, Qwen3VLModel
+from transformers import (
+    Glm4vImageProcessorPil,
+    Glm4vModel,
+    Glm46VImageProcessorPil,
+    Qwen2_5_VLModel,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLModel,
+    Qwen3VLModel,
+)
 
-from baton_serve.contracts.media import MediaSpan, TokenGrid, position_shift
+from baton_serve.contracts.media import MAX_ASPECT, MediaSpan, TokenGrid, position_shift
+from baton_serve.contracts.vision import ImageFamily, image_family, num_embeddings
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.model.position_rows import positions_of
 
 MERGE = 2
@@ -68,3 +81,53 @@ def test_the_positions_are_those_of_transformers(
     assert position_shift(spans, length) == delta
     # Generated tokens go on behind the prompt.
     assert positions_of(spans, length, length + 3).tolist() == [[length + delta + i for i in range(3)]] * 3
+
+
+SIDES = st.one_of(st.integers(1, 60), st.integers(1, 9000))
+PROCESSORS = {
+    "qwen2_vl": Qwen2VLImageProcessorPil,
+    "qwen3_vl": partial(
+        Qwen2VLImageProcessorPil, patch_size=16, size={"shortest_edge": 65536, "longest_edge": 16777216}
+    ),
+    "qwen2_5_vl": partial(Qwen2VLImageProcessorPil, min_pixels=3136, max_pixels=12845056),
+    "qwen3_5": partial(Qwen2VLImageProcessorPil, size={"shortest_edge": 5000, "longest_edge": 6000}),
+    "glm4v": Glm4vImageProcessorPil,
+    "glm46v": partial(Glm46VImageProcessorPil, size={"shortest_edge": 12544, "longest_edge": 47040000}),
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+@settings(max_examples=300, deadline=None)
+@given(width=SIDES, height=SIDES)
+def test_grids_are_those_of_the_processor(kind: str, width: int, height: int) -> None:
+    assume(max(width, height) <= MAX_ASPECT * min(width, height))
+    family, processor = read_back(kind)
+    patches = patches_of(processor, width, height)
+    grid = family.token_grid(width=width, height=height)
+    assert grid is not None
+    assert (grid.rows * processor.merge_size, grid.columns * processor.merge_size) == patches
+    count = num_embeddings(family.parts(width=width, height=height))
+    assert count == grid.rows * grid.columns
+    assert count >= num_embeddings(family.least)
+
+
+@cache
+def read_back(kind: str) -> tuple[ImageFamily, Any]:
+    """The family of a folder that transformers has written, and the processor."""
+    processor: Any = PROCESSORS[kind]()
+    family = image_family(ModelFacts(config={"model_type": kind}, images=processor.to_dict()))
+    assert family is not None
+    return family, processor
+
+
+def patches_of(processor: Any, width: int, height: int) -> tuple[int, int]:
+    """Rows and columns of patches, by the function that transformers resizes with."""
+    resize = sys.modules[type(processor).__module__].smart_resize
+    factor = processor.patch_size * processor.merge_size
+    sizes = {"height": height, "width": width, "factor": factor}
+    limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
+    if "temporal_factor" in inspect.signature(resize).parameters:
+        frames = processor.temporal_patch_size
+        sizes |= {"num_frames": frames, "temporal_factor": frames}
+    rows, columns = resize(**sizes, **limits)
+    return rows // processor.patch_size, columns // processor.patch_size

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from baton_serve.contracts.media import TokenGrid
+
 Parts = Sequence[str | int]
 """The text of one image in a prompt: texts, and numbers of image tokens in a row. Each image token is replaced by
 one embedding of the tower; the texts are tokenized with the text around them, as transformers does."""
@@ -40,3 +42,7 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self, *, width: int, height: int) -> Parts:
         """Return what an image of this size in pixels becomes. Raises `UnfitImageError` if the model cannot read it."""
         raise NotImplementedError
+
+    def token_grid(self, *, width: int, height: int) -> TokenGrid | None:
+        """Return how the tokens lie in such an image if their positions have three parts; None: they are as text's."""
+        return None

@@ -4,12 +4,16 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from baton_serve.contracts.vision import gemma3, idefics3, internvl, llava, llava_onevision, pixtral
+from baton_serve.contracts.vision import gemma3, grids, idefics3, internvl, llava, llava_onevision, pixtral
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 
 FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "gemma3": gemma3.family,
+    "glm46v": grids.glm,
+    "glm4v": grids.glm,
+    "glm4v_moe": grids.glm,
+    "glm_ocr": grids.glm,
     "idefics3": idefics3.family,
     "internvl": internvl.family,
     "lighton_ocr": pixtral.family,
@@ -17,6 +21,12 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "llava_next": llava.family,
     "llava_onevision": llava_onevision.family,
     "mistral3": pixtral.family,
+    "qwen2_5_vl": grids.qwen,
+    "qwen2_vl": grids.qwen,
+    "qwen3_5": grids.qwen,
+    "qwen3_5_moe": grids.qwen,
+    "qwen3_vl": grids.qwen,
+    "qwen3_vl_moe": grids.qwen,
     "smolvlm": idefics3.family,
 }
 """By `model_type`: makes the family of a model. It returns None if the model does not read images."""

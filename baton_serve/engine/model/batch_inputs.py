@@ -241,7 +241,7 @@ class InputBuilder:
             pending=_pending(plan, query_starts),
             adapters=_adapter_rows(plan, query_starts),
             images=images,
-            seen_ends=_seen_ends(plan, query_starts, positions) if images and self._limits.keeps_images_whole else None,
+            seen_ends=_seen_ends(plan, query_starts, indexes) if images and self._limits.keeps_images_whole else None,
             batch_slots=slots_of,
             source_tables=source_tables(plan, self._limits, lengths),
             source_tokens=self._limits.source_tokens,
@@ -251,10 +251,10 @@ class InputBuilder:
 
 
 def _seen_ends(
-    plan: ScheduledBatch, query_starts: NDArray[np.int32], positions: NDArray[np.int64]
+    plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     """Return the position behind the last token that each row sees: of an image's token, the end of its image."""
-    ends = (positions + 1).astype(np.int32)
+    ends = (indexes + 1).astype(np.int32)
     for chunk, first in zip(plan.chunks, query_starts.tolist(), strict=False):
         start, end = chunk.start, chunk.start + chunk.length
         for span in within(chunk.sequence.request.work.media, start, end):

@@ -94,7 +94,8 @@ def add_images(
         expanded, places = expand_runs(written, images, family.image_token_id)
     except ValueError as exc:
         raise RequestError("invalid", str(exc)) from exc
-    spans = [MediaSpan(*place, digest) for place, digest in zip(places, digests, strict=True)]
+    grids = [family.token_grid(width=pixels[name].width, height=pixels[name].height) for name in digests]
+    spans = [MediaSpan(*place, name, grid) for place, name, grid in zip(places, digests, grids, strict=True)]
     return ImagePrompt(expanded, spans, pixels)
 
 

@@ -70,7 +70,8 @@ class VisionPromptImages:
             ends = {tokens[0], tokens[-1]} if tokens else set()
             # Rows of some families end with other tokens, but the first and the last are the image's.
             is_image = ends == {family.image_token_id} and tokens.count(family.image_token_id) == count
-            if span.start < at or not is_image:
+            has_grid = span.grid == family.token_grid(width=picture.width, height=picture.height)
+            if span.start < at or not is_image or not has_grid:
                 raise RequestError("invalid", "the placeholder tokens of an image are not at its place in the prompt")
             at = span.end
             if self.are_whole and span.length > self._max_image_tokens:

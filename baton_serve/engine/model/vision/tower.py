@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -49,20 +49,28 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
-        """Encode one image; return [number of its tokens, hidden] without waiting for the device."""
+        """Encode one image; return [number of its tokens, hidden] without waiting for the device.
+
+        Features for the decoder's first layers (DeepStack) follow in further columns.
+        """
         module = cast(Any, self._module)
         # Processors also return what only their texts need, such as the number of tiles.
         inputs = {name: self._sent(value) for name, value in picture.inputs.items() if name in self._names}
         stated = {name: getattr(module.config, name) for name in _STATED if name in self._names}
         output = module.get_image_features(**inputs, **stated)
         # older versions of transformers return the embeddings themselves
-        features = getattr(output, "pooler_output", output)
-        # There is one image, of which some families return tiles one by one.
-        return torch.cat([part.flatten(0, -2) for part in ([features] if isinstance(features, Tensor) else features)])
+        features = _joined(getattr(output, "pooler_output", output))
+        added = getattr(output, "deepstack_features", None) or ()
+        return torch.cat([features, *map(_joined, added)], dim=-1)
 
     def _sent(self, value: Tensor) -> Tensor:
         """Copy an input to the device; numbers of pixels get the dtype of the weights."""
         return value.to(self._device, self._dtype if value.is_floating_point() else None)
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the embeddings of one image, of which some families return tiles one by one."""
+    return torch.cat([part.flatten(0, -2) for part in ([features] if isinstance(features, Tensor) else features)])
 
 
 def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> VisionTower | None:

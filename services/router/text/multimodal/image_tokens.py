@@ -79,6 +79,11 @@ class ImagePlaces:
         except UnfitImageError as exc:
             raise image_error(str(exc)) from exc
 
+    def spans_of(self, where: Sequence[tuple[int, int]], files: Sequence[ImageFile]) -> list[MediaSpan]:
+        """Return the spans of the images, from the places that `expanded` has returned."""
+        grids = [self._family.token_grid(width=file.width, height=file.height) for file in files]
+        return [MediaSpan(*place, file.digest, grid) for place, file, grid in zip(where, files, grids, strict=True)]
+
     def written(self, images: Sequence[Parts]) -> str:
         """Return the text with the texts of its images, in which a run of image tokens is one token.
 
@@ -154,7 +159,7 @@ async def expand_image_tokens(
     if written != least:
         token_ids = await tokenize(written)
     found, where = places.expanded(token_ids, images)
-    spans = [MediaSpan(*place, file.digest) for place, file in zip(where, files, strict=True)]
+    spans = places.spans_of(where, files)
     return TokenizedPrompt(found, spans, list({file.digest: file.data for file in files}.values()))
 
 

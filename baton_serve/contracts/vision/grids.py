@@ -1,0 +1,114 @@
+"""Qwen2-VL to Qwen3.5, and GLM-4.1V to GLM-4.6V. An image becomes a grid of tokens in its own shape, whose positions
+have three parts.
+
+An image is scaled to sides that are multiples of a token's side, and to a number of pixels between two limits.
+"""
+
+from collections.abc import Mapping
+from math import ceil, floor, sqrt
+
+import msgspec
+
+from baton_serve.contracts.media import TokenGrid
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily, Parts
+
+_QWEN_LIMITS, _GLM_LIMITS = (56 * 56, 28 * 28 * 1280), (112 * 112, 28 * 28 * 15000)
+"""Limits of transformers' processors in pixels, for models that do not state them."""
+_IMAGE_TOKENS = {"qwen3_5": 248056, "qwen3_5_moe": 248056, "glm4v": 151343, "glm46v": 151343, "glm4v_moe": 151363}
+"""Image tokens of transformers' configs, for configs that do not state them."""
+
+
+class ImageGrid(ImageFamily, frozen=True):
+    """How a model scales images.
+
+    GLM counts the pixels of an image once for each of the `frames` that its tower reads together, and enlarges images
+    that are smaller than a token before anything else.
+    """
+
+    token_side: int
+    """Width and height in pixels that one token shows."""
+    min_pixels: int
+    max_pixels: int
+    frames: int = 1
+    enlarges_first: bool = False
+
+    @property
+    def least(self) -> Parts:
+        """Return the fewest tokens that the limits allow."""
+        # Scaling down loses less than half of each side.
+        is_safe = self.min_pixels <= self.max_pixels / 4
+        return (ceil(self.min_pixels / self.frames / self.token_side**2) if is_safe else 1,)
+
+    def parts(self, *, width: int, height: int) -> Parts:
+        """Return the number of tokens of the grid."""
+        grid = self.token_grid(width=width, height=height)
+        return (grid.rows * grid.columns,)
+
+    def token_grid(self, *, width: int, height: int) -> TokenGrid:
+        """Return the grid of an image of this size in pixels. Same as transformers' `smart_resize`."""
+        side = self.token_side
+        if self.enlarges_first and (height < side or width < side):
+            scale = max(side / height, side / width)
+            height, width = int(height * scale), int(width * scale)
+        rows, columns = round(height / side), round(width / side)
+        pixels = self.frames * rows * columns * side * side
+        if pixels > self.max_pixels:
+            factor = sqrt((self.frames * height * width) / self.max_pixels)
+            rows, columns = max(1, floor(height / factor / side)), max(1, floor(width / factor / side))
+        elif pixels < self.min_pixels:
+            factor = sqrt(self.min_pixels / (self.frames * height * width))
+            rows, columns = ceil(height * factor / side), ceil(width * factor / side)
+        return TokenGrid(1, rows, columns)
+
+
+class _Config(msgspec.Struct, frozen=True):
+    model_type: str = ""
+    image_token_id: int | None = None
+
+
+class _Processor(msgspec.Struct, frozen=True):
+    patch_size: int = 14
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    do_resize: bool | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    size: Mapping[str, int | None] = {}
+
+
+def qwen(facts: ModelFacts) -> ImageFamily | None:
+    """Return the family of a Qwen model that reads images, or None if it does not scale them."""
+    known, processor = _read(facts)
+    size, limits = processor.size, _QWEN_LIMITS
+    low = processor.min_pixels or size.get("shortest_edge") or limits[0]
+    high = processor.max_pixels or size.get("longest_edge") or limits[1]
+    return _grid(known, processor, low, high)
+
+
+def glm(facts: ModelFacts) -> ImageFamily | None:
+    """Return the family of a GLM model that reads images, or None if it does not scale them."""
+    known, processor = _read(facts)
+    low, high = (
+        processor.size.get(name) or limit
+        for name, limit in zip(("shortest_edge", "longest_edge"), _GLM_LIMITS, strict=True)
+    )
+    return _grid(known, processor, low, high, frames=processor.temporal_patch_size)
+
+
+def _read(facts: ModelFacts) -> tuple[_Config, _Processor]:
+    return msgspec.convert(facts.config, _Config), msgspec.convert(facts.images, _Processor)
+
+
+def _grid(known: _Config, processor: _Processor, low: int, high: int, *, frames: int | None = None) -> ImageGrid | None:
+    if processor.do_resize is False:
+        return None
+    token_id = known.image_token_id
+    return ImageGrid(
+        image_token_id=_IMAGE_TOKENS.get(known.model_type, 151655) if token_id is None else token_id,
+        token_side=processor.patch_size * processor.merge_size,
+        min_pixels=low,
+        max_pixels=high,
+        frames=frames or 1,
+        enlarges_first=frames is not None,
+    )

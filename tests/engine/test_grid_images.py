@@ -1,0 +1,189 @@
+"""Images of models with M-RoPE: greedy tokens equal those of transformers in float32, however the KV came to be."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_serve.engine import Engine
+from baton_serve.engine.errors import RequestError
+from baton_serve.engine.model import fused
+from tests.engine.conftest import FakeCapture
+from tests.engine.driving import Answers, make_engine, run
+from tests.engine.test_vision import TEXT, add, begin, hand_over_images, reader, work_of
+from tests.images import Piece, Reference, picture
+from tools.model_verdicts import generating_families
+from tools.tiny_families import write_family
+
+pytestmark = pytest.mark.slow
+
+COUNT = 8
+SIZES = {"small": (50, 70), "tall": (20, 300), "wide": (300, 20), "dot": (1, 1), "huge": (900, 1200)}
+ONE: list[Piece] = [*TEXT[:10], picture(1, size=SIZES["small"]), *TEXT[20:35]]
+OTHER: list[Piece] = [*TEXT[:10], picture(2, size=SIZES["small"]), *TEXT[20:35]]
+FIVE: list[Piece] = [*TEXT[30:37]]
+for number, size in enumerate(SIZES.values()):
+    FIVE += [picture(3, size=size), *TEXT[number : number + 3]]
+FIRST: list[Piece] = [picture(5, size=SIZES["tall"]), *TEXT[:5]]
+# transformers takes generated tokens for more of an image that ends the prompt, but templates write a token behind it.
+LAST: list[Piece] = [*TEXT[:40], picture(6, size=SIZES["wide"]), 9]
+PROMPTS: list[list[Piece]] = [ONE, OTHER, FIVE, FIRST, LAST, [*TEXT]]
+LIMITS: dict[str, Any] = {"max_model_len": 320}
+
+
+class Model:
+    """A tiny model and the answers of transformers to `PROMPTS`."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        write_family(kind, generating_families()[kind], folder)
+        self.folder = folder
+        self.reference = Reference(folder)
+        self.answers = [self.reference.answer(prompt, COUNT) for prompt in PROMPTS]
+
+    def reader(self, **settings: Any) -> Engine:
+        return reader(self.folder, **{**LIMITS, **settings})
+
+    def decoder(self, **settings: Any) -> Engine:
+        return make_engine(self.folder, **{**LIMITS, **settings})
+
+    def work(self, engine: Engine, name: str, prompt: Sequence[Piece], **more: Any) -> Any:
+        return work_of(engine, name, prompt, folder=self.folder, **{"max_tokens": COUNT, **more})
+
+    def ask_all(self, engine: Engine) -> list[list[int]]:
+        for number, prompt in enumerate(PROMPTS):
+            add(engine, self.work(engine, str(number), prompt), prompt)
+        answers = run(engine)
+        return [answers[str(number), 0] for number in range(len(PROMPTS))]
+
+
+# Fused layers with and without features for the first layers, and layers of transformers that rotate neighbours.
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    yield Model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_the_reference_sees_the_images(model: Model) -> None:
+    """If this failed, an engine that ignores images would pass the other tests."""
+    assert model.answers[0] != model.answers[1]
+
+
+def test_in_one_batch_and_again_from_the_prefix_cache(model: Model) -> None:
+    with model.reader() as engine:
+        assert model.ask_all(engine) == model.answers
+        first = engine.stats().prefix_hit_tokens
+        assert model.ask_all(engine) == model.answers
+        assert engine.stats().prefix_hit_tokens > first + 100
+
+
+@pytest.mark.parametrize("step", [7, 24])
+def test_with_chunks_that_end_within_an_image(model: Model, step: int) -> None:
+    with model.reader(max_num_batched_tokens=step, max_num_seqs=4, async_scheduling=step == 24) as engine:
+        assert model.ask_all(engine) == model.answers
+
+
+def test_with_blocks_that_end_within_and_behind_an_image(model: Model) -> None:
+    with model.reader(block_size=8) as engine:
+        # The cached prefix of the second prompt ends within its image, and of the third behind it.
+        for number, (prompt, count) in enumerate(((ONE[:11], 1), (ONE, COUNT), (ONE[:-4], COUNT))):
+            work = model.work(engine, str(number), prompt, max_tokens=count)
+            before = engine.stats().prefix_hit_tokens
+            add(engine, work, prompt)
+            assert run(engine)[str(number), 0] == model.reference.answer(prompt, count)
+            assert (engine.stats().prefix_hit_tokens > before) == (number > 0)
+
+
+def test_images_in_later_turns(model: Model) -> None:
+    with model.reader(block_size=4) as engine:
+        chat: list[Piece] = []
+        turns: list[list[Piece]] = [ONE, [*TEXT[:9]], OTHER, FIRST]
+        for turn, pieces in enumerate(turns):
+            chat = [*chat, 11, *pieces]
+            before = engine.stats().prefix_hit_tokens
+            add(engine, model.work(engine, str(turn), chat), chat)
+            found = run(engine)[str(turn), 0]
+            assert found == model.reference.answer(chat, COUNT)
+            assert (engine.stats().prefix_hit_tokens > before) == (turn > 0)
+            chat += [token % 250 for token in found]  # no special token is among them
+
+
+def test_by_handoff_to_an_engine_without_a_tower(model: Model) -> None:
+    with model.reader(max_num_batched_tokens=24) as source, model.decoder() as sink:
+        assert sink.image_reader is None
+        for number, prompt in enumerate(PROMPTS):
+            work = model.work(source, str(number), prompt)
+            assert hand_over_images(source, sink, work, prompt)[work.request_id, 0] == model.answers[number]
+
+
+def test_by_replay_after_some_tokens(model: Model) -> None:
+    with model.reader() as engine:
+        for number, (prompt, answer) in enumerate(zip(PROMPTS, model.answers, strict=True)):
+            add(engine, model.work(engine, str(number), prompt, generated=answer[:4]), prompt)
+        answers = run(engine)
+        assert [answers[str(n), 0] for n in range(len(PROMPTS))] == [answer[4:] for answer in model.answers]
+
+
+def test_with_preemption(model: Model) -> None:
+    """An instance without images gives a sequence back if its blocks are gone."""
+    few: dict[str, Any] = {"num_gpu_blocks_override": 20, "max_model_len": 60, "block_size": 4}
+    prompts = {"one": ONE, "other": OTHER}
+    wanted = {(name, 0): model.answers[number] for number, name in enumerate(prompts)}
+    with model.reader(**few) as engine:
+        for name, prompt in prompts.items():
+            add(engine, model.work(engine, name, prompt), prompt)
+        assert run(engine) == wanted
+        assert engine.stats().preemptions > 0
+    with model.reader(block_size=4) as source, model.decoder(**{**few, "num_gpu_blocks_override": 18}) as sink:
+        answers: Answers = {}
+        failed: list[str] = []
+        for name, prompt in prompts.items():
+            answers |= begin(source, sink, model.work(source, name, prompt), prompt)
+        rest = run(sink, lambda result: failed.extend(f.request_id for f in result.failed))
+        assert sink.stats().preemptions > 0
+        for name in prompts:
+            reported = answers[name, 0] + rest.get((name, 0), [])
+            assert reported == wanted[name, 0][: len(reported)]
+            assert len(reported) == COUNT or name in failed
+
+
+def test_through_captured_graphs(model: Model, captured: FakeCapture) -> None:
+    with model.reader(max_num_seqs=8, max_num_batched_tokens=64) as engine:
+        assert model.ask_all(engine) == model.answers
+        assert bool(captured.graphs) == bool(sum(graph.replays for graph in captured.graphs))
+
+
+def test_layers_that_are_not_fused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "fits", lambda module: False)
+    with model.reader() as engine:
+        assert model.ask_all(engine) == model.answers
+
+
+def test_adapters_lie_beside_them(model: Model) -> None:
+    with model.reader(enable_lora=True) as engine:
+        assert model.ask_all(engine) == model.answers
+
+
+def test_a_grid_that_is_not_the_images_is_refused(model: Model) -> None:
+    with model.reader() as engine:
+        work = model.work(engine, "turned", ONE)
+        grid = work.media[0].grid
+        for wrong in (None, msgspec.structs.replace(grid, rows=grid.columns, columns=grid.rows)):
+            span = msgspec.structs.replace(work.media[0], grid=wrong)
+            with pytest.raises(RequestError, match="not at its place"):
+                add(engine, msgspec.structs.replace(work, media=[span]), ONE)
+
+
+FURTHER = ["qwen2_vl", "qwen3_vl_moe", "glm4v_moe", "glm46v", "glm_ocr", "qwen3_5", "qwen3_5_moe"]
+
+
+@pytest.mark.parametrize("kind", FURTHER)
+def test_further_families(kind: str, tmp_path: Path) -> None:
+    write_family(kind, generating_families()[kind], tmp_path)
+    reference = Reference(tmp_path)
+    prompts: list[list[Piece]] = [ONE, FIVE, [*TEXT]]
+    with reader(tmp_path, **LIMITS, max_num_batched_tokens=40, max_num_seqs=4) as engine:
+        for number, prompt in enumerate(prompts):
+            add(engine, work_of(engine, str(number), prompt, folder=tmp_path, max_tokens=COUNT), prompt)
+        answers = run(engine)
+    assert [answers[str(n), 0] for n in range(len(prompts))] == [reference.answer(one, COUNT) for one in prompts]
