@@ -250,9 +250,7 @@ class InputBuilder:
         return BatchInputs(arrays, sample_at, prompt_at)
 
 
-def _seen_ends(
-    plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64]
-) -> NDArray[np.int32]:
+def _seen_ends(plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the position behind the last token that each row sees: of an image's token, the end of its image."""
     ends = (indexes + 1).astype(np.int32)
     for chunk, first in zip(plan.chunks, query_starts.tolist(), strict=False):
