@@ -1,8 +1,11 @@
-"""Limits of audio that router and instances agree on.
+"""Limits of audio that router and instances agree on, and the messages between a router and the process that decodes
+files for it.
 
-Between them a window of audio travels as a WAV file with 16-bit samples, at the rate and with the channels of the
-client's file: what is lost by rounding is less than what lossy formats lose, and instances need no other decoder.
+A window of audio travels to an instance as a WAV file with 16-bit samples, at the rate that the model reads: what is
+lost by rounding is less than what lossy formats lose, and instances need no other decoder.
 """
+
+import msgspec
 
 SAMPLE_BYTES = 2
 """Bytes of one sample of one channel."""
@@ -12,3 +15,33 @@ RATE_STEP_HZ = 25
 """Sample rates are multiples of this, as all usual ones are: the tables for resampling others would be very large."""
 MAX_CHANNELS = 8
 """Largest number of channels of a file. They are averaged."""
+
+
+class CutterLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How files are cut, and what one file may need. `rate_hz` and `window_s` are those of the model.
+
+    `max_s` bounds the length of the audio, `cpu_s` the processor time for it, and `memory_bytes` the address space
+    beside that of the process itself.
+    """
+
+    rate_hz: int
+    window_s: float
+    max_s: float = 7200.0
+    cpu_s: float = 60.0
+    memory_bytes: int = 2 * 1024 * 1024 * 1024
+
+
+class Window(msgspec.Struct, frozen=True):
+    """A window of a file: its start and length in seconds, and its samples as a WAV file."""
+
+    start_s: float
+    duration_s: float
+    file: bytes
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The windows of a file, in order; or the reason why it cannot be used."""
+
+    duration_s: float = 0.0
+    windows: list[Window] = []
+    error: str = ""

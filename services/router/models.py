@@ -170,9 +170,11 @@ class Models:
             service.model.start_compiler()
 
     async def end_compilers(self) -> None:
-        """End the processes that compile grammars."""
+        """End the processes that compile grammars and decode audio."""
         for service in self.model_services:
             service.model.compiling.close()
+            if service.audio_cutter is not None:
+                service.audio_cutter.close()
 
     def end_requests(self) -> None:
         """Fail all running requests of all models, because the router stops."""

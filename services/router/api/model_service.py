@@ -33,6 +33,7 @@ from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPr
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules
 from baton_serve.services.router.text.served_model import ServedModel
+from baton_serve.services.router.text.speech.cutting import AudioCutter
 
 
 @coroutine
@@ -72,6 +73,11 @@ class ModelService:
         self.message_formats = MessageFormats(settings)
         self.image_limits = settings.image_limits
         self.image_memory = ImageMemory(settings.max_image_memory_bytes)
+        speech = model.speech
+        self.audio_cutter = (
+            None if speech is None else AudioCutter(settings.cutter_limits(speech.rate_hz, speech.window_s))
+        )
+        """Decodes the audio files of clients; None if the model does not transcribe audio."""
         self.started_at = self.now()
         self.view = ModelView(settings, cluster)
         for role in ("prefill", "decode", "unified"):

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -22,9 +21,9 @@ from baton_serve.services.router.protocol.asgi import RequestContext, read_body
 from baton_serve.services.router.protocol.errors import (
     BadRequestError,
     NotFoundError,
-    PermissionDeniedError,
     RateLimitError,
 )
+from baton_serve.services.router.protocol.form_data import check_origin
 from baton_serve.services.router.protocol.request_parsing import parsed
 
 WINDOW_S = 24 * 3600
@@ -164,16 +163,8 @@ class BatchApi:
         )
 
     def _check_origin(self, request: Request) -> None:
-        """Raise `PermissionDeniedError` if a page of another site sends the request.
-
-        A browser sends a form to any server without asking it (CORS), so a foreign page could fill the folder.
-        """
-        origin = request.headers.get("origin")
-        if origin is None or "*" in self._allowed_origins or origin in self._allowed_origins:
-            return
-        # The page of this server itself has its own host as origin, whatever the name of the host.
-        if urlsplit(origin).netloc != request.headers.get("host"):
-            raise PermissionDeniedError(f"pages of {origin[:100]} may not upload files (--allowed-origins)")
+        """Raise `PermissionDeniedError` if a page of another site sends the form."""
+        check_origin(request.headers.get("origin"), request.headers.get("host"), self._allowed_origins)
 
     async def files(self, request: Request) -> Page:
         """Return a page of the owner's files."""

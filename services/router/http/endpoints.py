@@ -11,6 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from baton_serve.services.router.api.audio.endpoint import TranscriptionEndpoint
+from baton_serve.services.router.api.audio.schema import TranscriptionRequest, TranslationRequest
 from baton_serve.services.router.api.chat import ChatEndpoint, ChatInputTokensEndpoint
 from baton_serve.services.router.api.completions import CompletionEndpoint
 from baton_serve.services.router.api.messages.answer import error_answer
@@ -44,6 +46,9 @@ from baton_serve.services.router.protocol.openai_requests import (
     UnloadAdapterRequest,
 )
 
+FORM = "multipart/form-data"
+"""Media type of requests with a file."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -58,6 +63,7 @@ class Endpoint:
     app: Asgi
     error_body: Callable[[ApiError], object] | None = None
     """Returns the body of an error; None: in the shape of OpenAI's errors."""
+    media_type: str = "application/json"
 
 
 def endpoints(service: ModelService, kept: KeptResponses) -> dict[str, Endpoint]:
@@ -116,6 +122,18 @@ def endpoints(service: ModelService, kept: KeptResponses) -> dict[str, Endpoint]
             ClassificationRequest,
             PoolingEndpoint(service, ClassificationRequest, classes, prefix="classify"),
         ),
+        "/v1/audio/transcriptions": Endpoint(
+            "Transcribe audio, streamed or whole",
+            TranscriptionRequest,
+            TranscriptionEndpoint(service, TranscriptionRequest, "transcribe"),
+            media_type=FORM,
+        ),
+        "/v1/audio/translations": Endpoint(
+            "Translate audio to English text, streamed or whole",
+            TranslationRequest,
+            TranscriptionEndpoint(service, TranslationRequest, "translate"),
+            media_type=FORM,
+        ),
         # vLLM serves these under several names.
         "/score": score,
         "/v1/score": score,
@@ -124,7 +142,9 @@ def endpoints(service: ModelService, kept: KeptResponses) -> dict[str, Endpoint]
         "/v2/rerank": rerank,
     }
     # Made of the rows so far: `/invocations` must reach neither itself nor the endpoints that change adapters.
-    invocations = InvocationsEndpoint(service, {path: endpoint.app for path, endpoint in table.items()})
+    # They choose by the fields of JSON, which a form does not have.
+    of_json = {path: endpoint.app for path, endpoint in table.items() if endpoint.media_type != FORM}
+    invocations = InvocationsEndpoint(service, of_json)
     load, unload = adapter_endpoints(service)
     return table | {
         "/invocations": Endpoint(
@@ -166,7 +186,7 @@ def add_to_document(document: dict[str, Any], table: Mapping[str, Endpoint]) -> 
         reference = {"$ref": _SCHEMAS.format(model=endpoint.schema.__name__)}
         operation = {
             "summary": endpoint.summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+            "requestBody": {"required": True, "content": {endpoint.media_type: {"schema": reference}}},
             "responses": {status: {"description": text} for status, text in _STATUSES.items()},
         }
         document["paths"][path] = {"post": operation}

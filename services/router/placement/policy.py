@@ -82,6 +82,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """ITL SLO in seconds; None if the request has none."""
     ttft_s: float | None = None
     """Rest of the TTFT SLO in seconds; None if the request has none."""
+    has_source: bool = False
+    """`num_tokens` and the cached prefix begin with the positions of a source, which is never pulled."""
     has_images: bool = False
     """The prompt has images, so a decode instance cannot compute it: it has no vision tower."""
 
@@ -339,7 +341,10 @@ def _place_in_group(
 
 def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy) -> Sequence[Candidate]:
     """Return the instances of a group, prefill and unified ones with the prefix that is worth fetching for them."""
-    if policy.name != "prefix" or policy.pull == "never" or not (holders := best_holders(group)):
+    # A pull counts the blocks of tokens, and the cached prefix begins with those of the source.
+    if demand.has_source or policy.name != "prefix" or policy.pull == "never":
+        return group
+    if not (holders := best_holders(group)):
         return group
     tokens = demand.num_tokens
     plans = [

@@ -140,9 +140,21 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     does not arrive in time.
     """
     check_media_type(scope)
+    limit = RequestContext.of(scope).limits.max_body_bytes
+    return await _read_whole(scope, receive, limit, flag="--max-request-bytes")
+
+
+async def read_form(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """Read the whole body of a request with a form of at most `max_bytes`, whose type and origin the caller checks. It
+    raises the other errors of `read_body`.
+    """
+    return await _read_whole(scope, receive, max_bytes, flag="--max-audio-bytes")
+
+
+async def _read_whole(scope: Scope, receive: Receive, limit: int, *, flag: str) -> bytes:
+    """Read a body of at most `limit` bytes. `flag` sets that limit."""
     context = RequestContext.of(scope)
     limits = context.limits
-    limit = limits.max_body_bytes
     chunks: list[bytes] = []
     size = 0
     deadline = asyncio.get_running_loop().time() + limits.slow_client_s
@@ -165,9 +177,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
         if not message.get("more_body", False) or size > _MAX_DISCARDED_BYTES:
             break
     if size > limit:
-        raise RequestTooLargeError(
-            f"the body has more than {limit} bytes, the limit of this server (--max-request-bytes)"
-        )
+        raise RequestTooLargeError(f"the body has more than {limit} bytes, the limit of this server ({flag})")
     return b"".join(chunks)
 
 

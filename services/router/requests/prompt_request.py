@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import msgspec
 
-from baton_serve.contracts.block_hash import hash_blocks, root_hash
+from baton_serve.contracts.block_hash import cross_hashes, hash_blocks, root_hash
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
@@ -66,6 +66,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Positions and digests of the prompt's images."""
     images: Sequence[bytes] = ()
     """Files of the prompt's images, each of them once."""
+    source_tokens: int = 0
+    """Positions of the prompt's source, which an encoder reads; 0 without one."""
     first_choice: int = 0
     """Index of this prompt's first sequence among the choices of the API call's answer."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -124,6 +126,9 @@ class PromptBlockHashes(msgspec.Struct):
             full = usable // layout.block_tokens * layout.block_tokens
             root, tokens = self.root(layout), self.token_ids[:full]
             known = hash_blocks(root, tokens, layout.block_tokens, media=self.media) if full else []
+            if layout.source_blocks and self.media:
+                # The blocks of the source come first: an instance that has them needs no encoder.
+                known = [*cross_hashes(root, self.media[0].digest, layout.source_blocks), *known]
             self._hashes[layout] = known
         return known
 

@@ -140,7 +140,7 @@ class RequestAttempts:
         """Choose the instances for an attempt by the state of the cluster at this moment."""
         request = self._request
         demand = Demand(
-            num_tokens=len(block_hashes.token_ids),
+            num_tokens=len(block_hashes.token_ids) + request.source_tokens,
             num_sequences=num_sequences,
             max_new_tokens=request.sampling.max_tokens - num_generated,
             avoided=self._avoided,
@@ -148,6 +148,7 @@ class RequestAttempts:
             itl_s=self._timing.slo.itl_s,
             ttft_s=self._timing.ttft_budget_s(self._clock()),
             has_images=bool(request.media),
+            has_source=request.source_tokens > 0,
         )
         view = self._cluster.view(block_hashes.hashes, request.model, request.lora, has_images=demand.has_images)
         return place(demand, view, self._policy.policy)

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from baton_serve.contracts.audio import CutterLimits
 from baton_serve.generation_config import checked_overrides
 from baton_serve.services.common.settings.process import Host, Port
 from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
@@ -174,6 +175,16 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
         ),
     ] = 512 * 1024 * 1024
 
+    max_audio_bytes: Annotated[
+        int,
+        Meta(
+            description="largest size of a request with an audio file (default: 25 MiB)", ge=1, extra={"group": "audio"}
+        ),
+    ] = 25 * 1024 * 1024
+    max_audio_s: Annotated[
+        float, Meta(description="longest audio file in seconds, which is checked before all of it is decoded", gt=0)
+    ] = 7200.0
+
     def __post_init__(self) -> None:
         # The result is not stored. A malformed value must stop the process at its start, not fail the first request.
         images_per_prompt(self.limit_mm_per_prompt)
@@ -183,6 +194,10 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
                 f"--max-request-bytes {self.max_request_bytes} is more than --max-body-memory-bytes"
                 f" {self.max_body_memory_bytes}, so that the largest bodies could never be accepted: raise the latter"
             )
+
+    def cutter_limits(self, rate_hz: int, window_s: float) -> CutterLimits:
+        """Return the limits of the process that decodes audio for a model with these windows."""
+        return CutterLimits(rate_hz=rate_hz, window_s=window_s, max_s=self.max_audio_s)
 
     @property
     def image_limits(self) -> ImageLimits:

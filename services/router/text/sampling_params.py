@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from baton_serve.contracts.sampling import SamplingSpec
+from baton_serve.contracts.sampling import SamplingSpec, TranscriptSpec
 from baton_serve.generation_config import GenerationDefaults
 from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS, MAX_TOKEN_RULES
 from baton_serve.services.router.protocol.errors import BadRequestError
@@ -77,6 +77,7 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     tokens_as_ids: bool = False
     grammar: str | None = None
     bad_words: Sequence[list[int]] = ()
+    transcript: TranscriptSpec | None = None
 
 
 def wanted_logprobs(request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> int | None:
@@ -195,6 +196,7 @@ def sampling_params(
         allowed_token_ids=tokens.allowed_token_ids,
         bad_words=tokens.bad_words,
         grammar=rules.grammar,
+        transcript=rules.transcript,
         stop_token_ids=tokens.stop_token_ids if request.ignore_eos else [*tokens.stop_token_ids, *ends],
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,

@@ -36,6 +36,7 @@ from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
 from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE, ImagePlaces
 from baton_serve.services.router.text.prompt_length import Truncation
+from baton_serve.services.router.text.speech.profile import SpeechProfile, speech_profile
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
 from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
 
@@ -103,6 +104,8 @@ class ServedModel:
         """The default sampling parameters of requests."""
         self.vision: ImageFamily | None = None
         """The rules for images in prompts; None if the model does not accept images."""
+        self.speech: SpeechProfile | None = None
+        """Windows and tokens of transcripts; None if the model does not transcribe audio."""
         self._templates = templates
         self._content_format = settings.chat_template_content_format
         self._has_short_ids = settings.tool_call_parser == "mistral"
@@ -144,6 +147,7 @@ class ServedModel:
         model.vocab_size = stated or tokenizer.vocab_size
         sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
         model.vision = image_family(ModelFacts.of(model_folder(settings.model)))
+        model.speech = speech_profile(model_folder(settings.model), tokenizer)
         model.vocabulary.read()
         model.lowercase = sentences is not None and sentences.do_lower_case
         return model

@@ -41,3 +41,5 @@ ANSWERS = ThreadPool("answers", 2)
 """Writes whole answers with many logprobs."""
 IMAGES = ThreadPool("images", 4)
 """Decodes, reads and checks image files."""
+AUDIO = ThreadPool("audio", 4)
+"""Waits for the processes that decode audio files."""

@@ -7,13 +7,15 @@ clients send into such files, so that instances need no decoders of audio.
 import wave
 from collections.abc import Iterable
 from io import BytesIO
-from math import ceil, gcd, pi
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from baton_serve.audio_samples import Samples, mono, resampled
 from baton_serve.contracts.audio import MAX_CHANNELS, MAX_RATE_HZ, RATE_STEP_HZ, SAMPLE_BYTES
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine.errors import ModelError, RequestError
@@ -21,10 +23,6 @@ from baton_serve.engine.model.vision.placeholders import DecodedImage, Pixels
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 _WAV_ERRORS = (wave.Error, EOFError, ValueError, OSError)
-FILTER_ZEROS = 24
-"""Zero crossings of the resampling filter on each side: more make a steeper filter."""
-PASS_BAND = 0.94
-"""Part of the lower rate's band that the resampling filter passes."""
 
 
 class HFAudioReader:
@@ -50,7 +48,7 @@ class HFAudioReader:
 
     def silence(self) -> Tensor:
         """Return the features of a window of silence."""
-        return self._features(torch.zeros(int(self._rate_hz)))
+        return self._features(np.zeros(self._rate_hz, dtype=np.float32))
 
     def _read(self, data: bytes) -> Tensor:
         """Return the features [mel bins, frames] of one file."""
@@ -64,35 +62,11 @@ class HFAudioReader:
                     raise ValueError(f"its sample rate is {rate} Hz")
                 if channels > MAX_CHANNELS or frames > ceil(self._window_s * rate):
                     raise ValueError(f"{frames} samples of {channels} channels at {rate} Hz are more than a window")
-                samples = torch.frombuffer(bytearray(file.readframes(frames)), dtype=torch.int16)
+                samples = np.frombuffer(file.readframes(frames), dtype="<i2").reshape(-1, channels)
         except _WAV_ERRORS as exc:
             raise RequestError("invalid", f"a window of audio cannot be read: {first_line(exc)}") from exc
-        mono = samples.view(-1, channels).float().mean(dim=1) / 32768.0
-        return self._features(resampled(mono, rate, self._rate_hz))
+        return self._features(resampled(mono(samples), rate, self._rate_hz))
 
-    def _features(self, samples: Tensor) -> Tensor:
-        found: Tensor = self._extractor(
-            samples.numpy(), sampling_rate=self._rate_hz, return_tensors="pt"
-        ).input_features
+    def _features(self, samples: Samples) -> Tensor:
+        found: Tensor = self._extractor(samples, sampling_rate=self._rate_hz, return_tensors="pt").input_features
         return found[0].to(torch.float32)
-
-
-def resampled(samples: Tensor, rate_hz: int, wanted_hz: int) -> Tensor:
-    """Return float32 samples [count] at another rate: a band-limited interpolation with a Hann-windowed sinc.
-
-    Each phase of the output has its own filter, and all phases are computed as one convolution.
-    """
-    if rate_hz == wanted_hz:
-        return samples
-    divisor = gcd(rate_hz, wanted_hz)
-    step, phases = rate_hz // divisor, wanted_hz // divisor
-    # Frequencies above half of the lower rate would be mirrored into the result.
-    cutoff = PASS_BAND * min(1.0, wanted_hz / rate_hz)
-    reach = ceil(FILTER_ZEROS / cutoff)
-    offsets = torch.arange(-reach, reach + step, dtype=torch.float64)
-    times = offsets[None] - torch.arange(phases, dtype=torch.float64)[:, None] * step / phases
-    window = torch.cos(times.clamp(-reach, reach) * (pi / 2 / reach)).square()
-    filters = (torch.sinc(times * cutoff) * window * cutoff).float()
-    padded = torch.nn.functional.pad(samples, (reach, reach + step))
-    found = torch.nn.functional.conv1d(padded[None, None], filters[:, None], stride=step)
-    return found[0].T.reshape(-1)[: ceil(len(samples) * wanted_hz / rate_hz)]

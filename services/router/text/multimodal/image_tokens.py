@@ -47,6 +47,8 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     token_ids: list[int]
     media: Sequence[MediaSpan] = ()
     images: Sequence[bytes] = ()
+    source_tokens: int = 0
+    """Positions of the source that an encoder reads with the prompt, to which no token corresponds; 0 without one."""
 
 
 class ImagePlaces:

@@ -1,0 +1,68 @@
+"""Samples of audio as arrays: one channel, another rate, and the quiet places at which long audio is cut.
+
+Instances and the router's process that decodes files use these functions; the router itself never imports numpy.
+"""
+
+from math import ceil, gcd, pi
+
+import numpy as np
+from numpy.typing import NDArray
+
+Samples = NDArray[np.float32]
+"""Samples of one channel, from -1 to 1."""
+
+FILTER_ZEROS = 24
+"""Zero crossings of the resampling filter on each side. More make a steeper filter."""
+PASS_BAND = 0.94
+"""Part of the lower rate's band that the resampling filter passes."""
+QUIET_FRAME_S = 0.1
+"""Length of the frames whose loudness is compared to find a place for a cut, in seconds."""
+SEARCHED_RATIO = 0.1
+"""Part of a window, at its end, in which the quietest frame is looked for."""
+
+
+def mono(samples: NDArray[np.int16]) -> Samples:
+    """Return the mean of all channels. `samples` is [count, channels]."""
+    return np.asarray(samples.mean(axis=1, dtype=np.float32) / 32768.0, dtype=np.float32)
+
+
+def pcm(samples: Samples) -> bytes:
+    """Return samples as the bytes of 16-bit integers, little-endian."""
+    whole: NDArray[np.int16] = np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2")
+    return whole.tobytes()
+
+
+def resampled(samples: Samples, rate_hz: int, wanted_hz: int) -> Samples:
+    """Return the samples at another rate: a band-limited interpolation with a windowed sinc.
+
+    Each phase of the output has a filter of its own, and one product applies all of them.
+    """
+    if rate_hz == wanted_hz:
+        return samples
+    divisor = gcd(rate_hz, wanted_hz)
+    step, phases = rate_hz // divisor, wanted_hz // divisor
+    # Frequencies above half of the lower rate would be mirrored into the result.
+    cutoff = PASS_BAND * min(1.0, wanted_hz / rate_hz)
+    reach = ceil(FILTER_ZEROS / cutoff)
+    times = np.arange(-reach, reach + step)[:, None] - np.arange(phases)[None] * step / phases
+    window = np.cos(np.clip(times, -reach, reach) * (pi / 2 / reach)) ** 2
+    filters = (np.sinc(times * cutoff) * window * cutoff).astype(np.float32)
+    padded = np.pad(samples, (reach, reach + step))
+    rows = np.lib.stride_tricks.sliding_window_view(padded, len(filters))[::step]
+    found: Samples = (rows @ filters).reshape(-1)
+    return found[: ceil(len(samples) * wanted_hz / rate_hz)]
+
+
+def cuts(samples: Samples, rate_hz: int, window_s: float) -> list[int]:
+    """Return the positions at which audio is cut into windows of at most `window_s` seconds: 0, the cuts between, and
+    the end. A cut lies in the quietest frame near the end of a window, so that few words are divided.
+    """
+    longest, frame = int(window_s * rate_hz), max(1, int(QUIET_FRAME_S * rate_hz))
+    found = [0]
+    while len(samples) - found[-1] > longest:
+        end = found[-1] + longest
+        num_frames = max(1, int(longest * SEARCHED_RATIO) // frame)
+        searched = samples[end - num_frames * frame : end].reshape(num_frames, frame)
+        quietest = int(np.square(searched).sum(axis=1).argmin())
+        found.append(end - (num_frames - quietest) * frame + frame // 2)
+    return [*found, len(samples)]

@@ -1,0 +1,112 @@
+"""Decodes audio files in other processes and cuts them into windows. See `baton_serve.audio_cutter`."""
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+
+import msgspec
+
+from baton_serve.child_command import module_command
+from baton_serve.contracts.audio import Cut, CutterLimits
+from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError, UnavailableError
+from baton_serve.services.router.text.thread_pools import AUDIO
+
+logger = logging.getLogger(__name__)
+
+NUM_PROCESSES = 2
+"""Largest number of files that are decoded at a time."""
+WAIT_S = 10.0
+"""Longest time that a file waits for a process, in seconds."""
+FILE_S = 120.0
+"""Longest time for one file, in seconds, after which its process is killed. Processor time is bounded before."""
+_MODULE = "baton_serve.audio_cutter"
+_SIZE_BYTES = 8
+
+_Child = subprocess.Popen[bytes]
+
+
+class AudioCutter:
+    """Owns the processes that decode the files of one model. Use it from one event loop at a time, and `close` it."""
+
+    def __init__(self, limits: CutterLimits) -> None:
+        self.limits = limits
+        self._idle: list[_Child] = []
+        self._slots = asyncio.Semaphore(NUM_PROCESSES)
+        # A process that sends more than the longest file needs has been taken over by a file.
+        self._max_answer_bytes = int(limits.max_s * limits.rate_hz * 4) + (1 << 20)
+
+    async def cut(self, file: bytes) -> Cut:
+        """Return the windows of a file.
+
+        Raises `BadRequestError` if it cannot be used, `RateLimitError` if too many files wait, and `UnavailableError`
+        if no process can be started.
+        """
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise RateLimitError(
+                "too many audio files wait to be decoded: try again later", retry_after_s=1.0
+            ) from None
+        try:
+            cut = await self._cut(file)
+        finally:
+            self._slots.release()
+        if cut.error:
+            raise BadRequestError(f"the audio file cannot be used: {cut.error}", param="file", code="invalid_audio")
+        return cut
+
+    def close(self) -> None:
+        """End all processes that wait for a file."""
+        while self._idle:
+            _end(self._idle.pop())
+
+    async def _cut(self, file: bytes) -> Cut:
+        child = self._idle.pop() if self._idle else self._start()
+        try:
+            async with asyncio.timeout(FILE_S):
+                cut = await AUDIO.run(_ask, child, file, self._max_answer_bytes)
+        except (TimeoutError, OSError, msgspec.DecodeError) as exc:
+            logger.warning("an audio file of %d bytes ended the process that decodes it: %r", len(file), exc)
+            _end(child)
+            return Cut(error="its decoder failed, or took too much time or memory")
+        except BaseException:
+            # A request that is cancelled leaves half an answer in the pipe. The thread that reads it ends with the
+            # process.
+            _end(child)
+            raise
+        self._idle.append(child)
+        return cut
+
+    def _start(self) -> _Child:
+        command = module_command(_MODULE, msgspec.json.encode(self.limits).decode())
+        try:
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as exc:
+            raise UnavailableError(f"no process that decodes audio can be started: {exc}", retry_after_s=5.0) from exc
+
+
+def _ask(child: _Child, file: bytes, max_answer_bytes: int) -> Cut:
+    """Send a file to a process and return its answer. It runs in a thread. Raises `OSError` if the process ends."""
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(len(file).to_bytes(_SIZE_BYTES, "little") + file)
+    child.stdin.flush()
+    size = int.from_bytes(child.stdout.read(_SIZE_BYTES), "little")
+    if not 0 < size <= max_answer_bytes:
+        raise OSError(f"its answer has {size} bytes")
+    answer = child.stdout.read(size)
+    if len(answer) < size:
+        raise OSError("its answer is cut")
+    return msgspec.msgpack.decode(answer, type=Cut)
+
+
+def _end(child: _Child) -> None:
+    """End a process at once, and with it a thread that waits for its answer."""
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        # Closing writes what is left of a file to a process that has ended.
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
