@@ -90,7 +90,7 @@ def windows_of(samples: NDArray[np.int16]) -> list[NDArray[np.int16]]:
 
 
 def times_of(tokens: list[int]) -> list[float]:
-    """The times of the pairs within a window, without those that have no text between them."""
+    """Return the times of a window in seconds."""
     return [(token - FIRST_TIME) / 50 for token in tokens if token >= FIRST_TIME]
 
 

@@ -1,4 +1,4 @@
-"""What the router needs to know of a model that transcribes audio: its windows, languages and control tokens."""
+"""The windows, languages and control tokens of a model that transcribes audio, as the router needs them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
