@@ -421,6 +421,12 @@ _KIMI: dict[str, Any] = {
     "topk_group": 1,
 }
 
+_STATES: dict[str, Any] = {
+    **_COMMON,
+    "state_size": 8,
+    "expand": 2,
+    "tie_word_embeddings": False,
+}
 HYBRIDS: dict[str, Family] = {
     "qwen3_next": Family("Qwen3-Next-80B-A3B", {**_DELTA_RULE, **_SPARSE, "model_type": "qwen3_next"}),
     "qwen3_5": Family("Qwen 3.5, 3.6 (text)", {**_DELTA_RULE, "model_type": "qwen3_5_text"}),
@@ -469,6 +475,12 @@ HYBRIDS: dict[str, Family] = {
             "mamba_d_state": 8,
             "mamba_dt_rank": 8,
         },
+    ),
+    "mamba": Family("Mamba 130M to 2.8B", {**_STATES, "model_type": "mamba"}),
+    "falcon_mamba": Family("FalconMamba 7B", {**_STATES, "model_type": "falcon_mamba"}),
+    "mamba2": Family(
+        "Mamba 2, Mamba-Codestral 7B",
+        {**_STATES, "model_type": "mamba2", "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     ),
     "falcon_h1": Family(
         "Falcon-H1", {**_COMMON, **_MAMBA2, "model_type": "falcon_h1", "mamba_d_ssm": 128, "mamba_rms_norm": True}
@@ -552,7 +564,7 @@ HYBRIDS: dict[str, Family] = {
         },
     ),
 }
-"""Families in which layers with recurrent states stand beside those with attention."""
+"""Families whose layers have recurrent states; in most of them others have attention."""
 
 IN_PROCESSES = (
     "llama",

@@ -18,6 +18,7 @@ from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateMemory
+from baton_serve.engine.loading.layer_probe import MAX_CHECKPOINT_BLOCKS
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
 from baton_serve.engine.model.forward import choose_forward
@@ -151,10 +152,20 @@ def test_a_mixer_that_ignores_its_state_is_refused_by_name(tmp_path: Path, monke
         load(folder)
 
 
-def test_a_model_of_state_spaces_only_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_without_attention_has_blocks_for_checkpoints_alone(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "granite", "granitemoehybrid", layer_types=["linear_attention"] * 3)
-    with pytest.raises(UnsupportedModelError, match="GraniteMoeHybridForCausalLM has no layer with attention"):
-        load(folder)
+    prompt = [(7 * i * i + i) % 250 for i in range(75)]
+    # transformers' own cache needs a layer with attention for this class.
+    model, tokens = load_reference(folder), list(prompt)
+    for _ in range(12):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    expected = tokens[len(prompt) :]
+    with make_engine(folder, max_model_len=MAX_POSITIONS) as engine:
+        assert engine.layout.num_layers == 1 and engine.layout.state_blocks <= MAX_CHECKPOINT_BLOCKS
+        for attempt in ("first", "again"):
+            engine.add(make_work(engine, attempt, prompt))
+            assert run(engine)[attempt, 0] == expected
+        assert engine.stats().prefix_hit_tokens == 64
 
 
 def test_the_probe_finds_states_and_kv_of_each_layer(tmp_path: Path) -> None:

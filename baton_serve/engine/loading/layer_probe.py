@@ -13,7 +13,7 @@ from torch import nn
 from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionSpec
-from baton_serve.engine.kv.state_memory import StatePart
+from baton_serve.engine.kv.state_memory import StatePart, row_bytes
 from baton_serve.engine.loading.refusals import INSTEAD, refuse_type
 from baton_serve.engine.model.loaded_model import SharedLayer
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
@@ -35,6 +35,12 @@ PLAIN_LAYERS = frozenset({"mlp", "moe"})
 SUPPORTED_LAYERS = ATTENTION_LAYERS | STATE_LAYERS | MIXED_LAYERS | PLAIN_LAYERS
 
 
+UNUSED_KV = KVShape(num_kv_heads=2, head_dim=64)
+"""The shape of one layer's part of a block, for models without attention."""
+UNUSED_KV_BYTES = UNUSED_KV.num_heads * UNUSED_KV.head_dim * 64 * 2
+"""Its size in bytes, for blocks of 64 tokens in 16 bits."""
+MAX_CHECKPOINT_BLOCKS = 64
+"""Number of such blocks of a checkpoint, at most."""
 NUM_TOKENS = 8
 """Tokens of the probe: enough to check that mixers continue from their states in chunks."""
 
@@ -76,6 +82,8 @@ def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: to
     types = _layer_types(text_config) or ["full_attention"] * num_layers
     _check_states(name, types, parts)
     attending = tuple(i for i, kind in enumerate(types) if kind in ATTENTION_LAYERS | MIXED_LAYERS)
+    if not attending:
+        return _without_attention(parts)
     shapes = _layer_shapes(attention, name, attending)
     _check_window(name, text_config, types, list(shapes.values()))
     own = {layer: shape for layer, shape in shapes.items() if shape.source is None}
@@ -150,15 +158,27 @@ def _check_window(name: str, text_config: HfConfig, types: list[str], shapes: li
         )
 
 
+def _without_attention(states: tuple[StatePart, ...]) -> ProbedLayers:
+    """Return the layers of a model that keeps recurrent states only.
+
+    Its blocks still have names, by which checkpoints are found, so they have the shape of KV that nobody reads. They
+    are large enough that a checkpoint has few of them.
+    """
+    num_layers = -(-row_bytes(states) // (MAX_CHECKPOINT_BLOCKS * UNUSED_KV_BYTES))
+    return ProbedLayers(
+        kv_shapes=(UNUSED_KV,) * num_layers,
+        specs=[AttentionSpec(UNUSED_KV.head_dim**-0.5)] * num_layers,
+        kv_layers=tuple(range(num_layers)),
+        shared_layers=(),
+        states=states,
+    )
+
+
 def _layer_shapes(probe: AttentionProbe, name: str, attending: tuple[int, ...]) -> dict[int, LayerShape]:
     """Return the shape of every layer with attention, by its number, in order.
 
-    Raises `UnsupportedModelError` for layers with their own attention, and for models without attention.
+    Raises `UnsupportedModelError` for layers with their own attention.
     """
-    if not attending:
-        raise UnsupportedModelError(
-            f"{name} has no layer with attention, without which models are not supported: {INSTEAD}"
-        )
     # The KV cache has one entry for each of these layers, in order.
     if sorted(probe.shapes) != list(attending) or any(len(s) != 1 for s in probe.shapes.values()):
         raise UnsupportedModelError(

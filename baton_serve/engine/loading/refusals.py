@@ -74,8 +74,8 @@ _REASONS: dict[str, str] = {
     **dict.fromkeys(("moshi", "musicgen", "musicgen_melody"), _AUDIO),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFT),
     **dict.fromkeys(
-        ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
-        "has no layer with attention, without which models are not supported: use a hybrid such as Qwen 3.5",
+        ("rwkv", "xlstm"),
+        "keeps its recurrent states in a cache of its own: use Mamba 2, or a hybrid such as Qwen 3.5",
     ),
     **dict.fromkeys(("cosmos3_edge", "cosmos3_omni", "minimax_m3_vl", "molmo2", "qianfan_ocr"), _FORMAT),
     "diffusion_gemma": "writes blocks of tokens by diffusion, not one token after another: use Gemma 3",

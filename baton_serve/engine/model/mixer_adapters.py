@@ -60,20 +60,22 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state
     return torch.stack(outputs, dim=-1), state
 
 
-def jamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object) -> Tensor:
-    """Compute a Mamba-1 mixer of Jamba. transformers' scan of several tokens ignores the state."""
+def mamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object) -> Tensor:
+    """Compute a Mamba-1 mixer. transformers' scan of several tokens ignores the state."""
     layer = module.layer_idx
+    # Jamba and FalconMamba normalize the step, B and C; Mamba does not.
+    norms = [getattr(module, name, nn.Identity()) for name in ("dt_layernorm", "b_layernorm", "c_layernorm")]
     state = cache.get_recurrent_state(layer)
     x, gate = module.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
     x = module.act(convolve(module.conv1d, x, layer, cache))
     sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
     dt, b, c = module.x_proj(x.transpose(1, 2)).split(sizes, dim=-1)
-    dt = functional.softplus(module.dt_proj(module.dt_layernorm(dt)).float()).transpose(1, 2)
+    dt, b, c = (norm(part) for norm, part in zip(norms, (dt, b, c), strict=True))
+    dt = functional.softplus(module.dt_proj(dt).float()).transpose(1, 2)
     a = -torch.exp(module.A_log.float())
     if state is None:
         state = x.new_zeros(len(x), *a.shape, dtype=torch.float32)
-    b, c = module.b_layernorm(b).float(), module.c_layernorm(c).float()
-    output, state = selective_scan(x.float(), dt, a, b, c, state)
+    output, state = selective_scan(x.float(), dt, a, b.float(), c.float(), state)
     cache.update_recurrent_state(state, layer)
     output = (output + x * module.D.float()[:, None]) * functional.silu(gate.float())
     projected: Tensor = module.out_proj(output.transpose(1, 2).to(hidden_states.dtype))
@@ -129,7 +131,9 @@ def recurrent_gemma(
 
 
 OWN_FORWARDS: dict[str, Callable[..., Any]] = {
-    "JambaMambaMixer": jamba,
+    "FalconMambaMixer": mamba,
+    "JambaMambaMixer": mamba,
+    "MambaMixer": mamba,
     "MiniMaxLightningAttention": minimax,
     "RecurrentGemmaRecurrentBlock": recurrent_gemma,
 }
