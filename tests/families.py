@@ -248,6 +248,23 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepSeek-V3, DeepSeek-R1", {**_ROUTED, **_LATENT, "n_group": 2, "model_type": "deepseek_v3"}
     ),
+    "llama4_text": Family(
+        "Llama 4 Scout, Maverick (text)",
+        {
+            **_COMMON,
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 32,
+            # Small, so that the scales of the layer without rotation change within a test's prompt.
+            "floor_scale": 16,
+        },
+    ),
     "gpt_oss": Family(
         "gpt-oss-20b, gpt-oss-120b",
         {

@@ -108,7 +108,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "window_size": WINDOW,
-    "attention_chunk_size": WINDOW,
+    "attention_chunk_size": 32,  # whole blocks
     "chunk_size": WINDOW,
     "local_attention": WINDOW,
     "initializer_range": 0.15,

@@ -44,6 +44,7 @@ class EngineSetup:
         self.layout = _layout(config, model, config.block_size or defaults.block_tokens)
         self.states = model.states
         self.kv_heads = model.kv_heads
+        _check_chunks(model, self.layout)
         if model.states and config.tensor_parallel_size > 1:
             raise ConfigError(
                 f"{model.name} has recurrent states (linear attention or a state space), which cannot be divided over"
@@ -99,6 +100,16 @@ class EngineSetup:
             adapter = replace(read, base_model_name=given.base_model_name)
             self.adapters.register(adapter)
             self.adapters.keep(adapter, in_use=(), pinned=())
+
+
+def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
+    """Raise `ConfigError` if chunks of chunked attention do not begin with blocks."""
+    for chunk in {spec.chunk for spec in model.specs if spec.chunk is not None}:
+        if chunk % layout.block_tokens:
+            raise ConfigError(
+                f"{model.name} attends in chunks of {chunk} tokens, which are not whole blocks of {layout.block_tokens}"
+                " tokens: choose a block_size that divides them"
+            )
 
 
 def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLayout:

@@ -44,6 +44,9 @@ class AttentionSpec:
     tanh(x / c). `sinks` take part in each row's softmax and carry no value (gpt-oss). `alibi` slopes m lower a scaled
     score by m for each token between query and key (https://arxiv.org/abs/2108.12409). With `value_dim`, the value is
     only the first elements of a V row: of a latent (MLA), the part without rotation.
+
+    With `chunk` (Llama 4), a token sees the earlier tokens of its own chunk of so many positions. Kernels do not know
+    it: such a layer gets each chunk of a sequence as a sequence of its own.
     """
 
     scale: float
@@ -52,6 +55,7 @@ class AttentionSpec:
     sinks: Tensor | None = None  # [num_heads]
     alibi: Tensor | None = None  # float32 [num_heads]
     value_dim: int | None = None  # None: head_dim
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def different_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]
     kinds: dict[object, AttentionSpec] = {}
     for spec in specs:
         window = None if spec.sliding_window is None else min(spec.sliding_window, WINDOW)
-        cut = replace(spec, sliding_window=window)
+        cut = replace(spec, sliding_window=window, chunk=None)
         kinds.setdefault(_kind_of(cut), cut)
     return tuple(kinds.values())
 

@@ -104,6 +104,7 @@ CLASSES = frozenset(
         "Lfm3ForCausalLM",
         "Lfm3VlForConditionalGeneration",
         "LightOnOcrForConditionalGeneration",
+        "Llama4ForCausalLM",
         "LlamaForCausalLM",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",

@@ -20,7 +20,7 @@ from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape,
 from baton_serve.engine.model.recurrent import StateProbe
 from baton_serve.engine.model_folder import HfConfig, first_line
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of layers with KV."""
 
 STATE_LAYERS = frozenset({"linear_attention", "conv"})

@@ -72,8 +72,8 @@ _ROUNDED = frozenset({"FalconForCausalLM"})
 """Classes whose biases (ALiBi) transformers rounds to bfloat16: their logits are not those of float32 in any case."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_WINDOWS = ("window", "attention_chunk_size")
-"""Parts of the names of fields with the length of a window."""
+CHUNK = 2 * BLOCK_TOKENS
+"""Length of the chunks of chunked attention in the miniature: whole blocks."""
 
 
 def needs_comparison(module: nn.Module) -> bool:
@@ -127,8 +127,10 @@ def _small_value(field: str, value: object, lengths: set[int], values: dict[str,
         return _each_kind(value)
     if not isinstance(value, int) or isinstance(value, bool):
         return None
-    if any(part in field for part in _WINDOWS) and value > WINDOW:
+    if "window" in field and value > WINDOW:
         return WINDOW
+    if field == "attention_chunk_size":
+        return CHUNK
     if field in _KV_HEADS:
         # Attention with a single KV head, with groups and without them may have different code.
         heads = values.get("num_attention_heads")

@@ -152,6 +152,24 @@ def _phimoe(module: Module) -> None:
     _masked_window(module)
 
 
+def _llama4(module: Module) -> None:
+    """Let a Llama 4 attention module pass the chunks that its model puts into the mask, and scale the queries of layers
+    without rotation by the positions of their tokens: it counts them from the start of the batch itself.
+    """
+    if module.config.layer_types[module.layer_idx] == "chunked_attention":
+        module.baton_chunk = int(module.config.attention_chunk_size)
+    if module.attn_temperature_tuning and not module.use_rope:
+        floor, factor = module.floor_scale, module.attn_scale
+        module.attn_temperature_tuning = False
+
+        def scales(positions: Tensor) -> Tensor:
+            steps = torch.floor((positions.float() + 1.0) / floor)
+            scaled: Tensor = torch.log1p(steps) * factor + 1.0
+            return scaled
+
+        module.baton_scales = scales
+
+
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return the ALiBi slopes, float32 [num_heads]: how much each head's scores change from one position
     to the next.
@@ -174,6 +192,7 @@ _ADAPTERS: dict[str, Callable[[Module], None]] = {
     "GPTNeoSelfAttention": _gpt_neo,
     "Glm4MoeLiteAttention": _mla,
     "KimiLinearAttention": _mla,
+    "Llama4TextAttention": _llama4,
     "LongcatFlashMLA": _mla,
     "MiniCPM3Attention": _mla,
     "PhimoeAttention": _phimoe,

@@ -76,6 +76,8 @@ class StepInputs:
     """It is None for models without recurrent states."""
     slot_rows: SlotRows | None = None
     """The adapters of the step in slots, instead of `adapters`."""
+    lengths: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+    """`meta.query_starts` and `meta.context_lens` in host memory, if they are known there."""
     cross: AttentionMetadata | None = None
     """The blocks of each token's source, for cross-attention; None for models without it."""
     sources: Sequence[SourceRows] = ()
@@ -182,7 +184,17 @@ class StepArrays:
         tables = self.source_tables
         cross = None if tables is None else cross_metadata(_sent(tables, device), self.source_tokens)
         positions = _sent(self.positions, device)
-        return StepInputs(tokens, positions, rows, meta, adapters, self.images, cross=cross, sources=self.sources)
+        return StepInputs(
+            tokens,
+            positions,
+            rows,
+            meta,
+            adapters,
+            self.images,
+            cross=cross,
+            sources=self.sources,
+            lengths=(self.query_starts, self.context_lens),
+        )
 
 
 @dataclass(frozen=True, slots=True)

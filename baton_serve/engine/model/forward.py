@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from baton_serve.engine.collectives.backends import Collectives, SingleRank
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
-from baton_serve.engine.kernels import AttentionBackend, LayerKernels
+from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, LayerKernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
 from baton_serve.engine.model import fused, fused_cpu
 from baton_serve.engine.model import fused_lora as fused_adapted
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
+from baton_serve.engine.model.chunked_attention import chunked_batch
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
@@ -116,6 +117,7 @@ class TransformersForward:
         self._step = StepHolder(model.module)
         self._places = _cache_places(model)
         sum_outputs(model.module, model.parts, self._collectives)
+        self._chunk = next((spec.chunk for spec in model.specs if spec.chunk is not None), None)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         if self._adapters is not None and self._step_adapters is not None:
@@ -137,6 +139,8 @@ class TransformersForward:
                     layers,
                     self._places,
                     inputs.meta,
+                    self._chunked(inputs, layers[0].shape[3]),
+                    positions,
                     inputs.after_layer,
                     None if inputs.states is None else PackedMixers(inputs.states),
                 ),
@@ -147,6 +151,10 @@ class TransformersForward:
             )
         logits = cast(Tensor, output.logits)[0]
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
+
+    def _chunked(self, inputs: StepInputs, block_tokens: int) -> AttentionMetadata:
+        """Return the batch for layers with chunked attention, or the batch itself if there are none."""
+        return inputs.meta if self._chunk is None else chunked_batch(inputs, self._chunk, block_tokens)
 
 
 @contextmanager

@@ -76,6 +76,10 @@ class PagedAttention:
     places: Mapping[int, CachePlace]
     """The place of each layer with attention, by the model's number of the layer."""
     meta: AttentionMetadata
+    chunked: AttentionMetadata
+    """The same batch for layers whose spec has a `chunk`."""
+    positions: Tensor
+    """The position of each token, int64 [num_tokens]."""
     after_layer: Callable[[int], None] | None = None
     """Called after a layer's KV was stored; see `StepInputs.after_layer`."""
     mixers: MixerContext | None = None
@@ -89,7 +93,8 @@ class PagedAttention:
             if self.after_layer is not None:
                 self.after_layer(place.number)
         # The rules that the module passes are ignored: the probe has recorded them when the model was loaded.
-        return self.backend.attend(query, cache, self.meta, place.spec)
+        meta = self.meta if place.spec.chunk is None else self.chunked
+        return self.backend.attend(query, cache, meta, place.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,10 @@ class StepHolder:
             self.context = None
 
 
+PositionScales = Callable[[Tensor], Tensor]
+"""Returns the factors of queries, float32 [num_tokens], for the positions of their tokens."""
+
+
 class LatentProjection(Protocol):
     """The projections of latent attention (MLA), whose cache holds latents instead of keys and values of every head."""
 
@@ -188,6 +197,9 @@ def attend(
     latent: LatentProjection | None = getattr(module, "baton_latent", None)
     if latent is not None:
         query = latent.absorb(query)
+    scales: PositionScales | None = getattr(module, "baton_scales", None)
+    if scales is not None and isinstance(baton, PagedAttention):
+        query = (query * scales(baton.positions)[:, None]).to(query.dtype)
     spec = None if isinstance(baton, PagedAttention) else _spec(module, query.shape[-1], rules)
     value_dim = value.shape[-1]
     if key.shape[-1] != value_dim:
@@ -221,4 +233,5 @@ def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> Attenti
         sinks=sinks.detach() if isinstance(sinks, torch.Tensor) else None,
         alibi=alibi.float() if isinstance(alibi, torch.Tensor) else None,
         value_dim=None if latent is None else latent.rank,
+        chunk=getattr(module, "baton_chunk", None),
     )
