@@ -115,10 +115,10 @@ def test_an_image_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_text_model_that_cannot_be_served_is_refused_by_its_name(tmp_path: Path) -> None:
-    write("llama4", tmp_path)
+    write("inkling_mm_model", tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=256)
     with pytest.raises(
-        UnsupportedModelError, match=r"Llama4ForCausalLM has layers of type chunked_attention; .*models\.md"
+        UnsupportedModelError, match=r"InklingForCausalLM has layers of type hybrid_sliding; .*models\.md"
     ):
         load_model(config, torch.device("cpu"), lambda what, fraction: None)
 

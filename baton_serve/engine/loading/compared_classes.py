@@ -105,6 +105,7 @@ CLASSES = frozenset(
         "Lfm3VlForConditionalGeneration",
         "LightOnOcrForConditionalGeneration",
         "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration",
         "LlamaForCausalLM",
         "LlavaForConditionalGeneration",
         "LlavaNextForConditionalGeneration",
