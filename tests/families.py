@@ -260,7 +260,7 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 0, 1, 1],
-            "attention_chunk_size": 32,
+            "attention_chunk_size": 64,
             # Small, so that the scales of the layer without rotation change within a test's prompt.
             "floor_scale": 16,
         },

@@ -118,6 +118,9 @@ def small_config(config: HfConfig) -> HfConfig:
     for field in values:
         if field.endswith("_token_id") and isinstance(values[field], int):
             setattr(small, field, min(values[field], VOCAB_SIZE - 1))
+    if {"expand", "num_heads", "head_dim", "n_groups"} <= values.keys():
+        # Mamba 2 checks that its heads fill the expanded width.
+        small.head_dim, small.n_groups = small.hidden_size * small.expand // small.num_heads, 1
     return small
 
 
