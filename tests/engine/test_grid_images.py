@@ -1,15 +1,21 @@
 """Images of models with M-RoPE: greedy tokens equal those of transformers in float32, however the KV came to be."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from baton_serve.engine import Engine
-from baton_serve.engine.errors import RequestError
-from baton_serve.engine.model import fused
+from baton_serve.engine.errors import ModelError, RequestError
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.linear import has_packed_linear
+from baton_serve.engine.model import fused, fused_cpu
+from tests.devices import DEVICE
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, make_engine, run
 from tests.engine.test_vision import TEXT, add, begin, hand_over_images, reader, work_of
@@ -31,6 +37,25 @@ FIRST: list[Piece] = [picture(5, size=SIZES["tall"]), *TEXT[:5]]
 LAST: list[Piece] = [*TEXT[:40], picture(6, size=SIZES["wide"]), 9]
 PROMPTS: list[list[Piece]] = [ONE, OTHER, FIVE, FIRST, LAST, [*TEXT]]
 LIMITS: dict[str, Any] = {"max_model_len": 320}
+
+
+def _can_pack() -> bool:
+    try:
+        return DEVICE == "cpu" and has_packed_linear(load_kernels())
+    except KernelsUnavailableError:
+        return False
+
+
+def write_idle_adapter(folder: Path, layers: int, hidden: int) -> Path:
+    """An adapter whose products are zeros."""
+    names = [f"base_model.model.model.layers.{layer}.mlp.down_proj" for layer in range(layers)]
+    folder.mkdir()
+    tensors = {f"{name}.lora_A.weight": torch.zeros(2, 96) for name in names}
+    tensors |= {f"{name}.lora_B.weight": torch.zeros(hidden, 2) for name in names}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 class Model:
@@ -159,11 +184,6 @@ def test_layers_that_are_not_fused(model: Model, monkeypatch: pytest.MonkeyPatch
         assert model.ask_all(engine) == model.answers
 
 
-def test_adapters_lie_beside_them(model: Model) -> None:
-    with model.reader(enable_lora=True) as engine:
-        assert model.ask_all(engine) == model.answers
-
-
 def test_a_grid_that_is_not_the_images_is_refused(model: Model) -> None:
     with model.reader() as engine:
         work = model.work(engine, "turned", ONE)
@@ -187,3 +207,48 @@ def test_further_families(kind: str, tmp_path: Path) -> None:
             add(engine, work_of(engine, str(number), prompt, folder=tmp_path, max_tokens=COUNT), prompt)
         answers = run(engine)
     assert [answers[str(n), 0] for n in range(len(prompts))] == [reference.answer(one, COUNT) for one in prompts]
+
+
+@pytest.mark.skipif(not _can_pack(), reason="needs a compiler and a CPU with bf16 dot products")
+def test_the_whole_decoder_in_one_call_computes_what_its_layers_do(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def logprobs() -> torch.Tensor:
+        with model.reader(dtype="bfloat16", enable_prefix_caching=False) as engine:
+            for number, prompt in enumerate(PROMPTS):
+                add(engine, model.work(engine, str(number), prompt, max_tokens=1, prompt_logprobs=0), prompt)
+            found: dict[str, list[float]] = {str(number): [] for number in range(len(PROMPTS))}
+            while engine.has_work():
+                for first in engine.step().first:
+                    found[first.request_id] += [one.chosen.logprob for one in first.prompt_logprobs or [] if one]
+        return torch.tensor([value for values in found.values() for value in values])
+
+    packed = logprobs()
+    monkeypatch.setattr(fused_cpu, "fits", lambda *_: False)
+    assert (packed - logprobs()).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_an_adapter_that_adds_nothing_changes_no_answer(
+    model: Model, has_graphs: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Fused layers with an adapter run product by product, or from slots if graphs are captured."""
+    if has_graphs:
+        request.getfixturevalue("captured")
+    adapter = write_idle_adapter(tmp_path / "idle", layers=4, hidden=64)
+    with model.reader(enable_lora=True, lora_modules=(f"idle={adapter}",)) as engine:
+        for number, prompt in enumerate(PROMPTS):
+            work = model.work(engine, str(number), prompt)
+            lora = engine.adapters.records()[0].fingerprint
+            add(engine, msgspec.structs.replace(work, lora=lora), prompt)
+        answers = run(engine)
+    assert [answers[str(number), 0] for number in range(len(PROMPTS))] == model.answers
+
+
+def test_a_tower_with_features_for_more_layers_than_there_are_is_refused(tmp_path: Path) -> None:
+    write_family("qwen3_vl", generating_families()["qwen3_vl"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="features for more layers than the 2 of its decoder"):
+        reader(tmp_path, **LIMITS)

@@ -80,9 +80,10 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
     if family is None:
         return None
     reader = HFImageReader(folder, family.processor_settings)
-    module = _load(folder, read_config(folder, config), config, dtype)
+    hf_config = read_config(folder, config)
+    module = _load(folder, hf_config, config, dtype)
     tower = VisionTower(module.to(target).eval().requires_grad_(False), family, reader, target)
-    _try(tower, folder)
+    _try(tower, folder, hf_config.get_text_config())
     return tower
 
 
@@ -141,21 +142,27 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _try(tower: VisionTower, folder: Path) -> None:
+def _try(tower: VisionTower, folder: Path, text: HfConfig) -> None:
     """Encode some images, so that a processor that does not fit the tower is found before the first request.
 
-    Raises `ModelError`.
+    `text` is the decoder's config. Raises `ModelError`.
     """
     for width, height in _TRIED:
         try:
             wanted = num_embeddings(tower.family.parts(width=width, height=height))
-            found = len(tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150)))))
+            encoded = tower.encode(tower.reader.picture_of(Image.new("RGB", (width, height), (90, 120, 150))))
         except UnfitImageError:
             continue
         except LOAD_ERRORS as exc:
             reason = first_line(exc)
             raise ModelError(f"the image processor in {folder} does not fit its vision tower: {reason}") from exc
-        if found != wanted:
+        if (found := len(encoded)) != wanted:
             raise ModelError(
                 f"the vision tower in {folder} returns {found} embeddings for an image, but its config says {wanted}"
+            )
+        # The embeddings come first, then features for layers before the last one.
+        if encoded.shape[1] > text.hidden_size * text.num_hidden_layers:
+            raise ModelError(
+                f"the vision tower in {folder} has features for more layers than the {text.num_hidden_layers} of its"
+                " decoder: give deepstack_visual_indexes fewer entries"
             )
