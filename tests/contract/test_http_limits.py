@@ -303,6 +303,22 @@ def test_a_long_body_of_short_chunks_with_trailers_is_read(run: Run) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(("chunk", "status"), [(b"x", b"400"), (b"x" * 16, b"200")], ids=["one byte", "16 bytes"])
+def test_a_body_of_very_many_tiny_chunks_is_refused(run: Run, chunk: bytes, status: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(Echo(), max_head_bytes=1000) as connect:
+            reader, writer = await connect()
+            writer.write(CHUNKED + (b"%x\r\n%b\r\n" % (len(chunk), chunk)) * 10_000 + b"0\r\n\r\n")
+            assert (await reader.readline()).split()[1] == status
+            # The count is that of a request: the next one on the connection begins anew.
+            if status == b"200":
+                await reader.readuntil(chunk * 10_000)
+                writer.write(CHUNKED + b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n")
+                assert (await reader.readline()).split()[1] == status
+
+    run(scenario())
+
+
 def test_who_still_sends_when_it_is_refused_gets_the_answer(run: Run) -> None:
     """A connection that is closed with unread data is reset, and what was written last is lost."""
 

@@ -12,6 +12,13 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange, Scope
 
 
+_MAX_SMALL_PIECES = 8192
+"""Pieces of a body after which they must be larger than `_MIN_PIECE_BYTES` on average."""
+_MIN_PIECE_BYTES = 16
+"""Smallest average size of the pieces of a long chunked body. Each piece takes 2 us, whatever its size: with chunks of
+one byte a single read from the socket would block the event loop for 0.1 s."""
+
+
 class HeadTooLargeError(Exception):
     """The head of a request, or what stands between the chunks of its body, is larger than the limit."""
 
@@ -64,6 +71,7 @@ class RequestParser:
         self._is_in_head = True
         self._num_parsed = 0
         """Number of heads, pieces of bodies and ends of requests that the parser has found so far."""
+        self._num_pieces = self._body_bytes = 0
         self._head_bytes = 0
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -119,6 +127,7 @@ class RequestParser:
         if parser.should_upgrade():
             return  # `_parse_without_upgrade` parses this head again, without the upgrade.
         self._is_in_head = False
+        self._num_pieces = self._body_bytes = 0
         self._num_parsed += 1
         self._head_bytes, self.head_since = 0, None
         version, num_hosts = parser.get_http_version(), self._num_hosts
@@ -138,6 +147,10 @@ class RequestParser:
     def on_body(self, body: bytes) -> None:
         self._num_parsed += 1
         self._head_bytes, self.head_since = 0, None
+        self._num_pieces += 1
+        self._body_bytes += len(body)
+        if self._num_pieces > _MAX_SMALL_PIECES and self._body_bytes < _MIN_PIECE_BYTES * self._num_pieces:
+            raise ValueError("the chunks of the body are too small")
         self._consumer.on_body(body)
 
     def on_message_complete(self) -> None:

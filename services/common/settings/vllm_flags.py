@@ -123,7 +123,6 @@ _REFUSED = (
         "adapters keep the context of their model: leave it out, and use a model with a longer context",
         "--long-lora-scaling-factors",
     ),
-    ("the router needs the tokenizer; the offline API (LLM) takes token ids", "--skip-tokenizer-init"),
     ("restart the router for new certificates, one after the other behind a load balancer", "--enable-ssl-refresh"),
     ("scrape vllm:num_requests_running and vllm:num_requests_waiting at /metrics", "--enable-server-load-tracking"),
     ("hide /docs and /openapi.json at the proxy before the router", "--disable-fastapi-docs"),

@@ -259,6 +259,10 @@ class ModelService:
         `api_id` is the id of the answer. The caller must end the generation (`generation.ended`). Raises `ApiError` if
         the parameters do not fit the limits or the request is not admitted.
         """
+        if rules.stop and self.settings.skip_tokenizer_init:
+            raise BadRequestError(
+                "this server has no tokenizer, so it cannot find stop strings: use stop_token_ids", param="stop"
+            )
         return self._starter.start(request, api_id, prompts, rules, limits, timing=timing)
 
     def slo(self, context: RequestContext) -> Slo:

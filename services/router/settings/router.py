@@ -234,6 +234,13 @@ class RouterSettings(RequestSettings, frozen=True, kw_only=True):
     served_model_name: Annotated[
         list[str], Meta(description="names of the model in requests; answers carry the first one (default: --model)")
     ] = []
+    skip_tokenizer_init: Annotated[
+        bool,
+        Meta(
+            description="read no tokenizer: requests have token ids instead of text, and answers have them with"
+            " return_token_ids; texts, stop strings and structured output get 400"
+        ),
+    ] = False
     tokenizer: Annotated[
         str | None, Meta(description="folder of the tokenizer, if it is not in the folder of the model")
     ] = None

@@ -38,7 +38,7 @@ from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.speech.profile import SpeechProfile, speech_profile
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
-from baton_serve.services.router.text.tokenization import TextTokenizer, beside_loop, read_json
+from baton_serve.services.router.text.tokenization import MissingTokenizer, TextTokenizer, beside_loop, read_json
 
 SHORT_ID_CHARS = 9
 """Length of tool call ids for Mistral's models. Their chat templates reject any other length."""
@@ -131,7 +131,7 @@ class ServedModel:
     def from_settings(cls, settings: RouterSettings) -> "ServedModel":
         """Load the model that the settings name. Raises `ModelFolderError` if a file is missing or broken."""
         folder = model_folder(settings.tokenizer or settings.model)
-        tokenizer = TextTokenizer.from_folder(folder)
+        tokenizer = MissingTokenizer() if settings.skip_tokenizer_init else TextTokenizer.from_folder(folder)
         templates = ChatTemplates.from_folder(folder, tokenizer.special_tokens, settings.chat_template)
         model = cls(tokenizer, templates, settings=settings)
         config = read_json(model_folder(settings.model) / "config.json", _Config)
@@ -148,7 +148,8 @@ class ServedModel:
         sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
         model.vision = image_family(ModelFacts.of(model_folder(settings.model)))
         model.speech = speech_profile(model_folder(settings.model), tokenizer)
-        model.vocabulary.read()
+        if not settings.skip_tokenizer_init:
+            model.vocabulary.read()
         model.lowercase = sentences is not None and sentences.do_lower_case
         return model
 

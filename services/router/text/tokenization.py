@@ -15,8 +15,9 @@ from typing import TypeVar
 
 import msgspec
 from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers.models import BPE
 
-from baton_serve.services.router.protocol.errors import ModelFolderError
+from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
 
 T = TypeVar("T")
 
@@ -183,6 +184,34 @@ class TextTokenizer:
     def token(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it, or None if the id is unknown."""
         return self.backend.id_to_token(token_id)
+
+
+class MissingTokenizer(TextTokenizer):
+    """Stands for the tokenizer of a router that runs with `--skip-tokenizer-init`.
+
+    It refuses every text, and token ids have no text: clients send and get ids.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Tokenizer(BPE()), {})
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raise `BadRequestError`."""
+        raise _no_tokenizer()
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Raise `BadRequestError`."""
+        raise _no_tokenizer()
+
+    def part(self, text: str, num_tokens: int, *, from_end: bool = False) -> Encoding:
+        """Raise `BadRequestError`."""
+        raise _no_tokenizer()
+
+
+def _no_tokenizer() -> BadRequestError:
+    return BadRequestError(
+        "this server has no tokenizer (--skip-tokenizer-init): send token ids instead of text", code="no_tokenizer"
+    )
 
 
 def _part(text: str, num_chars: int, *, from_end: bool) -> str:
