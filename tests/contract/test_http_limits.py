@@ -303,7 +303,7 @@ def test_a_long_body_of_short_chunks_with_trailers_is_read(run: Run) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(("chunk", "status"), [(b"x", b"400"), (b"x" * 16, b"200")], ids=["one byte", "16 bytes"])
+@pytest.mark.parametrize(("chunk", "status"), [(b"x", b"400"), (b"x" * 24, b"200")], ids=["one byte", "24 bytes"])
 def test_a_body_of_very_many_tiny_chunks_is_refused(run: Run, chunk: bytes, status: bytes) -> None:
     async def scenario() -> None:
         async with serving(Echo(), max_head_bytes=1000) as connect:
@@ -381,6 +381,46 @@ def test_a_client_that_reads_none_of_its_pipelined_answers_is_given_up(run: Run)
             await asyncio.sleep(5 * SOON_S)
             assert len(await rest(reader)) < 20_000_000
             assert num_answered <= 2
+
+    run(scenario())
+
+
+def test_the_rest_of_a_long_answer_waits_until_the_client_reads(run: Run) -> None:
+    long = os.urandom(1 << 20) * 24
+    sent = asyncio.Event()
+
+    async def one_piece(scope: Any, receive: Any, send: Any) -> None:
+        await answer(send, 200, long)
+        sent.set()
+
+    async def scenario() -> None:
+        async with serving(one_piece) as connect:
+            reader, writer = await connect()
+            writer.write(REQUEST)
+            await asyncio.sleep(SOON_S)
+            assert not sent.is_set(), "what is in the kernel's buffers is a small part"
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(len(long)) == long
+            await sent.wait()
+
+    run(scenario())
+
+
+def test_a_client_cannot_queue_thousands_of_requests_in_one_read(run: Run) -> None:
+    num_asked = 0
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(SOON_S)
+        await answer(send, 200, b"done")
+
+    async def scenario() -> None:
+        async with serving(slow) as connect:
+            reader, writer = await connect()
+            writer.write(REQUEST * 5000)
+            assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+            assert num_asked < 500
 
     run(scenario())
 

@@ -57,6 +57,10 @@ class HttpConnection(Protocol):
         """Begin with the next request: the response of `exchange` has been written."""
 
 
+_PIECE_BYTES = 128 * 1024
+"""Largest part of a response that is written at once."""
+
+
 class Exchange:
     """One request and its response. It belongs to a connection, which calls the methods `on_…`.
 
@@ -172,7 +176,12 @@ class Exchange:
             return
         kind = message["type"]
         if kind == "http.response.body":
-            self._send_body(message.get("body", b""), is_last=not message.get("more_body", False))
+            body = message.get("body", b"")
+            if len(body) > _PIECE_BYTES and not self._is_bodiless:
+                body = await self._send_but_last_piece(body)
+                if self.is_gone:
+                    return
+            self._send_body(body, is_last=not message.get("more_body", False))
         elif kind == "http.response.start":
             self._begin(message["status"], message.get("headers", ()))
         else:
@@ -267,6 +276,21 @@ class Exchange:
             self.is_writable = self._is_streaming = False
             self._notify()
             self._connection.completed(self)
+
+    async def _send_but_last_piece(self, body: bytes) -> bytes:
+        """Send a long body in pieces, each when the client has taken most of the one before; return the last piece.
+
+        The connection would otherwise hold a copy of all of it, for thousands of clients that do not read.
+        """
+        start = 0
+        while len(body) - start > _PIECE_BYTES and not self.is_gone:
+            self._send_body(body[start : start + _PIECE_BYTES], is_last=False)
+            start += _PIECE_BYTES
+            # Data is written at the end of the loop's iteration. Only then is it known whether the client takes it.
+            await asyncio.sleep(0)
+            if self._connection.is_write_paused and not self.is_gone:
+                await self._connection.writable()
+        return body[start:]
 
     def _framed(self, body: bytes, *, is_last: bool) -> bytes:
         """Return a piece of the body as it is written: unchanged, as a chunk, or empty if the response has no body."""

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _REFUSAL = "baton.refusal"
 """Key of the scope for the reason why a request is answered with status 400 and not by the application."""
+_MAX_PIPELINED = 64
+"""Largest number of requests of a connection that wait for the answer to an earlier one."""
 _NO_HOST = b"A request of HTTP/1.1 must have exactly one Host header."
 
 
@@ -133,7 +135,10 @@ class HttpProtocol(asyncio.Protocol):
         if self._answering is None:
             self._start(exchange, scope)
         else:
-            # A pipelined request. Reading pauses, so that a client cannot queue requests without end.
+            # A pipelined request. Reading pauses, so that a client cannot queue requests without end. What was read
+            # already may be thousands of short heads, which would block the event loop.
+            if len(self._pipelined) >= _MAX_PIPELINED:
+                raise ValueError("too many requests before the first answer")
             self._pipelined.append((exchange, scope))
             self.pause_reading()
 

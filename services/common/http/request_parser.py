@@ -11,7 +11,6 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange, Scope
 
-
 _MAX_SMALL_PIECES = 8192
 """Pieces of a body after which they must be larger than `_MIN_PIECE_BYTES` on average."""
 _MIN_PIECE_BYTES = 16

@@ -7,6 +7,7 @@ their scripts read it from endpoints that check the API key.
 import gzip
 import re
 from base64 import b64encode
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -55,12 +56,17 @@ def _hashes(tag: str, html: str) -> str:
 def _asset_route(name: str, media_type: str) -> Route:
     # Starlette calls plain functions in a thread: reading and decompressing do not block the event loop.
     def asset(request: Request) -> Response:
-        content = (_FOLDER / f"{name}.gz").read_bytes()
+        is_packed = "gzip" in request.headers.get("accept-encoding", "")
         headers = {"cache-control": "max-age=3600", "vary": "accept-encoding"}
-        if "gzip" in request.headers.get("accept-encoding", ""):
+        if is_packed:
             headers["content-encoding"] = "gzip"
-        else:
-            content = gzip.decompress(content)
-        return Response(content, media_type=media_type, headers=headers)
+        return Response(_asset(name, is_packed=is_packed), media_type=media_type, headers=headers)
 
     return Route(f"/docs/{name}", asset, include_in_schema=False)
+
+
+# Kept, because these files need no API key: each of thousands of slow clients would have its own copy.
+@cache
+def _asset(name: str, *, is_packed: bool) -> bytes:
+    content = (_FOLDER / f"{name}.gz").read_bytes()
+    return content if is_packed else gzip.decompress(content)

@@ -1,6 +1,5 @@
 """Serve stored answers of the Responses API: `GET` and `DELETE /v1/responses/ID`, its cancellation and its input."""
 
-import asyncio
 from typing import Annotated, Literal
 
 import msgspec
@@ -8,14 +7,13 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton_serve.services.router.api.responses.conversation import ResponseRecord, page_of
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
-from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send
+from baton_serve.services.router.protocol.asgi import RequestContext
 from baton_serve.services.router.protocol.bounds import MAX_NAME_CHARS
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.request_parsing import beside_loop
 
 MAX_PAGE = 100
 """Largest number of input items in one answer."""
-_PIECE_BYTES = 64 * 1024
 
 ItemId = Annotated[str | None, Query(max_length=MAX_NAME_CHARS)]
 PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]
@@ -67,29 +65,10 @@ def response_routes(kept: KeptResponses) -> APIRouter:
             items = msgspec.json.decode(record, type=ResponseRecord).input
             return msgspec.json.encode(page_of(items, after=after, limit=limit, newest_first=order == "desc"))
 
-        return _JsonInPieces(await beside_loop(record, page))
+        return Response(await beside_loop(record, page), media_type="application/json")
 
     return router
 
 
-class _JsonInPieces(Response):
-    """A JSON answer that is sent in pieces, each when the client has taken the one before.
-
-    So the request, and with it the memory that is reserved for the record, ends only when the client has read nearly
-    all of it, and not while megabytes of it still wait for a slow client.
-    """
-
-    media_type = "application/json"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for at in range(0, len(self.body), _PIECE_BYTES):
-            piece = bytes(self.body[at : at + _PIECE_BYTES])
-            is_last = at + _PIECE_BYTES >= len(self.body)
-            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
-            # The server writes at the end of the loop's iteration: only then is it known whether the client reads.
-            await asyncio.sleep(0)
-
-
 def _json(body: object) -> Response:
-    return _JsonInPieces(msgspec.json.encode(body))
+    return Response(msgspec.json.encode(body), media_type="application/json")

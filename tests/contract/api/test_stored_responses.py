@@ -163,6 +163,30 @@ def test_a_background_answer_is_cancelled_on_its_instances(serve: Serve) -> None
     serve(scenario)
 
 
+def test_an_owner_may_have_so_many_background_answers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton_serve.services.router.api.responses.kept_responses.MAX_RUNS", 2)
+
+    async def scenario(router: Router) -> None:
+        router.fakes["decode-0"].hold = 3
+
+        async def ask(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return (
+                await router.http.post("/v1/responses", json=BODY | {"background": True}, headers=headers)
+            ).status_code
+
+        assert [await ask("sk-a") for _ in range(3)] == [200, 200, 429]
+        assert [await ask("sk-b") for _ in range(3)] == [200, 200, 429]
+        assert router.dispatcher.num_running == 4
+        router.fakes["decode-0"].resume()
+        for status in (200, 0):
+            while router.dispatcher.num_running:
+                await settle(1)
+            assert not status or await ask("sk-a") == status
+
+    serve(scenario, keys=["sk-a", "sk-b"])
+
+
 def test_a_background_answer_that_fails_says_why(serve: Serve) -> None:
     async def scenario(router: Router) -> None:
         client = client_of(router)

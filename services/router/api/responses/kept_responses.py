@@ -19,7 +19,7 @@ from baton_serve.services.router.api.api_format import Dialect, whole_answer
 from baton_serve.services.router.api.chat_preparation import BegunChat
 from baton_serve.services.router.api.responses.answer import ResponseAnswer
 from baton_serve.services.router.api.responses.conversation import AnswerState, ResponseRecord
-from baton_serve.services.router.api.responses.store import RUN_TTL_S, MemoryResponseStore, ResponseStore
+from baton_serve.services.router.api.responses.store import RUN_TTL_S, MemoryResponseStore, ResponseStore, owner_of
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES
 from baton_serve.services.router.protocol.byte_budget import BodyReservation
 from baton_serve.services.router.protocol.caller import Caller
@@ -28,6 +28,7 @@ from baton_serve.services.router.protocol.errors import (
     BadRequestError,
     InternalError,
     NotFoundError,
+    RateLimitError,
     UnavailableError,
 )
 from baton_serve.services.router.protocol.request_parsing import beside_loop
@@ -36,6 +37,9 @@ from baton_serve.services.router.text.thread_pools import ANSWERS
 
 logger = logging.getLogger(__name__)
 
+MAX_RUNS = 1024
+"""Largest number of background responses of one owner. They need no connection, so that nothing else bounds them but
+the number of all requests, which others need too."""
 _REFRESH_S = RUN_TTL_S / 10
 _CANCELLED = "cancelled"
 
@@ -177,9 +181,16 @@ class KeptResponses:
 
         The run also takes over what is reserved in `memory`, and releases it at its end.
 
-        Raises `BadRequestError` if a run has this id already, and `UnavailableError` if the store cannot be reached.
+        Raises `BadRequestError` if a run has this id already, `RateLimitError` if the caller has too many, and
+        `UnavailableError` if the store cannot be reached.
         """
         key, run = _key(caller, empty.id), _Run()
+        if sum(owner_of(other) == owner_of(key) for other in self._runs) >= MAX_RUNS:
+            begun.__exit__(None, None, None)
+            raise RateLimitError(
+                f"{MAX_RUNS} background responses of this API key run, the largest number: wait for one of them",
+                retry_after_s=1.0,
+            )
         queued = msgspec.structs.replace(empty, status=run.state)
         is_new = key not in self._runs
         try:
