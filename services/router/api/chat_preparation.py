@@ -101,7 +101,7 @@ async def _begin(
     # Taken here, because the prompt has just become tokens; what follows is not tokenization.
     timing = service.timing(context, tokenizing_at=tokenizing_at)
     check_prompt(prompt.token_ids, limits, param="messages")
-    rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids)
+    rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.tokens_as_ids)
     # Some formats of tool calls and reasoning are marked by special tokens, which the text must then contain.
     if message_format.needs_special_tokens:
         rules = msgspec.structs.replace(rules, skip_special_tokens=False)

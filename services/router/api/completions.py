@@ -60,7 +60,7 @@ class CompletionEndpoint:
             f"cmpl-{request.request_id or context.request_id}", "text_completion", service.now(), model
         )
         logprobs = wanted_logprobs(request, limits)
-        rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.settings.return_tokens_as_token_ids)
+        rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.tokens_as_ids)
         rules = await service.with_grammar(rules, request, read_grammar_spec(request), context)
         echoed = await _echoed(service, request, raw_prompts, prompts)
         generation = service.generate(

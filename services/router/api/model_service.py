@@ -104,6 +104,11 @@ class ModelService:
         self.image_memory = siblings[0].image_memory  # its limits are those of the process
         self.view.shares_router = len(siblings) > 1
 
+    @property
+    def tokens_as_ids(self) -> bool:
+        """Whether tokens in logprobs are written as ids unless the request wants otherwise."""
+        return self.settings.return_tokens_as_token_ids or self.settings.skip_tokenizer_init
+
     @staticmethod
     def now() -> int:
         """Return the time in seconds since 1970, for the `created` field of answers."""

@@ -1,10 +1,16 @@
 """`return_token_ids`: what was read and written as token ids, named and placed as vLLM does."""
 
+import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton_serve.services.router.settings import RouterSettings
+from baton_serve.services.router.text.served_model import ServedModel
 from tests.unit.router.conftest import Router, Serve
+from tests.unit.router.fakes import FakeCluster, record
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -97,3 +103,38 @@ def test_token_ids_are_returned_only_on_request(serve: Serve) -> None:
             assert "token_ids" not in whole.text + streamed.text
 
     serve(scenario)
+
+
+def test_a_router_without_a_tokenizer_takes_and_returns_token_ids(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "tiny")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    fakes = FakeCluster()
+    fakes.add(record("unified-0", "unified"))
+    settings = RouterSettings(model=str(folder), skip_tokenizer_init=True, instance_wait_s=0.05)
+    router = Router(fakes, settings, ServedModel.from_settings(settings), [])
+
+    async def refused(path: str, word: str, **body: Any) -> None:
+        answer = await router.http.post(path, json={"max_tokens": 4, **body})
+        assert answer.status_code == 400 and word in answer.json()["error"]["message"], answer.text
+
+    async def scenario() -> None:
+        await router.start()
+        try:
+            body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "return_token_ids": True, "logprobs": 1}
+            [choice] = (await ask(router, COMPLETIONS, **body))["choices"]
+            assert (choice["text"], len(choice["token_ids"]), choice["prompt_token_ids"]) == ("", 4, [5, 6, 7])
+            assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+            streamed = [chunk["choices"][0] for chunk in await router.stream(COMPLETIONS, **body)]
+            assert [token for one in streamed for token in one["token_ids"] or []] == choice["token_ids"]
+            await refused(COMPLETIONS, "--skip-tokenizer-init", prompt="hello")
+            await refused(CHAT, "chat template", messages=HELLO)
+            await refused("/tokenize", "--skip-tokenizer-init", prompt="hello")
+            await refused(COMPLETIONS, "stop_token_ids", prompt=[5], stop=["x"])
+            await refused(COMPLETIONS, "--skip-tokenizer-init", prompt=[5], bad_words=["x"])
+            await refused(COMPLETIONS, "structured output", prompt=[5], guided_regex="a+")
+            router.check_idle()
+        finally:
+            await router.close()
+
+    asyncio.run(scenario())
