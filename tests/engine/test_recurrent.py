@@ -15,7 +15,9 @@ from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionMetadata, attention_backend, layer_kernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
+from baton_serve.engine.kernels.cpu.mixers import CpuMixers
 from baton_serve.engine.kernels.reference import layers as reference_layers
+from baton_serve.engine.kernels.reference import mixers as reference_mixers
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateMemory
 from baton_serve.engine.loading.layer_probe import MAX_CHECKPOINT_BLOCKS
@@ -67,7 +69,8 @@ class PackedModel:
         self._cache = KVCache(layout, NUM_SLOTS * BLOCKS_PER_SLOT, CPU, place="device")
         kernels = layer_kernels(CPU, model.dtype) if uses_kernels else reference_layers
         backend = attention_backend(CPU, model.dtype)
-        self._forward = choose_forward(model, backend, kernels, SingleRank())
+        mixers = CpuMixers(kernels.library) if isinstance(kernels, CpuLayers) else reference_mixers
+        self._forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers)
         self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor)
 
     def step(self, chunks: Sequence[tuple[PackedSequence, int]]) -> Tensor:
@@ -249,7 +252,7 @@ def test_weights_that_layers_share_are_rounded_in_all_of_them(tmp_path: Path) ->
     assert 0 < (rounded - logits).abs().max() < 0.2 * logits.abs().max()
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"])
+@pytest.mark.parametrize("family", ["bamba", "nemotron_h", "lfm2", "kimi_linear"])
 def test_steps_of_one_token_use_the_kernels(tmp_path: Path, family: str) -> None:
     model = load(write_tiny_model(tmp_path / family, family))
     mixers = [part.baton_mixer for part in model.module.modules() if hasattr(part, "baton_mixer")]

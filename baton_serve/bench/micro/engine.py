@@ -29,7 +29,14 @@ from baton_serve.bench.micro.engine_adapters import load_random_adapters
 from baton_serve.bench.micro.engine_model_costs import model_costs
 from baton_serve.bench.micro.engine_peer import NAME as PEER_LABEL
 from baton_serve.bench.micro.engine_peer import TransformersPeer
-from baton_serve.bench.micro.engine_shapes import SHAPES, WEIGHT_BITS, Costs, costs, write_shape
+from baton_serve.bench.micro.engine_shapes import (
+    COUNTED_BY_CONFIG,
+    SHAPES,
+    WEIGHT_BITS,
+    Costs,
+    costs,
+    write_shape,
+)
 from baton_serve.bench.report import Row, show
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
@@ -267,14 +274,13 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         config = _config(options, model)
         engine = Engine(config)
         yield _row(options, "start", time.perf_counter() - started, "s")
+        if options.model or options.shape in COUNTED_BY_CONFIG:
+            cost = model_costs(config, engine.layout)
+        else:
+            cost = costs(options.shape, options.quantization, options.kv_cache_dtype)
     gc.collect()
     gc.freeze()  # as in a serving process: objects made at start are never garbage, so collections skip them
     with engine:
-        cost = (
-            model_costs(config, engine.layout)
-            if options.model
-            else costs(options.shape, options.quantization, options.kv_cache_dtype)
-        )
         cases = Cases(engine, cost, interleaved, options.steps)
         cases.fresh(1, min(512, engine.max_model_len - 1))  # warm up
         adapters = load_random_adapters(

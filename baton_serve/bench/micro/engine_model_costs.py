@@ -53,6 +53,7 @@ def model_costs(config: EngineConfig, layout: KVLayout) -> Costs:
         num_heads=text.num_attention_heads,
         head_dim=layout.head_dim,
         kv_bytes_per_token=layout.token_bytes,
+        state_bytes=layout.state_bytes,
     )
 
 

@@ -25,7 +25,8 @@ from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
 from baton_serve.engine.kernels import AttentionMetadata, argmax_kernel
 from baton_serve.engine.kernels.operations import Argmax
-from baton_serve.engine.model.batch_inputs import StepInputs
+from baton_serve.engine.kv.state_memory import StateViews
+from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, sorted_rows
@@ -121,11 +122,17 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, argmax: Argmax | None = None
+        self,
+        forward: Forward,
+        layers: list[Tensor],
+        limits: SchedulerConfig,
+        argmax: Argmax | None = None,
+        states: StateViews | None = None,
     ) -> None:
         device = layers[0].device
         self._forward = forward
         self._layers = layers
+        self._states = states or {}
         self._tables = DeviceTables(limits, device)
         self._limits = limits
         self._width = limits.max_num_seqs + 1  # one column more than slots, for padding
@@ -190,11 +197,23 @@ class DecodeGraphs:
             yield GraphCase(
                 "decode graph",
                 f"batch of {size}",
-                partial(self._compute, size, None),
-                graph.replay,
+                partial(self._with_equal_states, partial(self._compute, size, None)),
+                partial(self._with_equal_states, graph.replay),
                 partial(self._last_logits, size),
             )
         self.last_tokens.zero_()
+        for view in self._state_views():
+            view.zero_()
+
+    def _with_equal_states(self, work: Callable[[], None]) -> None:
+        """Do the work with the same recurrent states each time: it changes them."""
+        for view in self._state_views():
+            numbers = torch.linspace(-0.5, 0.5, view[0].numel(), device=view.device)
+            view.copy_(numbers.view(view.shape[1:]))
+        work()
+
+    def _state_views(self) -> Iterator[Tensor]:
+        return (view for layer in self._states.values() for view in layer.values())
 
     def _last_logits(self, count: int) -> Tensor:
         assert self._logits is not None
@@ -290,7 +309,7 @@ class DecodeGraphs:
         )
         tokens = self._inputs[: TOKENS + 1].view(-1).index_select(0, inputs[TOKEN_AT])
         rows = None if slots is None else slots.view(self._inputs[ADAPTERS:], size)
-        step = StepInputs(tokens, inputs[POSITIONS], None, meta, slot_rows=rows)
+        step = StepInputs(tokens, inputs[POSITIONS], None, meta, slot_rows=rows, states=self._step_states(inputs))
         greedy = self._greedy[:size]
         if self._parts is not None:
             logits = self._parts.compute(step, self._layers)
@@ -304,6 +323,13 @@ class DecodeGraphs:
         # A row with NaN gets the token vocab_size. The next step may read it before the host finds the row broken, so
         # keep it inside the embedding table.
         self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy.clamp(max=self._vocab_size(logits) - 1))
+
+    def _step_states(self, inputs: Tensor) -> StepStates | None:
+        if not self._states:
+            return None
+        # The row of a sequence's block table is that of its states. Padding has none.
+        slots = torch.where(inputs[SLOTS] < 0, -1, inputs[TABLE_ROWS])
+        return StepStates(slots, [1] * inputs.shape[1], self._states)
 
     def _vocab_size(self, logits: Tensor) -> int:
         return logits.shape[1] if self._parts is None else self._parts.vocab_size

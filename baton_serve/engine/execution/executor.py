@@ -111,7 +111,7 @@ class LocalExecutor:
         self._limits = limits
         self._blocks = ProofBlocks(cache.num_blocks, limits.block_tokens)
         self.wrong_graphs: list[KernelVerdict] = []
-        self._graphs = DecodeGraphs(forward, self._layers, limits, argmax)
+        self._graphs = DecodeGraphs(forward, self._layers, limits, argmax, self._states)
         self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens)
 
     @property
@@ -176,7 +176,9 @@ class LocalExecutor:
         except RuntimeError as error:
             logger.warning("cannot capture graphs for LoRA adapters, steps with one will be slower: %s", error)
         try:
-            self._prompts.capture(capture)
+            # The host divides the prompts of models with recurrent states by their lengths.
+            if not self._states:
+                self._prompts.capture(capture)
         except RuntimeError as error:
             logger.warning("cannot capture graphs for prompts, short prompts will be slower: %s", error)
         self._prove_graphs()

@@ -1,6 +1,6 @@
 """Derives from a loaded model the shapes with which its kernels are proved, and chooses the kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +11,7 @@ import torch
 from baton_serve.contracts.layout import KVLayout, KVShape
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels.metadata import AttentionSpec
+from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerShapes
 from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat, different_specs
 from baton_serve.engine.kernels.proved import ProvedKernels, proof_folder, prove_kernels
 from baton_serve.engine.kernels.quantized import QuantizedWeight
@@ -56,6 +57,7 @@ def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShap
             specs=different_specs(specs),
             formats=_formats(model),
             has_experts=bool(_stated_size(text, "num_local_experts", "num_experts", "n_routed_experts")),
+            mixers=_mixer_shapes(lambda name: _stated_size(text, name)),
         )
 
     first, *others = map(shapes, dict.fromkeys(model.kv_shapes))
@@ -86,7 +88,23 @@ def shapes_of_config(folder: Path, device_dtype: torch.dtype, block_tokens: int)
         vocab_size=int(text.get("vocab_size") or DEFAULT_HIDDEN_SIZE),
         specs=different_specs(specs),
         has_experts=any(text.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")),
+        mixers=_mixer_shapes(lambda name: int(text.get(name) or 0)),
     )
+
+
+def _mixer_shapes(size: Callable[[str], int]) -> MixerShapes:
+    """Return the shapes of linear and of latent attention. `size` returns a number of the config by its name, or 0."""
+    found = MixerShapes(
+        num_key_heads=size("linear_num_key_heads"),
+        num_heads=size("linear_num_value_heads"),
+        key_size=size("linear_key_head_dim"),
+        value_size=size("linear_value_head_dim"),
+        taps=size("linear_conv_kernel_dim"),
+    )
+    if not all((found.num_key_heads, found.num_heads, found.key_size, found.value_size, found.taps)):
+        found = NO_MIXERS
+    heads, rank, rotary = size("num_attention_heads"), size("kv_lora_rank"), size("qk_rope_head_dim")
+    return replace(found, rank=rank, rotary_size=rotary, num_latent_heads=heads) if rank and rotary else found
 
 
 def _stated_size(config: object, *names: str) -> int:

@@ -91,6 +91,7 @@ class EngineSetup:
             self.kernels.layers,
             collectives,
             self.adapters,
+            mixers=self.kernels.mixers,
             # The C++ of all layers lets no token see a later one.
             may_call_once=self.kernels.has_decoder and not keeps_images_whole,
         )

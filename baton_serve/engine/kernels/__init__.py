@@ -18,6 +18,7 @@ from baton_serve.engine.kernels.metadata import (
     Weight,
     no_work,
 )
+from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, MixerKernels, PackedSequences
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
 from baton_serve.engine.kernels.selection import (
     adapter_kernels,
@@ -33,11 +34,15 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionSpec",
+    "DeltaHeads",
     "Experts",
+    "LatentRows",
     "LayerKernels",
     "Linear",
+    "MixerKernels",
     "NewHeads",
     "Norm",
+    "PackedSequences",
     "QuantizedWeight",
     "SlotRows",
     "SlotWeights",

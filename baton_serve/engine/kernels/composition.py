@@ -136,8 +136,10 @@ class ComposedLayers:
     ) -> None:
         self.rotary_stores.rotary_store(query, key, value, rotation, cache, slots, interleaved=interleaved)
 
-    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        return self.experts.route(logits, top_k, renormalize=renormalize)
+    def route(
+        self, logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self.experts.route(logits, top_k, renormalize=renormalize, num_shared=num_shared, has_gate=has_gate)
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return self.experts.mix(x, weights, chosen, experts)

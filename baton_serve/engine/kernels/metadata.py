@@ -325,11 +325,14 @@ class LayerKernels(Protocol):
         """
         ...
 
-    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token: the largest of the softmax of logits [num_tokens, num_experts].
 
-        Return their weights, float32, and numbers, int32, both [num_tokens, top_k]. `renormalize` scales the weights to
-        a sum of 1.
+        Return their weights, float32, and numbers, int32, both [num_tokens, top_k + num_shared]. `renormalize` scales
+        the weights of the chosen to a sum of 1. All tokens also get the `num_shared` experts behind the others, with
+        the weight 1; with `has_gate` it is the sigmoid of one more column of `logits`.
         """
         ...
 

@@ -23,6 +23,7 @@ from baton_serve.engine.kernels.metadata import (
     Norm,
     Weight,
 )
+from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerShapes
 from baton_serve.engine.kernels.proof import Operation
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_bits, dequantize, pack_codes
 from baton_serve.engine.kernels.reference import layers as twin_layers
@@ -82,6 +83,7 @@ class ProofShapes:
     """The different rules of its layers."""
     formats: tuple[WeightFormat, ...] = ()
     has_experts: bool = False
+    mixers: MixerShapes = NO_MIXERS
     others: tuple["ProofShapes", ...] = ()
     """The shapes of attention in further layers, if those of the model's layers differ."""
 
@@ -455,13 +457,17 @@ def _experts(hidden: int, draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, 
     experts = Experts(
         draw.values(count, 2 * WIDTH, hidden).div(hidden**0.5), draw.values(count, hidden, WIDTH).div(WIDTH**0.5)
     )
-    x, logits = draw.values(ROWS, hidden), draw.values(ROWS, count)
+    x, logits, gated = draw.values(ROWS, hidden), draw.values(ROWS, count), draw.values(ROWS, count + 1)
     # Given to `mix` instead of what a kernel has chosen: equal logits may be chosen in any order.
     weights, chosen = twin_layers.route(logits, top_k, renormalize=True)
 
     def run(kernels: LayerKernels) -> tuple[Tensor, ...]:
         found = kernels.route(logits, top_k, renormalize=True)[0]
-        return kernels.mix(x, weights, chosen, experts), found.sort(dim=-1).values
+        shared = kernels.route(gated, top_k, renormalize=False, num_shared=1, has_gate=True)[0]
+        # One token alone is mixed in another way.
+        one = kernels.mix(x[:1], weights[:1], chosen[:1], experts)
+        mixed = kernels.mix(x, weights, chosen, experts)
+        return mixed, one, found.sort(dim=-1).values, shared.sort(dim=-1).values
 
     return run
 

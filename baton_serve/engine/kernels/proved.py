@@ -26,6 +26,8 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
 from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, TwinDecoder, decoder_operations
 from baton_serve.engine.kernels.metadata import AttentionBackend, LayerKernels
+from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers, mixer_operations
+from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerKernels
 from baton_serve.engine.kernels.operations import (
     Argmax,
     ProofShapes,
@@ -43,14 +45,20 @@ from baton_serve.engine.kernels.proof import (
     warn_of_wrong,
 )
 from baton_serve.engine.kernels.reference import layers as twin_layers
+from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 K = TypeVar("K")
 _MadeKinds: TypeAlias = tuple[
-    list[Made[AttentionBackend]], list[Made[LayerKernels]], list[Made[Argmax]], list[Made[DecoderKernel]]
+    list[Made[AttentionBackend]],
+    list[Made[LayerKernels]],
+    list[Made[Argmax]],
+    list[Made[DecoderKernel]],
+    list[Made[MixerKernels]],
 ]
 
 _TWIN_DECODER: DecoderKernel = TwinDecoder
+_TWIN_MIXERS: MixerKernels = twin_mixers
 MIXED = "mixed attention"
 _SOURCES = Path(__file__).parent
 
@@ -66,6 +74,7 @@ class KernelCandidates:
     argmax: tuple[KernelCandidate[Argmax], ...] = ()
     decoders: tuple[KernelCandidate[DecoderKernel], ...] = ()
     """Implementations of all layers in one call."""
+    mixers: tuple[KernelCandidate[MixerKernels], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,7 @@ class ProvedKernels:
     each step of the scheduler is of one kind."""
     has_decoder: bool
     """True if the implementation of all layers in one call is right."""
+    mixers: MixerKernels
 
 
 def prove_kernels(
@@ -101,6 +111,7 @@ def prove_kernels(
         make_candidates(candidates.argmax),
         # A model with latents, or with layers of different shapes, is not computed in one call.
         make_candidates(() if shapes.num_planes == 1 or shapes.others else candidates.decoders),
+        make_candidates(candidates.mixers if shapes.mixers != NO_MIXERS else ()),
     )
     file = (
         None
@@ -121,6 +132,7 @@ def prove_kernels(
         verdicts=tuple(verdicts),
         mixes_prompts=_mixes(chosen, verdicts),
         has_decoder=bool(made[3]) and chosen.of("decoder", made[3]) is not None,
+        mixers=_mixers(chosen, made[4]),
     )
 
 
@@ -141,6 +153,7 @@ def _prove_all(prover: Prover, made: _MadeKinds, shapes: ProofShapes, device: to
             *(_prove(prover, layer_operations(shapes, device), twin_layers, made[1]) if made[1] else ()),
             *(_prove(prover, argmax_operations(shapes, device), twin_layers.argmax, made[2]) if made[2] else ()),
             *(_prove(prover, decoder_operations(shapes), _TWIN_DECODER, made[3]) if made[3] else ()),
+            *(_prove(prover, mixer_operations(shapes, device), _TWIN_MIXERS, made[4]) if made[4] else ()),
         ]
 
 
@@ -199,6 +212,13 @@ def _layers(chosen: _Choice, made: Sequence[Made[LayerKernels]]) -> LayerKernels
     products, fused = chosen.of("product", made) or twin, chosen.of("fused products", made)
     others = [chosen.of(one, made) or twin for one in operations[1:]]
     return ComposedLayers(products, fused if fused is products else None, *others)
+
+
+def _mixers(chosen: _Choice, made: Sequence[Made[MixerKernels]]) -> MixerKernels:
+    parts = [chosen.of(name, made) or _TWIN_MIXERS for name in MIXER_OPERATIONS]
+    # Operations that the model does not have were not proved, and are not called.
+    used = [part for name, part in zip(MIXER_OPERATIONS, parts, strict=True) if chosen.name(name)]
+    return used[0] if used and all(part is used[0] for part in used) else ComposedMixers(*parts)
 
 
 def _mixes(chosen: _Choice, verdicts: Sequence[KernelVerdict]) -> bool:

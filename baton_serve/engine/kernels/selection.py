@@ -1,5 +1,6 @@
 """Choose the kernels for a device and dtype; use the plain-torch twin if nothing faster works."""
 
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -14,6 +15,7 @@ from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_k
 from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, PackedDecoder
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, CpuLayers
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
+from baton_serve.engine.kernels.cpu.mixers import CpuMixers
 from baton_serve.engine.kernels.library import LibraryAttention, PackageLayers, has_package
 from baton_serve.engine.kernels.metadata import (
     AdapterKernels,
@@ -23,6 +25,7 @@ from baton_serve.engine.kernels.metadata import (
     RowKernel,
     RowLayer,
 )
+from baton_serve.engine.kernels.mixers import MixerKernels
 from baton_serve.engine.kernels.proof import KernelCandidate
 from baton_serve.engine.kernels.proved import KernelCandidates
 from baton_serve.engine.kernels.reference import layers as reference_layers
@@ -47,15 +50,26 @@ def kernel_candidates(device: torch.device, dtype: torch.dtype) -> KernelCandida
             decoders: tuple[KernelCandidate[DecoderKernel], ...] = (
                 KernelCandidate(name, lambda: PackedDecoder(library)),
             )
-            return KernelCandidates(tuple(attention), tuple(layers), (), decoders)
-        return KernelCandidates(tuple(attention), tuple(layers))
+            return KernelCandidates(tuple(attention), tuple(layers), (), decoders, _cpu_mixers(library))
+        return KernelCandidates(tuple(attention), tuple(layers), mixers=() if library is None else _cpu_mixers(library))
     prompts = frozenset({"prefill attention", "mixed attention"})
     attention.append(KernelCandidate("SDPA", LibraryAttention, prompts, is_last=True))
     if has_package():
         layers.append(KernelCandidate("vllm-xpu-kernels", _package_layers, frozenset({"norm", "gate"})))
     own_argmax = argmax_kernel(device)
     argmax = () if own_argmax is reference_layers.argmax else (KernelCandidate(name, lambda: own_argmax),)
-    return KernelCandidates(tuple(attention), tuple(layers), argmax)
+    has_triton = importlib.util.find_spec("triton") is not None
+    mixers: tuple[KernelCandidate[MixerKernels], ...] = (KernelCandidate(name, _triton_mixers),) if has_triton else ()
+    return KernelCandidates(tuple(attention), tuple(layers), argmax, mixers=mixers)
+
+
+def _cpu_mixers(library: ctypes.CDLL) -> tuple[KernelCandidate[MixerKernels], ...]:
+    return (KernelCandidate("C++", lambda: CpuMixers(library)),)
+
+
+def _triton_mixers() -> MixerKernels:
+    mixers: MixerKernels = importlib.import_module("baton_serve.engine.kernels.triton.mixers")
+    return mixers
 
 
 def _package_layers() -> LayerKernels:

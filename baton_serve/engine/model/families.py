@@ -59,6 +59,8 @@ class FamilyDescription:
     mlp_norm: str | None = "post_attention_layernorm"
     """The norm before the MLP. None: it reads the residual, or what attention has read if `is_parallel`."""
     mlp_output_norm: str | None = None
+    attentions: tuple[str, ...] = ("self_attn",)
+    """The attribute of a layer's attention, or of what takes its place."""
     mlp: str = "mlp"
     up: str | None = None
     """The first product of an MLP that has no gate. None: it has one, and the usual names."""
@@ -89,6 +91,10 @@ class FamilyDescription:
         """Return the names of a layer's norms."""
         names = (self.input_norm, self.attention_norm, self.mlp_norm, self.mlp_output_norm)
         return [name for name in names if name is not None]
+
+    def attention_of(self, layer: Any) -> Any:
+        """Return the module of a layer's attention, or of what takes its place; None if it has none."""
+        return next((found for name in self.attentions if (found := getattr(layer, name, None)) is not None), None)
 
     def first_products(self, mlp: Any) -> list[str]:
         """Return the names of the products that an MLP computes first; [] for a mixture of experts."""
@@ -133,6 +139,7 @@ _OLMO_2 = FamilyDescription(
     has_wide_norms=True,
 )
 _GLM = FamilyDescription(is_interleaved=True)
+_QWEN3_NEXT = FamilyDescription(has_offset=True, attentions=("self_attn", "linear_attn"))
 # The query and key weights of these were trained with neighbouring pairs, and the KV cache holds them so.
 _COHERE = FamilyDescription(
     mlp_norm=None, is_parallel=True, is_centered=True, is_interleaved=True, logit_scale="logit_scale"
@@ -142,6 +149,8 @@ FAMILIES: dict[str, FamilyDescription] = {
     "Cohere2DecoderLayer": replace(_COHERE, rotates=_rotates_in_windows),
     "CohereDecoderLayer": _COHERE,
     "CwmDecoderLayer": _LLAMA,
+    "DeepseekV2DecoderLayer": _LLAMA,
+    "DeepseekV3DecoderLayer": _LLAMA,
     "DenseLayer": _LLAMA,  # our own
     "Ernie4_5DecoderLayer": _GLM,
     "Ernie4_5_MoeDecoderLayer": _GLM,
@@ -151,6 +160,7 @@ FAMILIES: dict[str, FamilyDescription] = {
     "GemmaDecoderLayer": _GEMMA,
     "Glm4DecoderLayer": replace(_GLM, attention_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm"),
     "Glm4MoeDecoderLayer": _LLAMA,
+    "Glm4MoeLiteDecoderLayer": _LLAMA,
     "GlmDecoderLayer": _GLM,
     "GptOssDecoderLayer": _LLAMA,
     "GraniteDecoderLayer": _GRANITE,
@@ -169,6 +179,9 @@ FAMILIES: dict[str, FamilyDescription] = {
     "Qwen2MoeDecoderLayer": _LLAMA,
     "Qwen3DecoderLayer": _LLAMA,
     "Qwen3MoeDecoderLayer": _LLAMA,
+    "Qwen3NextDecoderLayer": _QWEN3_NEXT,
+    "Qwen3_5DecoderLayer": _QWEN3_NEXT,
+    "Qwen3_5MoeDecoderLayer": _QWEN3_NEXT,
     "SeedOssDecoderLayer": _LLAMA,
     "SmolLM3DecoderLayer": FamilyDescription(rotates=_rotates_by_rule),
     "StableLmDecoderLayer": FamilyDescription(is_centered=True, is_supported=_is_sequential),
@@ -189,7 +202,9 @@ def describe(module: nn.Module) -> FamilyDescription | None:
     if family is None or not family.is_supported(config):
         return None
     # Other versions of transformers may have other modules: those run through their own layers.
-    owners = [(layer, [*family.norm_names(), "self_attn", family.mlp]) for layer in layers]
+    if not all(family.attention_of(layer) is not None for layer in layers):
+        return None
+    owners = [(layer, [*family.norm_names(), family.mlp]) for layer in layers]
     owners.append((cast(Any, module).model, ["rotary_emb", "norm", "embed_tokens"]))
     is_whole = all(getattr(owner, name, None) is not None for owner, names in owners for name in names)
     activations = ACTIVATIONS if family.up is None else (GELU_TANH,)
@@ -264,7 +279,7 @@ def rotations_of(family: FamilyDescription, module: Any) -> Rotations:
     rotary, layers = module.model.rotary_emb, module.model.layers
     # Gemma 3 has frequencies of their own for each type of layer.
     types = [""] * len(layers) if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in module.config.layer_types]
-    kinds = [(kind, family.rotates(layer.self_attn)) for kind, layer in zip(types, layers, strict=True)]
+    kinds = [(kind, family.rotates(family.attention_of(layer))) for kind, layer in zip(types, layers, strict=True)]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     frequencies = [getattr(rotary, f"{kind}inv_freq").float() * float(rotates) for kind, rotates in numbers]
     scaling = (float(getattr(rotary, f"{kind}attention_scaling", 1.0)) if rotates else 1.0 for kind, rotates in numbers)

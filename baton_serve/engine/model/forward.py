@@ -7,17 +7,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.collectives.backends import Collectives, SingleRank
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
-from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, LayerKernels
+from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, LayerKernels, MixerKernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
+from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
+from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.model import fused, fused_cpu
 from baton_serve.engine.model import fused_lora as fused_adapted
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.chunked_attention import chunked_batch
+from baton_serve.engine.model.families import describe
+from baton_serve.engine.model.fused_mixers import has_mixers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
@@ -179,6 +184,15 @@ def _added_features(module: nn.Module, inputs: StepInputs) -> Iterator[None]:
             hook.remove()
 
 
+def _keeps_modules(model: LoadedModel, kernels: LayerKernels) -> bool:
+    """Return whether a model with mixers runs on transformers' layers: these are divided over ranks, and with packed
+    products they are faster than fused ones with torch's products.
+    """
+    is_packed = isinstance(kernels, CpuLayers) and model.dtype == torch.bfloat16 and has_packed_linear(kernels.library)
+    family = describe(model.module)
+    return (is_packed or not model.is_whole) and family is not None and has_mixers(model.module, family)
+
+
 def choose_forward(
     model: LoadedModel,
     backend: AttentionBackend,
@@ -186,6 +200,7 @@ def choose_forward(
     collectives: Collectives,
     adapters: AdapterStore | None = None,
     *,
+    mixers: MixerKernels = twin_mixers,
     may_call_once: bool = True,
 ) -> Forward:
     """Return the fastest forward that supports the model. `may_call_once` says that the call of C++ that computes all
@@ -205,8 +220,8 @@ def choose_forward(
         return fused_cpu.CpuForward(model, kernels)
     if adapters is not None and fused_adapted.fits(model.module):
         return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
-    if adapters is None and fused.fits(model.module):
-        return fused.FusedForward(model, backend, kernels, collectives)
+    if adapters is None and fused.fits(model.module) and not _keeps_modules(model, kernels):
+        return fused.FusedForward(model, backend, kernels, collectives, mixers)
     if any(isinstance(part, QuantizedExperts) for part in model.module.modules()):
         raise UnsupportedModelError(
             f"{model.name}: quantized experts are supported only with fused layers, which do not support this model"

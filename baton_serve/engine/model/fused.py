@@ -21,14 +21,24 @@ from baton_serve.engine.kernels import (
     AttentionBackend,
     LayerKernels,
     Linear,
+    MixerKernels,
     NewHeads,
     Norm,
     Weight,
     row_kernel,
 )
 from baton_serve.engine.kernels.metadata import RowLayer
+from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, rotations_of, scales_of
+from baton_serve.engine.model.fused_mixers import (
+    MixerStep,
+    MixerTools,
+    TokenMixer,
+    can_pack_mixer,
+    is_mixer,
+    pack_mixer,
+)
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.mixture_of_experts import Mixture, SharedExpert, pack_mixture, shared_expert
@@ -52,6 +62,12 @@ class ResidualSum:
         has_plain_norm = self.next_norm is not None and self.next_norm.is_plain
         return self.output_norm is None and self.scale == 1.0 and has_plain_norm
 
+    @property
+    def is_rms(self) -> bool:
+        """Return whether this is a sum and any RMSNorm of it."""
+        has_rms = self.next_norm is not None and not self.next_norm.is_centered
+        return self.output_norm is None and self.scale == 1.0 and has_rms
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -69,6 +85,8 @@ class Layer:
     mixture: Mixture | None
     mlp: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
     """The module of transformers, used if `gate_up` and `mixture` are None."""
+    mixer: TokenMixer | None = None
+    """The mixer that takes the outputs of `qkv`; None: attention as in Llama."""
 
     @property
     def mlp_norm(self) -> Norm | None:
@@ -76,7 +94,7 @@ class Layer:
 
     @property
     def is_plain(self) -> bool:
-        has_plain_norm = self.input_norm is not None and self.input_norm.is_plain
+        has_plain_norm = self.input_norm is not None and self.input_norm.is_plain and self.mixer is None
         return has_plain_norm and self.after_attention.is_plain and self.after_mlp.is_plain
 
 
@@ -86,6 +104,9 @@ def fits(module: nn.Module) -> bool:
     if family is None:
         return False
     layers = cast(Any, module).model.layers
+    mixers = [found for layer in layers if is_mixer(found := family.attention_of(layer))]
+    if not all(can_pack_mixer(mixer) for mixer in mixers):
+        return False
     if not all(can_merge(parts) for layer in layers for parts in _packed_parts(layer, family)):
         return False
     return not any(isinstance(part, ReorderedLinear) for part in module.modules())
@@ -97,7 +118,12 @@ class FusedForward:
     """
 
     def __init__(
-        self, model: LoadedModel, backend: AttentionBackend, kernels: LayerKernels, collectives: Collectives
+        self,
+        model: LoadedModel,
+        backend: AttentionBackend,
+        kernels: LayerKernels,
+        collectives: Collectives,
+        mixers: MixerKernels = twin_mixers,
     ) -> None:
         """Pack the weights; transformers' parameters become views of the packed ones.
 
@@ -116,7 +142,9 @@ class FusedForward:
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
         self._head = _linear(module.lm_head, kernels)
         self._final_norm = family.norm_of(module.model.norm)
-        self._layers = pack_layers(module, family, kernels, self._final_norm)
+        self._layers = pack_layers(module, family, MixerTools(kernels, mixers, backend), self._final_norm)
+        kv_layers = range(len(self._layers)) if model.kv_layers is None else model.kv_layers
+        self._kv_number = {layer: number for number, layer in enumerate(kv_layers)}
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels, self._collectives = backend, kernels, collectives
@@ -165,9 +193,7 @@ class FusedForward:
         hidden = self._input_of(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
             heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
-            attended = self._attend(number, heads, rotations, layers[number], inputs)
-            if inputs.after_layer is not None:
-                inputs.after_layer(number)
+            attended = self._mix(number, heads, rotations, layers, inputs)
             then = None if layer.gate_up is None else layer.gate_up.weight
             summed = self._linear_join(attended, layer.output, residual, layer.after_attention, then)
             # Parallel layers: the MLP reads what attention has read, and both outputs are added.
@@ -249,11 +275,35 @@ class FusedForward:
             if then is not None:
                 return self._kernels.norm_for(output, norm, then, residual=residual)
             return self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual)
+        if join.is_rms and norm is not None:
+            offset = norm.has_offset
+            return self._kernels.rms_norm(output, norm.weight, norm.eps, residual=residual, unit_offset=offset)
         if join.output_norm is not None:
             output = self._kernels.norm(output, join.output_norm)
         # In place: the caller keeps this tensor as the residual of all layers.
         residual.add_(output, alpha=join.scale)
         return residual if norm is None else self._kernels.norm(residual, norm)
+
+    def _mix(
+        self,
+        number: int,
+        heads: Tensor,
+        rotations: list[tuple[Tensor, Tensor]],
+        caches: list[Tensor],
+        inputs: StepInputs,
+    ) -> Tensor:
+        """Return the input of a layer's output product for the outputs of its first one."""
+        mixer, kv = self._layers[number].mixer, self._kv_number.get(number)
+        if mixer is None:
+            assert kv is not None
+            mixed = self._attend(number, heads, rotations, caches[kv], inputs)
+        else:
+            cache, spec = (None, None) if kv is None else (caches[kv], self._specs[kv])
+            rotation = rotations[self._rotations.of_layer[number]]
+            mixed = mixer(heads, MixerStep(inputs, rotation, cache, spec))
+        if kv is not None and inputs.after_layer is not None:
+            inputs.after_layer(kv)
+        return mixed
 
     def _attend(
         self,
@@ -338,7 +388,7 @@ class FusedForward:
         return self._kernels.gelu_mul(gate_up) if self._is_gelu else self._kernels.silu_mul(gate_up)
 
 
-def pack_layers(module: Any, family: FamilyDescription, kernels: LayerKernels, final_norm: Norm) -> list[Layer]:
+def pack_layers(module: Any, family: FamilyDescription, tools: MixerTools, final_norm: Norm) -> list[Layer]:
     """Join and pack the weights of all layers of a transformers model."""
     layers = module.model.layers
     following = [*(family.norm_at(layer, family.input_norm) for layer in layers[1:]), final_norm]
@@ -348,7 +398,7 @@ def pack_layers(module: Any, family: FamilyDescription, kernels: LayerKernels, f
         _pack_layer(
             layer,
             family,
-            kernels,
+            tools,
             ResidualSum(
                 family.norm_at(layer, family.attention_norm), family.norm_at(layer, family.mlp_norm), residual_scale
             ),
@@ -362,15 +412,18 @@ def pack_layers(module: Any, family: FamilyDescription, kernels: LayerKernels, f
 def _pack_layer(
     layer: Any,
     family: FamilyDescription,
-    kernels: LayerKernels,
+    tools: MixerTools,
     after_attention: ResidualSum,
     after_mlp: ResidualSum,
     *,
     can_mix: bool,
 ) -> Layer:
     """Join and pack the weights of a transformers layer into few matrices, such as one for query, key and value."""
-    attention, mlp = layer.self_attn, getattr(layer, family.mlp)
-    if hasattr(attention, "qkv_proj"):
+    attention, mlp, kernels = family.attention_of(layer), getattr(layer, family.mlp), tools.layers
+    packed = pack_mixer(attention, tools)
+    if packed is not None:
+        qkv = packed.first
+    elif hasattr(attention, "qkv_proj"):
         qkv = _linear(attention.qkv_proj, kernels)
     else:
         qkv = _packed([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
@@ -384,13 +437,14 @@ def _pack_layer(
         qkv=qkv,
         query_norm=family.norm_at(attention, "q_norm"),
         key_norm=family.norm_at(attention, "k_norm"),
-        output=_linear(attention.o_proj, kernels),
+        output=_linear(attention.o_proj if packed is None else packed.output, kernels),
         after_attention=after_attention,
         after_mlp=after_mlp,
         gate_up=gate_up,
         down=down,
         mixture=pack_mixture(mlp, partial(_pack_shared, mlp, kernels)) if gate_up is None and can_mix else None,
         mlp=mlp,
+        mixer=None if packed is None else packed.mixer,
     )
 
 
@@ -412,8 +466,9 @@ def _pack_shared(mlp: Any, kernels: LayerKernels) -> SharedExpert | None:
 
 def _packed_parts(layer: Any, family: FamilyDescription) -> Iterator[list[nn.Linear]]:
     """Return the linear layers of a layer that are joined into one product."""
-    if not hasattr(layer.self_attn, "qkv_proj"):
-        yield [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    attention = family.attention_of(layer)
+    if not is_mixer(attention) and not hasattr(attention, "qkv_proj"):
+        yield [attention.q_proj, attention.k_proj, attention.v_proj]
     mlp = getattr(layer, family.mlp)
     for part in (mlp, shared_expert(mlp)):
         if hasattr(part, "gate_proj") and hasattr(part, "up_proj"):

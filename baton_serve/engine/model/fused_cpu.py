@@ -25,6 +25,7 @@ from baton_serve.engine.model.families import (
     rotations_of,
     scales_of,
 )
+from baton_serve.engine.model.fused_mixers import has_mixers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, install
 from baton_serve.engine.model.rotary import row_angles
@@ -37,6 +38,8 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
     module = cast(Any, model.module)
     family = describe(module)
     assert family is not None  # `fused.fits` is True
+    if has_mixers(module, family):
+        return False
     # The C++ decoder takes one epsilon for all norms and reads pairs of bf16.
     norms = {
         norm.eps for layer in module.model.layers for norm in _norms(layer, family).values() if norm is not None

@@ -19,6 +19,7 @@ from baton_serve.engine.model import fused
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features
 from baton_serve.engine.model.families import FamilyDescription, describe
 from baton_serve.engine.model.fused import FusedForward, Layer, ResidualSum
+from baton_serve.engine.model.fused_mixers import has_mixers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import OutputSlice, add_products, output_slices
 from baton_serve.engine.model.lora.slots import AdaptedProduct, AdapterSlots
@@ -59,7 +60,7 @@ def fits(module: Any) -> bool:
     products, which only transformers' layers compute.
     """
     family = describe(module)
-    if family is None or not fused.fits(module):
+    if family is None or not fused.fits(module) or has_mixers(module, family):
         return False
     mlps = [getattr(layer, family.mlp) for layer in module.model.layers]
     return all(shared_expert(mlp) is None for mlp in mlps)

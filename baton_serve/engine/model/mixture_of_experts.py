@@ -6,14 +6,33 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from baton_serve.engine.kernels import Experts, LayerKernels, Linear, StackedWeight
+from baton_serve.engine.kernels.reference.experts import with_shared
 
 Routed = tuple[Tensor, Tensor]
 """The weights, float32, and the numbers, int32, of each token's experts, both [num_tokens, top_k]."""
-Choose = Callable[[Tensor, LayerKernels], Routed]
-"""Chooses the experts from the logits [num_tokens, num_experts]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """The experts behind the others that all tokens have: parts of the shared expert of a mixture."""
+
+    count: int = 0
+    has_gate: bool = False
+    """True if the last of the router's logits is that of the gate."""
+
+    def append(self, routed: Routed, logits: Tensor) -> Routed:
+        """Append these experts to the chosen ones."""
+        return with_shared(*routed, logits, self.count, has_gate=self.has_gate)
+
+
+NONE_APPENDED = Appended()
+
+Choose = Callable[[Tensor, LayerKernels, Appended], Routed]
+"""Chooses the experts from the logits [num_tokens, num_experts], and appends those of all tokens."""
 
 
 def _softmax(router: Any, *, renormalize: bool | None = None) -> Choose:
@@ -21,7 +40,42 @@ def _softmax(router: Any, *, renormalize: bool | None = None) -> Choose:
     the router says.
     """
     top_k, scaled = int(router.top_k), bool(router.norm_topk_prob) if renormalize is None else renormalize
-    return lambda logits, kernels: kernels.route(logits, top_k, renormalize=scaled)
+    return lambda logits, kernels, appended: kernels.route(
+        logits, top_k, renormalize=scaled, num_shared=appended.count, has_gate=appended.has_gate
+    )
+
+
+def _own_rule(choose: Callable[[Tensor], Routed]) -> Choose:
+    """Return a rule that reads the logits of the experts alone."""
+
+    def choose_all(logits: Tensor, _: LayerKernels, appended: Appended) -> Routed:
+        own = logits[:, : logits.shape[1] - appended.has_gate]
+        return appended.append(choose(own), logits)
+
+    return choose_all
+
+
+def _scaled_softmax(router: Any) -> Choose:
+    """Return DeepSeek V2's rule: the largest of the softmax, in the best groups of experts, times a factor."""
+    top_k, factor = int(router.top_k), float(router.routed_scaling_factor)
+    groups, kept = int(router.num_group or 1), int(router.topk_group or 1)
+    if router.topk_method == "greedy" and factor == 1.0:
+        return _softmax(router, renormalize=False)
+
+    def choose(logits: Tensor) -> Routed:
+        scores = logits.float().softmax(dim=-1)
+        if router.topk_method != "greedy":
+            # A group counts as its best expert.
+            grouped = scores.view(len(scores), groups, -1)
+            best = grouped.amax(dim=-1).topk(kept, dim=-1).indices
+            is_out = torch.ones_like(grouped, dtype=torch.bool).scatter(
+                1, best[..., None].expand(-1, -1, grouped.shape[2]), value=False
+            )
+            scores = grouped.masked_fill(is_out, 0.0).flatten(1)
+        weights, chosen = scores.topk(top_k, dim=-1)
+        return weights * factor, chosen.int()
+
+    return _own_rule(choose)
 
 
 def _grouped_sigmoid(router: Any) -> Choose:
@@ -30,7 +84,7 @@ def _grouped_sigmoid(router: Any) -> Choose:
     bias, factor = router.e_score_correction_bias, float(router.routed_scaling_factor)
     renormalizes = bool(router.norm_topk_prob)
 
-    def choose(logits: Tensor, _: LayerKernels) -> Routed:
+    def choose(logits: Tensor) -> Routed:
         scores = logits.float().sigmoid()
         corrected = (scores + bias).view(len(scores), groups, -1)
         # A group counts as its two best experts.
@@ -44,7 +98,7 @@ def _grouped_sigmoid(router: Any) -> Choose:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * factor, chosen.int()
 
-    return choose
+    return _own_rule(choose)
 
 
 def _corrected_softmax(router: Any) -> Choose:
@@ -52,13 +106,13 @@ def _corrected_softmax(router: Any) -> Choose:
     top_k, least = int(router.top_k), float(router.norm_min)
     bias = router.moe_statics.e_score_correction_bias.flatten()
 
-    def choose(logits: Tensor, _: LayerKernels) -> Routed:
+    def choose(logits: Tensor) -> Routed:
         scores = logits.float().softmax(dim=-1)
         chosen = (scores + bias).topk(top_k, dim=-1).indices
         weights = scores.gather(1, chosen)
         return weights / weights.sum(dim=-1, keepdim=True).clamp(min=least), chosen.int()
 
-    return choose
+    return _own_rule(choose)
 
 
 def _sparse_mixer(router: Any) -> Choose:
@@ -67,7 +121,7 @@ def _sparse_mixer(router: Any) -> Choose:
     """
     limit = 2 * float(router.router_jitter_noise)
 
-    def choose(logits: Tensor, _: LayerKernels) -> Routed:
+    def choose(logits: Tensor) -> Routed:
         scores, rest = logits, logits
         weights, chosen = [], []
         for _choice in range(2):
@@ -79,12 +133,16 @@ def _sparse_mixer(router: Any) -> Choose:
             rest = rest.scatter(1, expert, float("-inf"))
         return torch.cat(weights, dim=1).float(), torch.cat(chosen, dim=1).int()
 
-    return choose
+    return _own_rule(choose)
 
 
+ROW_ALIGNMENT = 8
 _RENORMALIZED = partial(_softmax, renormalize=True)
 ROUTERS: dict[str, Callable[[Any], Choose]] = {
+    "DeepseekV2TopkRouter": _scaled_softmax,
+    "DeepseekV3TopkRouter": _grouped_sigmoid,
     "Ernie4_5_MoeTopKRouter": _corrected_softmax,
+    "Glm4MoeLiteTopkRouter": _grouped_sigmoid,
     "Glm4MoeTopkRouter": _grouped_sigmoid,
     # gpt-oss and Granite take the softmax over the chosen logits, which is the renormalized softmax over all logits.
     "GptOssTopKRouter": _RENORMALIZED,
@@ -94,12 +152,20 @@ ROUTERS: dict[str, Callable[[Any], Choose]] = {
     "PhimoeTopKRouter": _sparse_mixer,
     "Qwen2MoeTopKRouter": _softmax,
     "Qwen3MoeTopKRouter": _softmax,
+    "Qwen3NextTopKRouter": _softmax,
+    "Qwen3_5MoeTopKRouter": _RENORMALIZED,
 }
 """The rules of router classes, which were compared with transformers.
 
 They are found by name, since a router that looks alike may differ.
 """
-WIDE_ROUTERS = {"Ernie4_5_MoeTopKRouter", "Glm4MoeTopkRouter"}
+WIDE_ROUTERS = {
+    "DeepseekV2TopkRouter",
+    "DeepseekV3TopkRouter",
+    "Ernie4_5_MoeTopKRouter",
+    "Glm4MoeLiteTopkRouter",
+    "Glm4MoeTopkRouter",
+}
 """Routers that compute logits in float32."""
 
 
@@ -128,11 +194,15 @@ class Mixture:
     choose: Choose
     experts: Experts
     shared: SharedExpert | None = None
+    appended: Appended = NONE_APPENDED
+    """The shared expert as some of the `experts`, instead of `shared`."""
 
     def __call__(self, hidden: Tensor, kernels: LayerKernels) -> Tensor:
         """Compute the mixture for `hidden` [num_tokens, hidden]; return the same shape."""
         logits = kernels.linear(hidden.to(self.router.dtype), self.router, self.router_bias)
-        weights, chosen = self.choose(logits, kernels)
+        if self.appended.has_gate:
+            logits = logits[:, : self.experts.num_experts - self.appended.count + 1]
+        weights, chosen = self.choose(logits, kernels, self.appended)
         output = kernels.mix(hidden, weights, chosen, self.experts)
         return output if self.shared is None else output + self.shared(hidden, kernels)
 
@@ -156,8 +226,17 @@ def pack_mixture(mlp: Any, pack_shared: Callable[[], SharedExpert | None]) -> Mi
         return None  # this includes older versions of transformers, which keep each expert in a module of its own
     is_transposed = kind == "GptOssTopKRouter"
     gate_up, down = (stacked.get(name) or _rows(experts, name, is_transposed) for name in ("gate_up_proj", "down_proj"))
+    weight = router.weight.float() if kind in WIDE_ROUTERS else router.weight
+    appended = NONE_APPENDED
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and _can_append(mlp, gate_up):
+        gate_up, down = _append_shared(mlp, gate_up, down)
+        appended = Appended(len(down) - len(weight), has_gate := getattr(mlp, "shared_expert_gate", None) is not None)
+        if has_gate:
+            # The weights of the gate are one more row of the router's. Libraries are slow with an odd number of rows.
+            weight = torch.cat([weight, mlp.shared_expert_gate.weight.to(weight.dtype)])
+            weight = functional.pad(weight, (0, 0, 0, -len(weight) % ROW_ALIGNMENT))
     return Mixture(
-        router=router.weight.float() if kind in WIDE_ROUTERS else router.weight,
+        router=weight,
         router_bias=getattr(router, "bias", None),
         choose=ROUTERS[kind](router),
         experts=Experts(
@@ -169,8 +248,37 @@ def pack_mixture(mlp: Any, pack_shared: Callable[[], SharedExpert | None]) -> Mi
             limit=float(experts.limit) if is_transposed else None,
             alpha=float(experts.alpha) if is_transposed else 1.0,
         ),
-        shared=pack_shared(),
+        shared=None if appended.count else pack_shared(),
+        appended=appended,
     )
+
+
+def _can_append(mlp: Any, gate_up: Tensor) -> bool:
+    """Return whether the shared expert of a mixture can be some of its experts, with stacked weights `gate_up`."""
+    shared, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
+    if shared is None or not all(hasattr(shared, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        return False
+    products = [shared.gate_proj, shared.up_proj, shared.down_proj, *([] if gate is None else [gate])]
+    is_plain = all(type(part) is nn.Linear and part.bias is None for part in products)
+    has_bias = hasattr(mlp.experts, "gate_up_proj_bias")
+    return is_plain and not has_bias and shared.gate_proj.out_features % (gate_up.shape[1] // 2) == 0
+
+
+def _append_shared(mlp: Any, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Append the shared expert to the stacked weights, divided into experts of their width: the sum of the parts is the
+    whole. The parameters of the experts become views, and those of the shared expert give up their memory.
+    """
+    shared, width = shared_expert(mlp), down.shape[2]
+    # An expert's rows are its gate and, behind it, its up: each part of the shared expert gets a slice of both.
+    halves = [part.weight.data.unflatten(0, (-1, width)) for part in (shared.gate_proj, shared.up_proj)]
+    gate_up = torch.cat([gate_up, torch.cat(halves, dim=1)])
+    down = torch.cat([down, shared.down_proj.weight.data.unflatten(1, (-1, width)).transpose(0, 1)])
+    mlp.experts.gate_up_proj.data, mlp.experts.down_proj.data = (
+        part[: mlp.experts.num_experts] for part in (gate_up, down)
+    )
+    for product in (shared.gate_proj, shared.up_proj, shared.down_proj):
+        product.weight.data = product.weight.data.new_empty(0)
+    return gate_up, down
 
 
 def _rows(experts: Any, name: str, is_transposed: bool) -> Tensor:

@@ -46,6 +46,18 @@ def test_each_token_is_routed_to_its_likeliest_experts(num_experts: int, renorma
     assert len(set(chosen[0].tolist())) == 3, "an expert was chosen twice"
 
 
+@pytest.mark.parametrize(("num_shared", "has_gate"), [(1, True), (2, False)])
+def test_experts_of_all_tokens_stand_behind_the_chosen_ones(num_shared: int, has_gate: bool) -> None:
+    logits = draw(7, EXPERTS + has_gate)
+    (weights, chosen), (twin_weights, twin_chosen) = (
+        module.route(logits, 3, renormalize=True, num_shared=num_shared, has_gate=has_gate)
+        for module in (triton_experts, reference_experts)
+    )
+    torch.testing.assert_close(weights, twin_weights)
+    assert chosen.tolist() == twin_chosen.tolist()
+    assert chosen[:, 3:].tolist() == [list(range(EXPERTS, EXPERTS + num_shared))] * 7
+
+
 @pytest.mark.parametrize("like_gpt_oss", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 5, 37])
 def test_mixed_experts_equal_their_twin(num_tokens: int, like_gpt_oss: bool) -> None:

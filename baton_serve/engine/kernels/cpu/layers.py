@@ -163,8 +163,10 @@ class CpuLayers:
         product = self._packed_linear(x, weight)
         return product if bias is None else product + bias
 
-    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        return twin.route(logits, top_k, renormalize=renormalize)
+    def route(
+        self, logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return twin.route(logits, top_k, renormalize=renormalize, num_shared=num_shared, has_gate=has_gate)
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return twin.mix(x, weights, chosen, experts)

@@ -8,12 +8,28 @@ from baton_serve.engine.kernels.metadata import Experts
 from baton_serve.engine.kernels.quantized import StackedWeight, dequantize
 
 
-def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
+) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token; see `LayerKernels.route`."""
-    weights, chosen = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
+    num_experts = logits.shape[1] - has_gate
+    weights, chosen = logits[:, :num_experts].float().softmax(dim=-1).topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, chosen.int()
+    return with_shared(weights, chosen.int(), logits, num_shared, has_gate=has_gate)
+
+
+def with_shared(
+    weights: Tensor, chosen: Tensor, logits: Tensor, num_shared: int, *, has_gate: bool
+) -> tuple[Tensor, Tensor]:
+    """Append the experts of all tokens to the chosen ones; see `LayerKernels.route`."""
+    if not num_shared:
+        return weights, chosen
+    num_experts = logits.shape[1] - has_gate
+    factor = logits[:, num_experts:].sigmoid().float() if has_gate else torch.ones_like(weights[:, :1])
+    numbers = torch.arange(num_experts, num_experts + num_shared, dtype=chosen.dtype, device=chosen.device)
+    shape = (len(weights), num_shared)
+    return torch.cat([weights, factor.expand(shape)], dim=1), torch.cat([chosen, numbers.expand(shape)], dim=1)
 
 
 def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:

@@ -31,13 +31,13 @@ class ExpertTiles:
     stages: int
 
 
-def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Return weights, float32, and expert numbers, int32, both [num_tokens, top_k], for logits [num_tokens,
-    num_experts].
-    """
-    num_tokens, num_experts = logits.shape
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    chosen = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+def route(
+    logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token; see `LayerKernels.route`."""
+    num_tokens, num_experts = logits.shape[0], logits.shape[1] - has_gate
+    weights = torch.empty((num_tokens, top_k + num_shared), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((num_tokens, top_k + num_shared), dtype=torch.int32, device=logits.device)
     _route_kernel[(num_tokens,)](
         weights,
         chosen,
@@ -46,9 +46,11 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Ten
         num_experts=num_experts,
         experts=padded(num_experts),
         top_k=top_k,
-        picks=padded(top_k),
+        num_shared=num_shared,
+        picks=padded(top_k + num_shared),
         renormalize=renormalize,
-        num_warps=1,
+        has_gate=has_gate,
+        num_warps=1 if num_experts <= 256 else 4,
     )
     return weights, chosen
 
@@ -87,13 +89,18 @@ def mix(
     top_k, num_experts, width = chosen.shape[1], experts.gate_up.shape[0], experts.down.shape[2]
     pairs = num_tokens * top_k
     first, second = tiles or expert_tiles(pairs, num_experts, x.element_size())
-    rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=x.device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-    chunk = 1024 if pairs <= 1024 else 4096
-    assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
+    # The experts of one token are different, so that each of its pairs is a block of its own.
+    is_single = num_tokens == 1
+    if is_single:
+        rows = counts = chosen
+    else:
+        rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=x.device)
+        counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+        chunk = 1024 if pairs <= 1024 else 4096
+        assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
     active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     output = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k}
+    shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k, "is_single": is_single}
     _gate_up_kernel[(num_blocks(pairs, num_experts, first.rows) * triton.cdiv(width, first.columns),)](
         active,
         x,
@@ -164,8 +171,10 @@ def _route_kernel(  # noqa: PLR0913
     num_experts: tl.constexpr,
     experts: tl.constexpr,
     top_k: tl.constexpr,
+    num_shared: tl.constexpr,
     picks: tl.constexpr,
     renormalize: tl.constexpr,
+    has_gate: tl.constexpr,
 ):
     token, expert, pick = tl.program_id(0).to(tl.int64), tl.arange(0, experts), tl.arange(0, picks)
     scores = tl.load(logits + token * stride + expert, expert < num_experts, other=float("-inf")).to(tl.float32)
@@ -181,8 +190,17 @@ def _route_kernel(  # noqa: PLR0913
         likely = tl.where(expert == at, -1.0, likely)
     if renormalize:
         total = tl.sum(best, 0)
-    tl.store(weights + token * top_k + pick, best / total, pick < top_k)
-    tl.store(chosen + token * top_k + pick, where, pick < top_k)
+    best = best / total
+    # The experts of all tokens stand behind the chosen ones.
+    factor = 1.0
+    if has_gate:
+        gate = tl.load(logits + token * stride + num_experts)
+        factor = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(gate.dtype).to(tl.float32)
+    best = tl.where(pick < top_k, best, factor)
+    where = tl.where(pick < top_k, where, num_experts + pick - top_k)
+    width: tl.constexpr = top_k + num_shared
+    tl.store(weights + token * width + pick, best, pick < width)
+    tl.store(chosen + token * width + pick, where, pick < width)
 
 
 @triton.jit(do_not_specialize=["pairs", "num_tokens"])
@@ -212,17 +230,23 @@ def tile_of(  # noqa: PLR0913
     outputs: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
+    is_single: tl.constexpr = False,
 ):
     """Return the tile that a program of a grouped product computes: (expert, pairs [tile_rows], mask of valid pairs,
     columns [tile_columns], mask of valid columns). An expert of `num_experts` or more means that there is nothing to
-    do.
+    do. With `is_single` there is one token, and `rows` are its experts.
     """
     num_tiles: tl.constexpr = (outputs + tile_columns - 1) // tile_columns
     block, part = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    expert, count, first = _find(block, counts, num_experts, experts, tile_rows)
-    row = first + tl.arange(0, tile_rows)
-    live = (row < count) & (expert < num_experts)
-    pair = tl.load(rows + expert.to(tl.int64) * num_tokens + row, live, other=0).to(tl.int64)
+    if is_single:
+        expert = tl.load(rows + block)
+        live = tl.arange(0, tile_rows) == 0
+        pair = block.to(tl.int64) + tl.zeros([tile_rows], tl.int64)
+    else:
+        expert, count, first = _find(block, counts, num_experts, experts, tile_rows)
+        row = first + tl.arange(0, tile_rows)
+        live = (row < count) & (expert < num_experts)
+        pair = tl.load(rows + expert.to(tl.int64) * num_tokens + row, live, other=0).to(tl.int64)
     column = part * tile_columns + tl.arange(0, tile_columns)
     return expert, pair, live, column, column < outputs
 
@@ -257,6 +281,7 @@ def _gate_up_kernel(  # noqa: PLR0913
     num_experts: tl.constexpr,
     experts: tl.constexpr,
     top_k: tl.constexpr,
+    is_single: tl.constexpr,
     inputs: tl.constexpr,
     outputs: tl.constexpr,
     has_bias: tl.constexpr,
@@ -268,7 +293,7 @@ def _gate_up_kernel(  # noqa: PLR0913
     precision: tl.constexpr,
 ):
     expert, pair, live, column, kept = tile_of(
-        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns
+        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns, is_single
     )
     if expert < num_experts:
         depth = tl.arange(0, tile_depth)
@@ -316,6 +341,7 @@ def _down_kernel(  # noqa: PLR0913
     num_experts: tl.constexpr,
     experts: tl.constexpr,
     top_k: tl.constexpr,
+    is_single: tl.constexpr,
     inputs: tl.constexpr,
     outputs: tl.constexpr,
     has_bias: tl.constexpr,
@@ -325,7 +351,7 @@ def _down_kernel(  # noqa: PLR0913
     precision: tl.constexpr,
 ):
     expert, pair, live, column, kept = tile_of(
-        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns
+        rows, counts, num_tokens, num_experts, experts, outputs, tile_rows, tile_columns, is_single
     )
     if expert < num_experts:
         depth = tl.arange(0, tile_depth)

@@ -184,7 +184,8 @@ def _decode_kernel(  # noqa: PLR0913
     ends = tl.load(query_starts + ids + 1, mask=ids < num_seqs, other=0)
     # Sequences with more new tokens belong to the prefill kernel: `cut` gives no split for a context of 0.
     contexts = tl.where(ends - starts == 1, contexts, 0)
-    _, _, splits_of = cut(contexts, min_split, split_limit, align, 0)
+    # No name of the loop below may stand for another type here.
+    _firsts, _sizes, splits_of = cut(contexts, min_split, split_limit, align, 0)
     item_ends = tl.cumsum(splits_of, 0)
     parts: tl.constexpr = (num_heads + rows - 1) // rows
     num_items = tl.sum(splits_of, 0) * parts

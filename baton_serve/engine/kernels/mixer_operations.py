@@ -1,0 +1,155 @@
+"""The operations of token mixers that are proved before use, and the composition of the right ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine.kernels.metadata import Norm
+from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, MixerKernels, MixerShapes, PackedSequences
+from baton_serve.engine.kernels.operations import EPS, ROWS, Draw, ProofShapes
+from baton_serve.engine.kernels.proof import Operation
+
+MIXER_OPERATIONS = ("short convolution", "delta rule", "gated norm", "output gate", "latent rows")
+"""Names of the operations, in the order of `ComposedMixers`."""
+STEPS = (((1, 1, 1, 1), (4, -1, 0, 3)), ((70, 1, 3, 130), (2, 5, 0, 1)))
+"""Lengths and slots of sequences: with one token each, one of them padding, and with prompts."""
+NUM_SLOTS = 6
+LOG_RATE = -2.0
+"""Mean logarithm of the rates of decay. They are so slow that a chunk depends on the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedMixers:
+    """Implements `MixerKernels` by several others."""
+
+    convolutions: MixerKernels
+    delta_rules: MixerKernels
+    gated_norms: MixerKernels
+    output_gates: MixerKernels
+    latents: MixerKernels
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        sequences: PackedSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        return self.convolutions.convolve(x, weight, bias, states, sequences, has_silu=has_silu)
+
+    def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return self.delta_rules.delta_rule(heads, states, sequences)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        return self.gated_norms.gated_norm(x, gate, norm)
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.output_gates.sigmoid_gate(x, gate)
+
+    def latent_rows(self, rows: LatentRows, query: Tensor) -> Tensor:
+        return self.latents.latent_rows(rows, query)
+
+
+_Run = Callable[[MixerKernels], tuple[Tensor, ...]]
+
+
+def mixer_operations(shapes: ProofShapes, device: torch.device) -> list[Operation[MixerKernels]]:
+    """Return the operations that a model with these shapes needs."""
+    draw, own, tolerance = Draw(device, shapes.dtype), shapes.mixers, shapes.tolerance
+    found: list[Operation[MixerKernels]] = []
+    if own.num_heads:
+        heads = f"{own.num_heads} heads, {own.num_key_heads} key heads of {own.key_size}"
+        channels = 2 * own.num_key_heads * own.key_size + own.num_heads * own.value_size
+        for number, step in enumerate(STEPS):
+            kind = ("one token each", "prompts")[number]
+            sequences, count = _sequences(step, device), sum(step[0])
+            convolved = _convolution(channels, own.taps, sequences, count, draw)
+            found.append(Operation("short convolution", f"{channels} channels, {kind}", convolved, tolerance))
+            ruled = _delta_rule(own, sequences, count, draw)
+            found.append(Operation("delta rule", f"{heads}, {kind}", ruled, 2 * tolerance))
+        found.append(Operation("gated norm", heads, _gated_norm(own, draw), tolerance))
+        found.append(Operation("output gate", heads, _output_gate(own, draw), tolerance))
+    if own.rank:
+        # All orders of pairs, although a model has one: they are one kernel with other constants.
+        for is_interleaved, keeps_order in ((True, True), (True, False), (False, False)):
+            shape = f"latents of {own.rank} + {own.rotary_size}{', neighbours' if is_interleaved else ''}"
+            latents = _latent_rows(own, draw, is_interleaved=is_interleaved, keeps_order=keeps_order)
+            found.append(Operation("latent rows", f"{shape}{' kept' if keeps_order else ''}", latents, tolerance))
+    return found
+
+
+def _sequences(step: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device) -> PackedSequences:
+    lengths, slots = step
+    starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    return PackedSequences(starts, torch.tensor(slots, device=device), max(lengths))
+
+
+def _convolution(channels: int, taps: int, sequences: PackedSequences, count: int, draw: Draw) -> _Run:
+    x, weight, states = (
+        draw.values(count, channels),
+        draw.values(channels, taps),
+        draw.values(NUM_SLOTS, channels, taps),
+    )
+
+    def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
+        # All slots are compared: those of other sequences must stay as they were.
+        stored = states.clone()
+        return kernels.convolve(x, weight, None, stored, sequences, has_silu=True), stored
+
+    return run
+
+
+def _delta_rule(own: MixerShapes, sequences: PackedSequences, count: int, draw: Draw) -> _Run:
+    width = 2 * own.num_key_heads * own.key_size + own.num_heads * own.value_size
+    heads = DeltaHeads(
+        qkv=draw.values(count, width),
+        beta=draw.values(count, own.num_heads),
+        step=draw.values(count, own.num_heads),
+        log_rate=draw.normal(own.num_heads) + LOG_RATE,
+        step_bias=draw.normal(own.num_heads),
+        num_key_heads=own.num_key_heads,
+        key_size=own.key_size,
+    )
+    states = draw.normal(NUM_SLOTS, own.num_heads, own.key_size, own.value_size)
+
+    def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
+        stored = states.clone()
+        return kernels.delta_rule(heads, stored, sequences), stored
+
+    return run
+
+
+def _gated_norm(own: MixerShapes, draw: Draw) -> _Run:
+    x, gate = draw.values(ROWS, own.num_heads, own.value_size), draw.values(ROWS, own.num_heads, own.value_size)
+    norm = Norm(draw.values(own.value_size), EPS)
+    return lambda kernels: (kernels.gated_norm(x, gate, norm),)
+
+
+def _output_gate(own: MixerShapes, draw: Draw) -> _Run:
+    # Gates are columns of a wider product.
+    x, gate = draw.values(ROWS, own.value_size), draw.values(ROWS, own.value_size + 8)[:, 8:]
+    return lambda kernels: (kernels.sigmoid_gate(x, gate),)
+
+
+def _latent_rows(own: MixerShapes, draw: Draw, *, is_interleaved: bool, keeps_order: bool) -> _Run:
+    width, heads = own.rank + own.rotary_size, own.num_latent_heads
+    angles = draw.normal(ROWS, own.rotary_size // 2).repeat(1, 2)
+    rows = LatentRows(
+        draw.values(ROWS, width),
+        draw.values(ROWS, heads, 16 + own.rotary_size),
+        Norm(draw.values(own.rank), EPS),
+        (angles.cos(), angles.sin()),
+        is_interleaved,
+        keeps_order,
+    )
+
+    def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
+        query = torch.zeros(ROWS, heads, width, dtype=draw.dtype, device=draw.device)
+        return kernels.latent_rows(rows, query), query
+
+    return run

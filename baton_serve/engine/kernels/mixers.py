@@ -1,0 +1,134 @@
+"""The interface of the kernels of token mixers: layers of linear attention, and the projections of latent attention.
+
+The tokens of a step's sequences lie one after another. Each sequence has a row in the memory of states, its slot, in
+which kernels change its states. Kernels read slots and lengths from the device, so that captured graphs serve any.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from baton_serve.engine.kernels.metadata import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """The sequences of a step, and where their states are."""
+
+    starts: Tensor
+    """int32 [num_seqs + 1]: prefix sums of tokens. A sequence without tokens is allowed, and its state stays."""
+    slots: Tensor
+    """int64 [num_seqs]: each sequence's row in the states. Negative: padding, which has no state."""
+    max_len: int
+    """Largest number of tokens of a sequence. If it is 1, each sequence has exactly one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The inputs of the gated delta rule (https://arxiv.org/abs/2412.06464) for the tokens of a step.
+
+    Key head i serves the value heads i * n to i * n + n - 1. Queries and keys are scaled to length 1 by the kernel.
+    """
+
+    qkv: Tensor
+    """[num_tokens, 2 * num_key_heads * key_size + num_heads * value_size]: queries, keys and values side by side."""
+    beta: Tensor
+    """[num_tokens, num_heads]: the step sizes before their sigmoid."""
+    step: Tensor
+    """[num_tokens, num_heads]: the time steps of the decay before their bias and softplus."""
+    log_rate: Tensor
+    """float32 [num_heads]: the logarithm of the rate of decay."""
+    step_bias: Tensor
+    """float32 [num_heads]: added to the time steps."""
+    num_key_heads: int
+    key_size: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.beta.shape[1]
+
+    @property
+    def value_size(self) -> int:
+        return (self.qkv.shape[1] - 2 * self.num_key_heads * self.key_size) // self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """The inputs of a layer of latent attention, as its products left them."""
+
+    latents: Tensor
+    """[num_tokens, rank + rotary size]: the latent before its norm, and the part of the key that rotates."""
+    query: Tensor
+    """[num_tokens, num_heads, size + rotary size]: the part that rotates is at the end."""
+    norm: Norm
+    rotation: tuple[Tensor, Tensor]
+    """cos and sin, float32 [num_tokens, rotary size], of which the first half of the columns is read."""
+    is_interleaved: bool
+    """True if the pairs that rotate are neighbours in the inputs."""
+    keeps_order: bool
+    """True if rotated pairs stay neighbours. Else the first elements of all pairs come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixerShapes:
+    """The shapes of a model's mixers, as far as kernels depend on them; 0 for what the model does not have."""
+
+    num_key_heads: int = 0
+    num_heads: int = 0
+    """Heads of linear attention."""
+    key_size: int = 0
+    value_size: int = 0
+    taps: int = 0
+    rank: int = 0
+    """Size of a latent."""
+    rotary_size: int = 0
+    """Size of the part of a key that rotates."""
+    num_latent_heads: int = 0
+
+
+NO_MIXERS = MixerShapes()
+
+
+class MixerKernels(Protocol):
+    """The operations of token mixers. Modules and objects can implement it."""
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: Tensor,
+        sequences: PackedSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        """Return the causal convolution of each channel of x [num_tokens, num_channels], of the same shape.
+
+        `weight` is [num_channels, taps]. `states` [num_slots, num_channels, taps] are the last inputs of each sequence
+        in x's dtype, which it brings up to date.
+        """
+        ...
+
+    def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        """Compute the gated delta rule and return [num_tokens, num_heads, value_size]. It changes `states`, float32
+        [num_slots, num_heads, key_size, value_size].
+        """
+        ...
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+        """Return the RMSNorm of x [num_tokens, num_heads, size] times silu(gate), of the same shape. The product is
+        rounded once.
+        """
+        ...
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x [num_tokens, width] times sigmoid(gate), of the same shape."""
+        ...
+
+    def latent_rows(self, rows: LatentRows, query: Tensor) -> Tensor:
+        """Return the rows of the cache, [num_tokens, 1, rank + rotary size]: the norm of each latent, and the rotated
+        part of the key. Store the rotated part of each query head at the end of `query`, [num_tokens, num_heads, rank +
+        rotary size].
+        """
+        ...

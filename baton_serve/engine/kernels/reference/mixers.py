@@ -1,0 +1,162 @@
+"""The plain-torch twins of the kernels of token mixers: specification, fallback and test oracle."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton_serve.engine.kernels.metadata import Norm
+from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequences
+from baton_serve.engine.kernels.reference.layers import rms_norm
+
+__all__ = ["convolve", "delta_rule", "gated_norm", "latent_rows", "sigmoid_gate"]
+
+CHUNK_TOKENS = 64
+"""Tokens of a sequence that the delta rule computes as matrix products."""
+LENGTH_EPS = 1e-6
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, sequences: PackedSequences, *, has_silu: bool
+) -> Tensor:
+    """Return the causal convolution of each channel; see `MixerKernels.convolve`."""
+    output = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    taps = weight.shape[1]
+    for rows, slots in _batches(sequences):
+        new = x[rows].view(len(slots), -1, x.shape[1]).transpose(1, 2)
+        joined = torch.cat([states[slots].to(x.dtype), new], dim=-1)
+        states[slots] = joined[..., -taps:].to(states.dtype)
+        inputs = joined[..., -(taps - 1 + new.shape[-1]) :]
+        found = functional.conv1d(inputs, weight[:, None], bias, groups=x.shape[1])
+        output[rows] = found.transpose(1, 2).flatten(0, 1)
+    return functional.silu(output) if has_silu else output
+
+
+class _Parts(NamedTuple):
+    """The inputs of the delta rule for sequences of equal length, all float32 [num_seqs, num_heads, length, ...]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor  # the logarithm
+    beta: Tensor
+
+
+def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute the gated delta rule; see `MixerKernels.delta_rule`. Long sequences run in chunks."""
+    shape = (len(heads.qkv), heads.num_heads, heads.value_size)
+    output = torch.zeros(shape, dtype=heads.qkv.dtype, device=heads.qkv.device)
+    for rows, slots in _batches(sequences):
+        parts = _parts(heads, rows, len(slots))
+        compute = _one_step if sequences.max_len == 1 else _in_chunks
+        found, states[slots] = compute(parts, states[slots])
+        output[rows] = found.transpose(1, 2).flatten(0, 1).to(output.dtype)
+    return output
+
+
+def gated_norm(x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
+    """Return the norm of x times silu(gate); see `MixerKernels.gated_norm`."""
+    return (rms_norm(x, norm.weight, norm.eps) * functional.silu(gate.float())).to(x.dtype)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x times sigmoid(gate); see `MixerKernels.sigmoid_gate`."""
+    return x * torch.sigmoid(gate)
+
+
+def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
+    """Return the rows of the cache; see `MixerKernels.latent_rows`."""
+    size = rows.rotation[0].shape[1]
+    latent, key = rows.latents[:, :-size], rows.latents[:, -size:]
+    query[..., -size:] = _rotated(rows.query[..., -size:], rows)
+    return torch.cat([rms_norm(latent, rows.norm.weight, rows.norm.eps), _rotated(key[:, None], rows)[:, 0]], -1)[
+        :, None
+    ]
+
+
+def _rotated(x: Tensor, rows: LatentRows) -> Tensor:
+    """Return x [num_tokens, num_heads, size] rotated in float32."""
+    wide, half = x.float(), x.shape[-1] // 2
+    cos, sin = (part[:, None, :half] for part in rows.rotation)
+    first, second = (wide[..., ::2], wide[..., 1::2]) if rows.is_interleaved else wide.chunk(2, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    return (torch.stack(pair, dim=-1).flatten(-2) if rows.keeps_order else torch.cat(pair, dim=-1)).to(x.dtype)
+
+
+def _batches(sequences: PackedSequences) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """Iterate over sequences of equal length, as rows of the step and slots: all of one token at once, or each longer
+    one by itself. Padding is left out.
+    """
+    if sequences.max_len == 1:
+        rows = (sequences.slots >= 0).nonzero()[:, 0]
+        # Without padding, as in most steps, no row has to be picked.
+        if len(rows):
+            yield slice(None) if len(rows) == len(sequences.slots) else rows, sequences.slots[rows]
+        return
+    starts, slots = sequences.starts.tolist(), sequences.slots.tolist()
+    for number, slot in enumerate(slots):
+        if slot >= 0 and starts[number + 1] > starts[number]:
+            yield slice(starts[number], starts[number + 1]), sequences.slots[number : number + 1]
+
+
+def _parts(heads: DeltaHeads, rows: Tensor | slice, num_seqs: int) -> _Parts:
+    def split(x: Tensor, count: int) -> Tensor:
+        """Return columns as heads, float32 [num_seqs, num_heads, length, size]."""
+        parted = x.view(num_seqs, -1, count, x.shape[1] // count).transpose(1, 2).float()
+        return parted if count == heads.num_heads else parted.repeat_interleave(heads.num_heads // count, dim=1)
+
+    keys = heads.num_key_heads * heads.key_size
+    query, key, value = torch.split(heads.qkv[rows], [keys, keys, heads.qkv.shape[1] - 2 * keys], dim=1)
+    step = functional.softplus(heads.step[rows].float() + heads.step_bias)
+    query, key = (_unit(split(part, heads.num_key_heads)) for part in (query, key))
+    return _Parts(
+        query * heads.key_size**-0.5,
+        key,
+        split(value, heads.num_heads),
+        split(-torch.exp(heads.log_rate) * step, heads.num_heads)[..., 0],
+        split(torch.sigmoid(heads.beta[rows]), heads.num_heads)[..., 0],
+    )
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+def _one_step(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output [num_seqs, num_heads, 1, value_size] of one token and the new state."""
+    state = state * parts.decay[..., None].exp()
+    delta = (parts.value - parts.key @ state) * parts.beta[..., None]
+    state = state + parts.key.transpose(-1, -2) @ delta
+    return parts.query @ state, state
+
+
+def _in_chunks(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs [num_seqs, num_heads, length, value_size] and the last state (section 3.3 of the paper).
+
+    Within a chunk the updates of the state depend on each other through a triangular system of equations.
+    """
+    length = parts.decay.shape[2]
+    missing = -length % CHUNK_TOKENS
+    # Zeros change nothing: they decay nothing and update nothing.
+    padded = (functional.pad(part, (0,) * (2 * (part.dim() - 3)) + (0, missing)) for part in parts)
+    chunks = _Parts(*(part.view(*part.shape[:2], -1, CHUNK_TOKENS, *part.shape[3:]) for part in padded))
+    total = chunks.decay.cumsum(-1)
+    lower = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=state.device).tril()
+    # Above the diagonal the exponent is positive and might overflow.
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+    beta, grown = chunks.beta[..., None], total[..., None].exp()
+    mixing = (chunks.key @ chunks.key.transpose(-1, -2)) * between * beta
+    both = torch.cat([chunks.value * beta, chunks.key * (beta * grown)], dim=-1)
+    solved = torch.linalg.solve_triangular(mixing, both, upper=False, unitriangular=True)
+    new_values, seen_keys = torch.split(solved, [chunks.value.shape[-1], chunks.key.shape[-1]], dim=-1)
+    scores = (chunks.query @ chunks.key.transpose(-1, -2)) * between
+    query = chunks.query * grown
+    key = (chunks.key * (total[..., -1:] - total)[..., None].exp()).transpose(-1, -2)
+    outputs = []
+    for n in range(total.shape[2]):
+        update = new_values[:, :, n] - seen_keys[:, :, n] @ state
+        outputs.append(query[:, :, n] @ state + scores[:, :, n] @ update)
+        state = state * total[:, :, n, -1:, None].exp() + key[:, :, n] @ update
+    return torch.cat(outputs, dim=2)[:, :, :length], state

@@ -1,0 +1,260 @@
+"""The gated delta rule for prompts, in chunks of tokens as matrix products (https://arxiv.org/abs/2412.06464, 3.3).
+
+Within a chunk the updates of the state depend on each other through a triangular system. The first kernel solves it for
+all chunks at the same time: it turns values and keys of a chunk into those of the whole update. The second passes the
+state from chunk to chunk, for each sequence and head, with the values divided over programs. Lengths are read from the
+device. Twin: `reference.mixers.delta_rule`.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.mixers import DeltaHeads, PackedSequences
+from baton_serve.engine.kernels.triton.convolution import padded_seqs
+from baton_serve.engine.kernels.triton.delta_step import gates
+from baton_serve.engine.kernels.triton.tiles import padded
+
+CHUNK_TOKENS = 64
+BLOCK_TOKENS = 16
+"""Tokens of a block on the diagonal of a chunk's system: a quarter of the chunk, as `_inverse` needs."""
+MIN_SIZE = 16
+"""Smallest operand of a matrix unit."""
+MAX_VALUES = 64
+"""Values of a program that passes the state on, which is in registers."""
+
+
+def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute `MixerKernels.delta_rule` for sequences of any lengths."""
+    assert heads.qkv.stride(1) == 1 and heads.beta.stride(1) == heads.step.stride(1) == 1
+    num_tokens, num_heads, value_size = len(heads.qkv), heads.num_heads, heads.value_size
+    num_seqs, device, dtype = len(sequences.slots), heads.qkv.device, heads.qkv.dtype
+    output = torch.empty((num_tokens, num_heads, value_size), dtype=dtype, device=device)
+    totals = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
+    new_values, seen_keys = torch.empty_like(output), output.new_empty(num_tokens, num_heads, heads.key_size)
+    constants = {
+        "num_heads": num_heads,
+        "group": num_heads // heads.num_key_heads,
+        "key_size": heads.key_size,
+        "keys": max(MIN_SIZE, padded(heads.key_size)),
+        "value_size": value_size,
+        "chunk": CHUNK_TOKENS,
+        "precision": "ieee" if dtype == torch.float32 else "tf32",
+    }
+    _solve_kernel[(num_tokens // CHUNK_TOKENS + num_seqs, num_heads)](
+        new_values,
+        seen_keys,
+        totals,
+        heads.qkv,
+        heads.beta,
+        heads.step,
+        heads.log_rate,
+        heads.step_bias,
+        sequences.starts,
+        num_seqs,
+        heads.qkv.stride(0),
+        heads.beta.stride(0),
+        heads.step.stride(0),
+        values=max(MIN_SIZE, padded(value_size)),
+        seqs=padded_seqs(num_seqs),
+        block=BLOCK_TOKENS,
+        exact="ieee" if dtype == torch.float32 else "tf32x3",
+        num_warps=4,
+        **constants,
+    )
+    values = max(MIN_SIZE, min(MAX_VALUES, padded(value_size)))
+    _pass_kernel[(triton.cdiv(value_size, values), num_heads, num_seqs)](
+        output,
+        new_values,
+        seen_keys,
+        totals,
+        heads.qkv,
+        states,
+        sequences.starts,
+        sequences.slots,
+        heads.key_size**-0.5,
+        heads.qkv.stride(0),
+        states.stride(0),
+        values=values,
+        num_warps=4,
+        num_stages=2,
+        **constants,
+    )
+    return output
+
+
+@triton.jit
+def _unit_rows(at, mask, scale):
+    """Load rows and scale them to a length of `scale`, float32."""
+    rows = tl.load(at, mask, other=0.0).to(tl.float32)
+    return rows * (tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6) * scale)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _solve_kernel(  # noqa: PLR0913
+    new_values,
+    seen_keys,
+    totals,
+    qkv,
+    beta,
+    step,
+    log_rate,
+    step_bias,
+    starts,
+    num_seqs,
+    qkv_stride,
+    beta_stride,
+    step_stride,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    key_size: tl.constexpr,
+    keys: tl.constexpr,
+    value_size: tl.constexpr,
+    values: tl.constexpr,
+    chunk: tl.constexpr,
+    seqs: tl.constexpr,
+    block: tl.constexpr,
+    exact: tl.constexpr,
+    precision: tl.constexpr,
+):
+    ids = tl.arange(0, seqs)
+    begins = tl.load(starts + ids, ids < num_seqs, other=0)
+    ends = tl.load(starts + 1 + ids, ids < num_seqs, other=0)
+    chunks_of = (ends - begins + chunk - 1) // chunk
+    if tl.program_id(0) < tl.sum(chunks_of, 0):
+        before = tl.cumsum(chunks_of, 0) <= tl.program_id(0)
+        seq = tl.sum(before.to(tl.int32), 0)
+        number = tl.program_id(0) - tl.sum(tl.where(before, chunks_of, 0), 0)
+        head, place = tl.program_id(1), tl.arange(0, chunk)
+        token = (tl.load(starts + seq) + number * chunk + place).to(tl.int64)
+        live = token < tl.load(starts + seq + 1)
+        dtype: tl.constexpr = new_values.dtype.element_ty
+        at_gates = tl.where(live, token, 0)
+        decay, size = gates(
+            beta + at_gates * beta_stride, step + at_gates * step_stride, log_rate, step_bias, head, dtype
+        )
+        # Rows behind the end decay nothing and update nothing.
+        total = tl.cumsum(tl.where(live, decay, 0.0), 0)
+        size = tl.where(live, size, 0.0)
+        tl.store(totals + token * num_heads + head, total, live)
+        dim, column = tl.arange(0, keys), tl.arange(0, values)
+        width: tl.constexpr = num_heads // group * key_size
+        row = qkv + token[:, None] * qkv_stride
+        at_key = row + width + head // group * key_size + dim[None, :]
+        key = _unit_rows(at_key, live[:, None] & (dim < key_size)[None, :], 1.0)
+        # Matrix units read the model's dtype; sums, decays and the state stay float32.
+        narrow = key.to(dtype)
+        scores = tl.dot(narrow, tl.trans(narrow), input_precision=precision)
+        below = place[:, None] > place[None, :]
+        # Above the diagonal the exponent is positive and might overflow.
+        between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
+        mixing = tl.where(below, scores * between * size[:, None], 0.0)
+        inverse = _inverse(mixing, place, chunk, block, exact).to(dtype)
+        in_value = live[:, None] & (column < value_size)[None, :]
+        value = tl.load(row + 2 * width + head * value_size + column[None, :], in_value, other=0.0)
+        value = (value.to(tl.float32) * size[:, None]).to(dtype)
+        key = (key * (size * tl.exp(total))[:, None]).to(dtype)
+        at = token[:, None] * num_heads + head
+        solved = tl.dot(inverse, value, input_precision=precision)
+        tl.store(new_values + at * value_size + column[None, :], solved.to(dtype), in_value)
+        solved = tl.dot(inverse, key, input_precision=precision)
+        tl.store(seen_keys + at * key_size + dim[None, :], solved.to(dtype), live[:, None] & (dim < key_size)[None, :])
+
+
+@triton.jit
+def _inverse(mixing, place, chunk: tl.constexpr, block: tl.constexpr, exact: tl.constexpr):
+    """Return the inverse of 1 + mixing, in which `mixing` has numbers below the diagonal only.
+
+    The blocks on the diagonal are inverted row by row, all at the same time. Multiplied by their inverse, the matrix is
+    1 plus a rest of blocks below the diagonal. The fourth power of the rest is zero, which ends the series.
+    """
+    count: tl.constexpr = chunk // block
+    number, row = tl.arange(0, count), tl.arange(0, block)
+    # As [block, row, block, column], the blocks on the diagonal are those with two equal numbers.
+    is_own = (number[:, None] == number[None, :])[:, None, :, None]
+    found = -tl.sum(tl.where(is_own, tl.reshape(mixing, [count, block, count, block]), 0.0), 2)
+    # Row i is final once it has been multiplied by the rows above it, which are.
+    for at in range(1, block):
+        is_row = (row == at)[None, :, None]
+        final = tl.sum(tl.where(is_row, found, 0.0), 1)
+        final += tl.sum(final[:, :, None] * found, 1)
+        found = tl.where(is_row, final[:, None, :], found)
+    found += tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
+    zeros = tl.zeros([count, block, count, block], tl.float32)
+    blocks = tl.reshape(tl.where(is_own, found[:, :, None, :] + zeros, 0.0), [chunk, chunk])
+    # 1 / (1 + rest) = 1 - rest + rest^2 - rest^3
+    rest = tl.where(place[:, None] // block == place[None, :] // block, 0.0, mixing)
+    rest = tl.dot(blocks, rest, input_precision=exact)
+    square = tl.dot(rest, rest, input_precision=exact)
+    series = tl.where(place[:, None] == place[None, :], 1.0, 0.0) - rest + square
+    series -= tl.dot(square, rest, input_precision=exact)
+    return tl.dot(series, blocks, input_precision=exact)
+
+
+@triton.jit
+def _pass_kernel(  # noqa: PLR0913
+    output,
+    new_values,
+    seen_keys,
+    totals,
+    qkv,
+    states,
+    starts,
+    slots,
+    scale,
+    qkv_stride,
+    state_stride,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    key_size: tl.constexpr,
+    keys: tl.constexpr,
+    value_size: tl.constexpr,
+    values: tl.constexpr,
+    chunk: tl.constexpr,
+    precision: tl.constexpr,
+):
+    seq, head = tl.program_id(2), tl.program_id(1)
+    slot = tl.load(slots + seq)
+    start, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    if (slot >= 0) & (end > start):
+        dim, column = tl.arange(0, keys), tl.program_id(0) * values + tl.arange(0, values)
+        place = tl.arange(0, chunk)
+        in_key, in_value = dim < key_size, column < value_size
+        dtype: tl.constexpr = output.dtype.element_ty
+        width: tl.constexpr = num_heads // group * key_size
+        at_state = states + slot * state_stride + head * (key_size * value_size)
+        at_state += dim[:, None] * value_size + column[None, :]
+        in_state = in_key[:, None] & in_value[None, :]
+        state = tl.load(at_state, in_state, other=0.0)
+        for first in range(start, end, chunk):
+            token = (first + place).to(tl.int64)
+            live = token < end
+            last = tl.minimum(first + chunk, end) - 1
+            total = tl.load(totals + token * num_heads + head, live, other=0.0)
+            final = tl.load(totals + last.to(tl.int64) * num_heads + head)
+            rows = live[:, None] & in_key[None, :]
+            row = qkv + token[:, None] * qkv_stride + head // group * key_size + dim[None, :]
+            query = _unit_rows(row, rows, scale)
+            key = _unit_rows(row + width, rows, 1.0)
+            at = token[:, None] * num_heads + head
+            # The keys of the update, times the state, are what earlier chunks contribute to its values.
+            seen = tl.load(seen_keys + at * key_size + dim[None, :], rows, other=0.0)
+            mask = live[:, None] & in_value[None, :]
+            update = tl.load(new_values + at * value_size + column[None, :], mask, other=0.0).to(tl.float32)
+            narrow = state.to(dtype)
+            update -= tl.dot(seen, narrow, input_precision=precision)
+            below = (place[:, None] >= place[None, :]) & live[:, None] & live[None, :]
+            between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
+            scores = tl.dot(query.to(dtype), tl.trans(key.to(dtype)), input_precision=precision)
+            scores = tl.where(below, scores * between, 0.0).to(dtype)
+            grown = (query * tl.exp(total)[:, None]).to(dtype)
+            result = tl.dot(grown, narrow, input_precision=precision)
+            result = tl.dot(scores, update.to(dtype), result, input_precision=precision)
+            tl.store(output + at * value_size + column[None, :], result.to(dtype), mask)
+            # A token's update decays until the end of the chunk.
+            rest = tl.where(live, tl.exp(final - total), 0.0)
+            key = tl.trans((key * rest[:, None]).to(dtype))
+            state = tl.dot(key, update.to(dtype), state * tl.exp(final), input_precision=precision)
+        tl.store(at_state, state, in_state)

@@ -1,0 +1,107 @@
+"""One token of the gated delta rule for each sequence: its state is read once, and written once to the same place.
+
+Twin: `reference.mixers.delta_rule`.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.mixers import DeltaHeads, PackedSequences
+from baton_serve.engine.kernels.triton.tiles import padded
+
+FEW_PROGRAMS = 1024
+"""Heads of a batch up to which the values of a head are divided over several programs."""
+
+
+def delta_step(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute `MixerKernels.delta_rule` for sequences of one token each."""
+    assert heads.qkv.stride(1) == 1 and heads.beta.stride(1) == heads.step.stride(1) == 1
+    num_seqs, num_heads, value_size = len(heads.qkv), heads.num_heads, heads.value_size
+    output = torch.empty((num_seqs, num_heads, value_size), dtype=heads.qkv.dtype, device=heads.qkv.device)
+    values = min(padded(value_size), 32 if num_seqs * num_heads <= FEW_PROGRAMS else 64)
+    _step_kernel[(num_seqs, num_heads, triton.cdiv(value_size, values))](
+        output,
+        heads.qkv,
+        heads.beta,
+        heads.step,
+        heads.log_rate,
+        heads.step_bias,
+        states,
+        sequences.slots,
+        heads.key_size**-0.5,
+        heads.qkv.stride(0),
+        heads.beta.stride(0),
+        heads.step.stride(0),
+        states.stride(0),
+        num_heads=num_heads,
+        group=num_heads // heads.num_key_heads,
+        key_size=heads.key_size,
+        keys=padded(heads.key_size),
+        value_size=value_size,
+        values=values,
+        num_warps=4,
+    )
+    return output
+
+
+@triton.jit
+def _step_kernel(  # noqa: PLR0913
+    output,
+    qkv,
+    beta,
+    step,
+    log_rate,
+    step_bias,
+    states,
+    slots,
+    scale,
+    qkv_stride,
+    beta_stride,
+    step_stride,
+    state_stride,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    key_size: tl.constexpr,
+    keys: tl.constexpr,
+    value_size: tl.constexpr,
+    values: tl.constexpr,
+):
+    seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dim, column = tl.arange(0, keys), tl.program_id(2) * values + tl.arange(0, values)
+    in_key, in_value = dim < key_size, column < value_size
+    slot = tl.load(slots + seq)
+    dtype: tl.constexpr = output.dtype.element_ty
+    at_output = output + (seq * num_heads + head) * value_size + column
+    if slot >= 0:
+        row, key_head = qkv + seq * qkv_stride, head // group
+        width: tl.constexpr = num_heads // group * key_size
+        query = tl.load(row + key_head * key_size + dim, in_key, other=0.0).to(tl.float32)
+        key = tl.load(row + width + key_head * key_size + dim, in_key, other=0.0).to(tl.float32)
+        value = tl.load(row + 2 * width + head * value_size + column, in_value, other=0.0).to(tl.float32)
+        query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * scale
+        key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
+        # The order is that of the paper: decay, read, update, and only then the answer to the query.
+        decay, size = gates(beta + seq * beta_stride, step + seq * step_stride, log_rate, step_bias, head, dtype)
+        at = states + slot * state_stride + head * (key_size * value_size) + dim[:, None] * value_size + column[None, :]
+        mask = in_key[:, None] & in_value[None, :]
+        state = tl.load(at, mask, other=0.0) * tl.exp(decay)
+        delta = (value - tl.sum(state * key[:, None], 0)) * size
+        state += key[:, None] * delta[None, :]
+        tl.store(at, state, mask)
+        tl.store(at_output, tl.sum(state * query[:, None], 0).to(dtype), in_value)
+    else:  # padding: later layers must not read what was in this memory
+        tl.store(at_output, tl.zeros([values], dtype), in_value)
+
+
+@triton.jit
+def gates(beta, step, log_rate, step_bias, at, dtype: tl.constexpr):
+    """Return the logarithm of the decay, and the step size, of the head `at`."""
+    wide = tl.load(step + at).to(tl.float32) + tl.load(step_bias + at)
+    # Softplus. Above 20 it is its argument.
+    steps = tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0))))
+    size = 1.0 / (1.0 + tl.exp(-tl.load(beta + at).to(tl.float32)))
+    # Round as if the sigmoid had been stored.
+    return -tl.exp(tl.load(log_rate + at)) * steps, size.to(dtype).to(tl.float32)

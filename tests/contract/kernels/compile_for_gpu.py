@@ -1,0 +1,128 @@
+"""Compiles kernels for a GPU that need not exist. Run it as a program, without Triton's interpreter.
+
+The interpreter accepts variables that change their type in a loop or a branch; the compiler does not.
+"""
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from baton_serve.engine.kernels.triton import convolution, delta_chunks, delta_step, experts, latent, mixers
+
+HALF, WIDE, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
+TARGET = GPUTarget("cuda", 90, 32)
+DELTA = {"num_heads": 4, "group": 2, "key_size": 32, "keys": 32, "value_size": 32, "values": 32}
+CHUNKS = {**DELTA, "chunk": 64, "precision": "tf32"}
+LATENT = {
+    "head_dim": 80,
+    "value_dim": 64,
+    "dims": 64,
+    "tail_dims": 16,
+    "tile": 16,
+    "block_tokens": 64,
+    "num_heads": 4,
+    "scaled": False,
+    "capped": False,
+    "precision": "tf32",
+    "seqs": 16,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "experts": 8,
+    "top_k": 2,
+    "inputs": 64,
+    "outputs": 64,
+    "has_bias": False,
+    "tile_rows": 16,
+    "tile_columns": 32,
+    "tile_depth": 32,
+    "precision": "tf32",
+}
+POINTERS = {
+    **dict.fromkeys(("output", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF),
+    **dict.fromkeys(("query", "cache", "scales", "latents", "to", "gate", "active", "conv_states", "logits"), HALF),
+    **dict.fromkeys(("states", "totals", "log_rate", "step_bias", "partial", "stats", "cos", "sin", "factors"), WIDE),
+    **dict.fromkeys(("starts", "query_starts", "context_lens", "block_tables", "rows", "counts", "chosen"), INT),
+    "weights": WIDE,
+    "slots": LONG,
+}
+FLOATS = {"scale", "softcap", "eps", "limit", "alpha"}
+KERNELS: list[tuple[Any, dict[str, Any]]] = [
+    *(
+        (convolution._convolve_kernel, {"is_single": single, "tokens": 4, "seqs": 16, "has_bias": single})
+        for single in (False, True)
+    ),
+    (convolution._keep_kernel, {}),
+    (delta_step._step_kernel, DELTA),
+    (delta_chunks._solve_kernel, {**CHUNKS, "seqs": 16, "block": 16, "exact": "tf32x3"}),
+    (delta_chunks._pass_kernel, CHUNKS),
+    (mixers._gated_norm_kernel, {"num_heads": 4, "size": 32, "dims": 32, "tile": 4}),
+    (mixers._sigmoid_gate_kernel, {"width": 64, "tile": 64}),
+    (
+        mixers._latent_kernel,
+        {
+            "num_heads": 4,
+            "size": 32,
+            "rank": 64,
+            "dims": 64,
+            "half": 8,
+            "half_dims": 8,
+            "tile": 4,
+            "step": 2,
+            "gap": 1,
+            "step_to": 1,
+            "gap_to": 8,
+        },
+    ),
+    (latent._decode_kernel, {**LATENT, "rows": 16, "min_split": 64, "split_limit": 4, "align": 64}),
+    (latent._prefill_kernel, {**LATENT, "head_rows": 4, "tokens": 4, "skip_singles": True}),
+    *(
+        (
+            experts._gate_up_kernel,
+            {**EXPERTS, "is_single": single, "interleaved": False, "clamped": False},
+        )
+        for single in (False, True)
+    ),
+    *((experts._down_kernel, {**EXPERTS, "is_single": single}) for single in (False, True)),
+    (
+        experts._route_kernel,
+        {
+            "num_experts": 8,
+            "experts": 8,
+            "top_k": 2,
+            "num_shared": 1,
+            "picks": 4,
+            "renormalize": True,
+            "has_gate": True,
+        },
+    ),
+]
+SHORT = {"channels": 64, "taps": 4, "has_silu": True, "columns": 32}
+"""Constants of the convolution."""
+
+
+def compile_kernel(kernel: Any, constants: dict[str, Any]) -> None:
+    """Compile a kernel for `TARGET`. Raises Triton's `CompilationError`."""
+    names, types = kernel.arg_names, dict(POINTERS)
+    if "taps" in names:
+        constants, types["states"] = {**SHORT, **constants}, HALF
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {
+        name: "constexpr" if name in constants else "fp32" if name in FLOATS else types.get(name, "i32")
+        for name in names
+    }
+    fixed = {(names.index(name),): value for name, value in constants.items()}
+    triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=TARGET)
+
+
+def main() -> None:
+    for kernel, constants in KERNELS:
+        compile_kernel(kernel, constants)
+        sys.stdout.write(f"{kernel.__name__}\n")
+
+
+if __name__ == "__main__":
+    main()
