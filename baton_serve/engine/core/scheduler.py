@@ -24,7 +24,7 @@ from baton_serve.engine.core.outputs import (
     StepResult,
 )
 from baton_serve.engine.core.prompt_admission import PromptAdmission
-from baton_serve.engine.core.request_table import RequestTable
+from baton_serve.engine.core.request_table import RequestTable, SchedulerConfig
 from baton_serve.engine.core.sequence import Request, Sequence, SequenceState
 from baton_serve.engine.core.step_time_model import StepTimeModel
 
@@ -313,11 +313,9 @@ class Scheduler:
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
         length = self._table.checkpoints.cut(sequence, length)
-        if self._table.limits.keeps_images_whole:
-            room = self._table.limits.max_num_batched_tokens - sum([chunk.length for chunk in chunks])
-            length = _around_images(sequence, length, room)
-            if not length:  # the image needs a step of its own, which later sequences must not fill
-                return budget
+        length = _around_images(sequence, length, chunks, self._table.limits)
+        if not length:  # the image needs a step of its own, which later sequences must not fill
+            return budget
         # Kernels do not know whether a single token is the end of a prompt or the next one of an answer.
         is_alone = length == 1 and not self._table.limits.mixes_prompts
         if is_alone and chunks:
@@ -429,11 +427,15 @@ class Scheduler:
             sequence.token_ids.append(chosen[sequence.index])
 
 
-def _around_images(sequence: Sequence, length: int, room: int) -> int:
+def _around_images(sequence: Sequence, length: int, chunks: list[ScheduledChunk], limits: SchedulerConfig) -> int:
     """Return the length of a chunk that ends inside no image: shorter, or if it begins with the image, longer.
 
-    Return 0 if the image has more tokens than the `room` that is left in the step.
+    Return 0 if the image has more tokens than the other `chunks` leave room for in the step. Most models may divide
+    images: for them the length stays.
     """
+    if not limits.keeps_images_whole:
+        return length
+    room = limits.max_num_batched_tokens - sum([chunk.length for chunk in chunks])
     start = sequence.num_computed_tokens
     for span in within(sequence.request.work.media, start, start + length):
         if start + length >= span.end:
