@@ -225,3 +225,18 @@ def test_layers_of_other_head_sizes_may_share_the_blocks(other: int) -> None:
     assert torch.equal(cache.nan_to_num(), batch.cache.nan_to_num())
     torch.testing.assert_close(triton.attend(batch.query, cache, batch.meta, PLAIN), twin(batch, PLAIN))
     assert blocks[:, own:].isnan().all()
+
+
+@pytest.mark.parametrize("spec", [PLAIN, EVERY_RULE], ids=["plain", "every rule"])
+def test_rows_of_an_image_see_the_rest_of_it(spec: AttentionSpec) -> None:
+    """Images of 25 rows and of 7, one of which a cached prefix has begun; text lies around them."""
+    batch = random_batch([40, 9, 1], [60, 40, 33])
+    ends = torch.cat([torch.arange(21, 61), torch.arange(32, 41), torch.tensor([33])]).int()
+    ends[5:30] = 50
+    ends[40:44] = 35
+    seeing = replace(batch, meta=replace(batch.meta, seen_ends=ends.to(DEVICE)))
+    expected = twin(seeing, spec)
+    assert not torch.equal(expected, twin(batch, spec))
+    for rows in (16, 64):
+        found = prefilled(seeing, spec, replace(PREFILLING, rows=rows))
+        torch.testing.assert_close(found, expected)

@@ -1,5 +1,7 @@
 """Prefill attention: the new tokens of many sequences attend to their cached prefix and to themselves, causally.
 
+Tokens of an image may see the rest of their image, too (`AttentionMetadata.seen_ends`).
+
 The query heads that share a KV head are folded into the rows of a tile (row = token * group + member), so that short
 chunks fill the matrix units too. Shapes (tokens and sequences) bound the grid, and each program finds its sequence on
 the device. Long tiles start first, so that the last programs to run are short. Twin: `reference.attention._prefill`.
@@ -59,6 +61,7 @@ def prefill(
         meta.block_tables,
         output if spec.sinks is None else spec.sinks,
         cache.view(torch.bfloat16) if scaled else output,
+        output if meta.seen_ends is None else meta.seen_ends,
         num_seqs,
         spec.scale,
         spec.softcap or 1.0,
@@ -79,6 +82,7 @@ def prefill(
         capped=spec.softcap is not None,
         sunk=spec.sinks is not None,
         skip_singles=skip_singles,
+        sees_later=meta.seen_ends is not None,
         seqs=16 if num_seqs <= 16 else max(256, padded(num_seqs)),
         described=described,
         paired=tiles.paired and described and not scaled,
@@ -107,6 +111,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     block_tables,
     sinks,
     scales,
+    seen_ends,
     num_seqs,
     scale,
     softcap,
@@ -127,6 +132,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     capped: tl.constexpr,
     sunk: tl.constexpr,
     skip_singles: tl.constexpr,
+    sees_later: tl.constexpr,
     seqs: tl.constexpr,
     described: tl.constexpr,
     paired: tl.constexpr,
@@ -172,6 +178,10 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     stride: tl.constexpr = 2 * tile if paired else tile
     begin, plain_end = 0, ((lowest + 1) // stride) * stride  # the tiles before it need no mask
     end = tl.minimum(lowest + tokens, context)
+    last = position
+    if sees_later:
+        last = tl.load(seen_ends + at, mask=live, other=0) - 1
+        end = tl.max(last, 0) + 1
     if window > 0:
         begin = (tl.maximum(lowest - window + 1, 0) // tile) * tile
         plain_end = begin
@@ -206,6 +216,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
             peak,
             asked,
             position,
+            last,
             cache,
             scales,
             table,
@@ -233,6 +244,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
         peak,
         asked,
         position,
+        last,
         cache,
         scales,
         table,
@@ -265,6 +277,7 @@ def _attend_tiles(  # noqa: PLR0913
     peak,
     asked,
     position,
+    last,
     cache,
     scales,
     table,
@@ -328,7 +341,7 @@ def _attend_tiles(  # noqa: PLR0913
             )
         scores = capped_scores(raw, scale, softcap, capped)
         if masked:
-            seen = there[None, :] <= position[:, None]
+            seen = there[None, :] <= last[:, None]
             if window > 0:
                 seen = seen & (there[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, HIDDEN)
