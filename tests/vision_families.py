@@ -131,6 +131,37 @@ def _onevision(token: Callable[[str], int]) -> dict[str, Any]:
     }
 
 
+def _fixed(model_type: str) -> Callable[[Callable[[str], int]], dict[str, Any]]:
+    def config(token: Callable[[str], int]) -> dict[str, Any]:
+        text = {**TEXT, "model_type": "llama"}
+        if model_type == "deepseek_vl":
+            return {
+                "model_type": model_type,
+                "text_config": text,
+                "vision_config": SIGLIP,
+                "image_token_id": token("<image>"),
+            }
+        clip = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3}
+        index = {"image_token_index": token("<image>")}
+        found = {"model_type": model_type, "text_config": text, "vision_config": clip, **index}
+        if model_type == "vipllava":
+            return {**found, "vision_feature_layer": [-1, -2], "image_seq_length": 16}
+        return {**found, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]], "video_token_index": token("<video>")}
+
+    return config
+
+
+def _aya_vision(token: Callable[[str], int]) -> dict[str, Any]:
+    layers = ["sliding_attention", "full_attention"] * 2
+    return {
+        "model_type": "aya_vision",
+        "text_config": {**TEXT, "model_type": "cohere2", "sliding_window": 64, "layer_types": layers},
+        "vision_config": SIGLIP,
+        "image_token_index": token("<|IMG_PATCH|>"),
+        "downsample_factor": 2,
+    }
+
+
 ONEVISION_GRID = [[tall, wide] for tall in (16, 32, 48) for wide in (16, 32, 48)]
 _PIXTRAL_IMAGES = ("PixtralImageProcessorPil", {"size": {"longest_edge": 32}, "patch_size": 4})
 _PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
@@ -204,6 +235,54 @@ FAMILIES: dict[str, VisionFamily] = {
         "<image>",
         [*_TILE_LABELS, "<global-img>"],
         {"image_seq_len": 4},
+    ),
+    "aya_vision": VisionFamily(
+        _aya_vision,
+        "aya_vision.processing_aya_vision.AyaVisionProcessor",
+        ("GotOcr2ImageProcessorPil", {"size": EDGE, "max_patches": 4}),
+        {"image_token": "<image>", "patch_token": "<|IMG_PATCH|>"},
+        "<image>",
+        ["<|START_OF_IMG|>", "<|END_OF_IMG|>"],
+        {"patch_size": 4, "img_size": 16, "downsample_factor": 2},
+    ),
+    "deepseek_vl": VisionFamily(
+        _fixed("deepseek_vl"),
+        "deepseek_vl.processing_deepseek_vl.DeepseekVLProcessor",
+        ("DeepseekVLImageProcessorPil", {"size": EDGE, "min_size": 2}),
+        {"image_token": "<image>"},
+        "<image>",
+        processor_values={"num_image_tokens": 16},
+    ),
+    "vipllava": VisionFamily(
+        _fixed("vipllava"),
+        "llava.processing_llava.LlavaProcessor",
+        ("CLIPImageProcessorPil", {"size": {"shortest_edge": 16}, "crop_size": EDGE}),
+        {"image_token": "<image>"},
+        "<image>",
+        processor_values={
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "llava_next_video": VisionFamily(
+        _fixed("llava_next_video"),
+        "llava_next_video.processing_llava_next_video.LlavaNextVideoProcessor",
+        (
+            "LlavaNextImageProcessorPil",
+            {
+                "size": {"shortest_edge": 16},
+                "crop_size": EDGE,
+                "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]],
+            },
+        ),
+        {"image_token": "<image>", "video_token": "<video>"},
+        "<image>",
+        processor_values={
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
     ),
     "llava_onevision": VisionFamily(
         _onevision,

@@ -1,12 +1,23 @@
 """Every family that reads images: prompts and greedy answers equal transformers' own, in float32."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+from PIL import Image
 
 from baton_serve import LLM, SamplingParams
+from baton_serve.contracts.media import MAX_ASPECT, MediaSpan, digest_of
+from baton_serve.contracts.messages import Work
+from baton_serve.contracts.vision import ImageFamily, UnfitImageError, image_family, num_embeddings
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.engine import Engine
+from baton_serve.engine.errors import RequestError
+from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.images import picture
 from tests.vision_families import FAMILIES, VisionReference, write_vision_model
 
@@ -54,6 +65,26 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     yield Tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
+def work_of(engine: Engine, name: str, tokens: list[int], spans: Sequence[MediaSpan], **more: Any) -> Work:
+    values = {"max_tokens": COUNT, "ignore_eos": True, "num_prompt_tokens": len(tokens), **more}
+    generated = values.pop("generated", [])
+    return msgspec.structs.replace(make_work(engine, name, tokens + generated, **values), media=list(spans))
+
+
+def spans_of(tiny: Tiny, number: int) -> list[MediaSpan]:
+    """Return the places of a prompt's images: what transformers' tokens say, read by the family's rules."""
+    family = image_family(ModelFacts.of(tiny.folder))
+    assert family is not None
+    sizes = [Image.open(BytesIO(image)).size for image in tiny.chats[number].images]
+    counts = [num_embeddings(family.parts(width=width, height=height)) for width, height in sizes]
+    where = [at for at, token in enumerate(tiny.answers[number][0]) if token == family.image_token_id]
+    ends = list(itertools.accumulate(counts))
+    return [
+        MediaSpan(where[end - count], where[end - 1] + 1 - where[end - count], digest_of(image))
+        for count, end, image in zip(counts, ends, tiny.chats[number].images, strict=True)
+    ]
+
+
 def loaded(folder: Path, **settings: Any) -> LLM:
     options: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 4, "max_model_len": 1024, **settings}
     return LLM(str(folder), device="cpu", dtype="float32", **options)
@@ -76,3 +107,63 @@ def test_prompts_and_answers_equal_transformers(tiny: Tiny, step: int) -> None:
             assert ask(llm, tiny.chats) == tiny.answers
         again: Any = {"prompt": tiny.chats[4].text, "multi_modal_data": {"image": tiny.chats[4].images}}
         assert llm.generate([again], GREEDY, use_tqdm=False)[0].num_cached_tokens > 16
+
+
+@pytest.mark.parametrize("tiny", ["gemma3", "idefics3", "mistral3"], indirect=True)
+def test_handoff_replay_and_preemption(tiny: Tiny) -> None:
+    settings: dict[str, Any] = {"block_size": 8, "max_model_len": 512}
+    with (
+        make_engine(tiny.folder, reads_images=True, max_num_batched_tokens=40, max_num_seqs=4, **settings) as source,
+        make_engine(tiny.folder, **settings) as sink,
+    ):
+        assert source.image_reader is not None and sink.image_reader is None
+        for number, (chat, (tokens, answer)) in enumerate(zip(tiny.chats, tiny.answers, strict=True)):
+            pixels, spans = source.image_reader.read(chat.images), spans_of(tiny, number)
+            work = work_of(source, f"p/d {number}", tokens, spans)
+            assert hand_over(source, sink, work, pixels=pixels)[work.request_id, 0] == answer
+        for number, (chat, (tokens, answer)) in enumerate(zip(tiny.chats, tiny.answers, strict=True)):
+            work = work_of(source, f"again {number}", tokens, spans_of(tiny, number), generated=answer[:3])
+            source.add(work, pixels=source.image_reader.read(chat.images))
+        replayed = run(source)
+        assert [replayed[f"again {number}", 0] for number in range(6)] == [answer[3:] for _, answer in tiny.answers]
+    lengths = [len(tiny.answers[number][0]) for number in (0, 4)]
+    room = sum(-(-length // 4) for length in lengths) + 1  # too little for the answers of both
+    tight = {"num_gpu_blocks_override": room, "block_size": 4, "max_model_len": max(lengths) + COUNT}
+    with make_engine(tiny.folder, reads_images=True, **tight) as engine:
+        assert engine.image_reader is not None
+        for number in (0, 4):
+            tokens, pixels = tiny.answers[number][0], engine.image_reader.read(tiny.chats[number].images)
+            engine.add(work_of(engine, str(number), tokens, spans_of(tiny, number)), pixels=pixels)
+        assert run(engine) == {(str(number), 0): tiny.answers[number][1] for number in (0, 4)}
+        assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("tiny", ["gemma3"], indirect=True)
+def test_an_image_that_no_step_has_room_for_is_refused(tiny: Tiny) -> None:
+    with loaded(tiny.folder, max_num_batched_tokens=19) as llm, pytest.raises(RequestError, match="max_num_batched"):
+        ask(llm, tiny.chats[:1])
+
+
+def test_images_of_any_shape_are_bounded_tokens_and_pixels(tiny: Tiny) -> None:
+    """The router accepts these shapes; what the processor and the tower are given must not grow with them."""
+    family = image_family(ModelFacts.of(tiny.folder))
+    assert family is not None
+    with make_engine(tiny.folder, reads_images=True) as engine:
+        assert engine.image_reader is not None
+        for size in [(1, 1), (MAX_ASPECT, 1), (1, MAX_ASPECT), (1500, 15), (15, 1500), (1200, 1000)]:
+            if counted(family, size) == 0:
+                continue
+            assert counted(family, size) <= 200
+            file = BytesIO()
+            Image.new("RGB", size, (3, 200, 90)).save(file, "PNG")
+            ((_, found),) = engine.image_reader.read([file.getvalue()]).items()
+            assert sum(tensor.nbytes for tensor in found.inputs.values()) < 1 << 20
+    assert max(counted(family, size) for size in [(5792, 5792), (57900, 579), (579, 57900)]) <= 200  # 2^25 pixels
+
+
+def counted(family: ImageFamily, size: tuple[int, int]) -> int:
+    """Return how many embeddings an image takes; 0 for one that is refused."""
+    try:
+        return num_embeddings(family.parts(width=size[0], height=size[1]))
+    except UnfitImageError:
+        return 0

@@ -1,4 +1,4 @@
-"""InternVL 2.5 to 3.5 in transformers' form, and models with the same tiles. A tile is a fixed number of tokens."""
+"""InternVL 2.5 to 3.5 in transformers' form. A tile is a fixed number of tokens."""
 
 import msgspec
 

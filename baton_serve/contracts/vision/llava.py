@@ -87,7 +87,7 @@ def family(facts: ModelFacts) -> ImageFamily | None:
     return Llava(
         image_token_id=32000 if token_id is None else token_id,
         tokens_per_image=count,
-        grid=(known.image_grid_pinpoints or PINPOINTS) if known.model_type == "llava_next" else (),
+        grid=(known.image_grid_pinpoints or PINPOINTS) if known.model_type != "llava" else (),
         tile_size=size,
         patch_size=patch,
     )

@@ -4,11 +4,23 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from baton_serve.contracts.vision import gemma3, grids, idefics3, internvl, llava, llava_onevision, pixtral
+from baton_serve.contracts.vision import (
+    aya_vision,
+    fixed,
+    gemma3,
+    grids,
+    idefics3,
+    internvl,
+    llava,
+    llava_onevision,
+    pixtral,
+)
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 
 FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
+    "aya_vision": aya_vision.family,
+    "deepseek_vl": fixed.family,
     "gemma3": gemma3.family,
     "glm46v": grids.glm,
     "glm4v": grids.glm,
@@ -19,6 +31,7 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "lighton_ocr": pixtral.family,
     "llava": llava.family,
     "llava_next": llava.family,
+    "llava_next_video": llava.family,
     "llava_onevision": llava_onevision.family,
     "mistral3": pixtral.family,
     "qwen2_5_vl": grids.qwen,
@@ -28,6 +41,7 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "qwen3_vl": grids.qwen,
     "qwen3_vl_moe": grids.qwen,
     "smolvlm": idefics3.family,
+    "vipllava": fixed.family,
 }
 """By `model_type`: makes the family of a model. It returns None if the model does not read images."""
 SERVED = "images are read by models of these types: " + ", ".join(FAMILIES)

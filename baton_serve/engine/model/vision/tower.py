@@ -56,7 +56,7 @@ class VisionTower:
         module = cast(Any, self._module)
         # Processors also return what only their texts need, such as the number of tiles.
         inputs = {name: self._sent(value) for name, value in picture.inputs.items() if name in self._names}
-        stated = {name: getattr(module.config, name) for name in _STATED if name in self._names}
+        stated = {name: getattr(module.config, name, None) for name in _STATED if name in self._names}
         output = module.get_image_features(**inputs, **stated)
         # older versions of transformers return the embeddings themselves
         features = _joined(getattr(output, "pooler_output", output))

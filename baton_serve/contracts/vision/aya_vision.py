@@ -1,0 +1,53 @@
+"""Aya Vision. Tiles as InternVL's, each behind a label that is text."""
+
+import msgspec
+
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.tiles import TileRules, tile_rules
+
+
+class AyaImages(ImageFamily, frozen=True):
+    """A fixed number of tokens for each tile, and the overview last."""
+
+    tiles: TileRules
+    tokens_per_tile: int
+
+    @property
+    def least(self) -> Parts:
+        """Return the parts of an image of one tile."""
+        return ("<|START_OF_IMG|>TILE_GLOBAL", self.tokens_per_tile, "<|END_OF_IMG|>")
+
+    def parts(self, *, width: int, height: int) -> Parts:
+        """Return the parts of an image of this size."""
+        found: list[str | int] = []
+        mark = "<|START_OF_IMG|>"
+        for tile in range(1, self.tiles.count(width=width, height=height)):
+            found += [f"{mark}TILE_{tile}", self.tokens_per_tile]
+            mark = ""
+        return [*found, f"{mark}TILE_GLOBAL", self.tokens_per_tile, "<|END_OF_IMG|>"]
+
+
+class _Tower(msgspec.Struct, frozen=True):
+    image_size: int = 364
+    patch_size: int = 14
+
+
+class _Config(msgspec.Struct, frozen=True):
+    vision_config: _Tower = _Tower()
+    image_token_id: int | None = None
+    image_token_index: int = 255036
+    downsample_factor: int = 2
+
+
+def family(facts: ModelFacts) -> ImageFamily:
+    """Return the family of a model."""
+    known = msgspec.convert(facts.config, _Config)
+    tower = known.vision_config
+    return AyaImages(
+        image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,
+        placeholder="<image>",
+        processor_settings={"crop_to_patches": True},
+        tiles=tile_rules(facts, cuts=True),
+        tokens_per_tile=(tower.image_size // (tower.patch_size * known.downsample_factor)) ** 2,
+    )

@@ -1,0 +1,41 @@
+"""Models that resize every image to one size, without marks around its tokens: ViP-LLaVA and DeepSeek-VL."""
+
+import msgspec
+
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.family import ImageFamily, Parts
+
+
+class FixedImages(ImageFamily, frozen=True):
+    """The same number of image tokens for each image."""
+
+    count: int
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return True."""
+        return True
+
+    def parts(self, *, width: int, height: int) -> Parts:
+        """Return the parts of any image."""
+        return (self.count,)
+
+
+class _Tower(msgspec.Struct, frozen=True):
+    image_size: int = 384
+    patch_size: int = 16
+
+
+class _Config(msgspec.Struct, frozen=True):
+    vision_config: _Tower = _Tower()
+    image_token_id: int | None = None
+    image_token_index: int | None = None
+    image_seq_length: int | None = None
+
+
+def family(facts: ModelFacts) -> ImageFamily:
+    """Return the family of a model. If the config states no number of tokens, each patch is one."""
+    known = msgspec.convert(facts.config, _Config)
+    token_id = known.image_token_index if known.image_token_id is None else known.image_token_id
+    count = known.image_seq_length or (known.vision_config.image_size // known.vision_config.patch_size) ** 2
+    return FixedImages(image_token_id=32000 if token_id is None else token_id, count=count)
