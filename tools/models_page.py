@@ -44,16 +44,29 @@ page was generated). No published weights of these models were compared.
 TAIL = """
 ## Models that read images
 
-| Models | Class | Tower | Decoder |
-|---|---|---|---|
-| LLaVA 1.5, LLaVA-Interleave | `LlavaForConditionalGeneration` | CLIP, SigLIP | Llama, Mistral, Qwen 2, Qwen 3 |
-| LLaVA-NeXT (1.6) | `LlavaNextForConditionalGeneration` | CLIP, SigLIP | Llama, Mistral, Qwen 2, Qwen 3 |
+| Models | `model_type` | An image becomes |
+|---|---|---|
+| LLaVA 1.5, LLaVA-Interleave | `llava` | 576 tokens |
+| Pixtral 12B | `llava` | a token for each 16 x 16 pixels, a mark after each row |
+| Mistral Small 3, Ministral 3 | `mistral3` | a token for each 28 x 28 pixels, a mark after each row |
+| LightOnOCR | `lighton_ocr` | a token for each 28 x 28 pixels |
+| LLaVA-NeXT (1.6), LLaVA-NeXT-Video | `llava_next`, `llava_next_video` | tiles and an overview, up to 2,928 tokens |
+| LLaVA-OneVision | `llava_onevision` | the same, reduced to nine tiles |
+| Gemma 3 4B to 27B | `gemma3` | 256 tokens that see each other in both directions |
+| InternVL 2.5 to 3.5 in transformers' form | `internvl` | up to 12 tiles and an overview of 256 tokens each |
+| Idefics3, SmolVLM | `idefics3`, `smolvlm` | labelled tiles and an overview |
+| Aya Vision | `aya_vision` | labelled tiles and an overview |
+| DeepSeek-VL, ViP-LLaVA | `deepseek_vl`, `vipllava` | 576 tokens |
+| Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 | `qwen2_vl` … | a grid of tokens with M-RoPE positions |
+| GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR | `glm4v` … | the same |
 
-They must be in transformers' format (`llava-hf/…`). Tests compare them with transformers
-(`tests/engine/test_vision.py`, `tests/e2e/test_images.py`). Prefill and unified instances load the vision tower;
-decode instances, and instances with tensor parallelism, load only the decoder and serve text. With LLaVA 1.5 every
-image is 576 tokens; with LLaVA-NeXT its shape decides (up to 2,928 tokens for 1.6). The longer side of an image may
-be 100 times the shorter one at most. [ADR 0013](../adr/0013-images.md) gives the reasons.
+They must be in transformers' format (`llava-hf/…`), and any decoder of transformers may follow the tower. Tests
+compare prompts and greedy answers with transformers (`tests/engine/test_image_families.py`, `test_grid_images.py`,
+`test_vision.py`, `tests/e2e/test_images.py`). Prefill and unified instances load the vision tower; decode instances,
+and instances with tensor parallelism, load only the decoder and serve text. The longer side of an image may be 100
+times the shorter one at most. Gemma 3 does not pan and scan, and one step must have room for all tokens of an image.
+LLaVA-OneVision reads each of several images with its tiles. [ADR 0013](../adr/0013-images.md) gives the reasons; a new
+family is one file beside `baton_serve/contracts/vision/registry.py` and one line in it.
 
 Of other vision models the text is served (see [below](#every-family-of-transformers)); an image that is sent to them
 gets status 400.
