@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import torch
 from PIL import Image
 
 from baton_serve import LLM, SamplingParams
@@ -15,8 +16,9 @@ from baton_serve.contracts.media import MAX_ASPECT, MediaSpan, digest_of
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.engine import Engine
+from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.errors import RequestError
+from baton_serve.engine.model.vision import load_images
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.images import picture
 from tests.vision_families import FAMILIES, VisionReference, write_vision_model
@@ -136,6 +138,25 @@ def test_handoff_replay_and_preemption(tiny: Tiny) -> None:
             engine.add(work_of(engine, str(number), tokens, spans_of(tiny, number)), pixels=pixels)
         assert run(engine) == {(str(number), 0): tiny.answers[number][1] for number in (0, 4)}
         assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ({"model_type": "ovis2"}, "models of type ovis2 are served as text; images are read by"),
+        ({"model_type": "gemma3"}, "the folder has no image processor"),
+        ({"model_type": "llava", "vision_config": {"model_type": "other"}}, "a tower or a processor"),
+    ],
+)
+def test_a_tower_that_is_not_read_is_named_at_the_start(
+    stated: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({"vision_config": {"hidden_size": 8}, **stated}))
+    if stated["model_type"] == "llava":
+        (tmp_path / "preprocessor_config.json").write_text('{"size": 16}')
+    config = EngineConfig(model=str(tmp_path), reads_images=True)
+    assert load_images(config, torch.device("cpu"), torch.float32, max_image_tokens=16) is None
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("tiny", ["gemma3"], indirect=True)

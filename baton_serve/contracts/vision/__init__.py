@@ -6,7 +6,7 @@ folder (`facts`), so that a router can count and hash prompts without torch.
 
 from baton_serve.contracts.vision.family import ImageFamily, Parts, UnfitImageError
 from baton_serve.contracts.vision.placeholders import expand_runs, num_embeddings, write_parts, write_parts_as_tokens
-from baton_serve.contracts.vision.registry import SERVED, image_family
+from baton_serve.contracts.vision.registry import SERVED, image_family, why_unread
 
 __all__ = [
     "SERVED",
@@ -16,6 +16,7 @@ __all__ = [
     "expand_runs",
     "image_family",
     "num_embeddings",
+    "why_unread",
     "write_parts",
     "write_parts_as_tokens",
 ]

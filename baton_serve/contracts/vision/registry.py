@@ -58,3 +58,15 @@ def image_family(facts: ModelFacts) -> ImageFamily | None:
     # Another model may use the keys of a family with other types: then it is not one of this family.
     except msgspec.ValidationError:
         return None
+
+
+def why_unread(facts: ModelFacts) -> str:
+    """Return why only the text of a model with a vision tower is served; empty if it has no tower, or is read."""
+    kind = str(facts.config.get("model_type", ""))
+    if not facts.config.get("vision_config") or image_family(facts) is not None:
+        return ""
+    if kind in FAMILIES and not facts.images:
+        return "the folder has no image processor (preprocessor_config.json)"
+    if kind in FAMILIES:
+        return f"config.json describes a tower or a processor that is not supported in models of type {kind}"
+    return f"models of type {kind} are served as text; {SERVED}"

@@ -9,6 +9,8 @@ import logging
 import torch
 
 from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.vision import why_unread
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.placeholders import PromptImages
@@ -26,7 +28,11 @@ def load_images(
     `max_image_tokens` is the room of a step for an image that one step must compute. Raises `ModelError` or
     `ConfigError`.
     """
-    if family_of(model_folder(config.model)) is not None and config.tensor_parallel_size > 1:
+    folder = model_folder(config.model)
+    if reason := why_unread(ModelFacts.of(folder)):
+        logger.warning("images are not read, only text: %s", reason)
+        return None
+    if family_of(folder) is not None and config.tensor_parallel_size > 1:
         logger.warning("images need an instance with tensor_parallel_size 1: this one accepts text only")
         return None
     from baton_serve.engine.model.vision.prompt import (
