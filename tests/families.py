@@ -53,6 +53,7 @@ _LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 24,
     "v_head_dim": 20,
 }
+_INDEXED: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": MAX_POSITIONS}
 _GPT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "n_embd": 64,
@@ -247,6 +248,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": Family(
         "DeepSeek-V3, DeepSeek-R1", {**_ROUTED, **_LATENT, "n_group": 2, "model_type": "deepseek_v3"}
+    ),
+    "deepseek_v32": Family(
+        "DeepSeek-V3.2 (contexts up to 2,048 tokens)",
+        {**_ROUTED, **_LATENT, **_INDEXED, "n_group": 2, "model_type": "deepseek_v32"},
+    ),
+    "glm_moe_dsa": Family(
+        "GLM-5 (contexts up to 2,048 tokens)",
+        {
+            **_ROUTED,
+            **_LATENT,
+            **_INDEXED,
+            "model_type": "glm_moe_dsa",
+            "indexer_types": ["full", "shared", "full"],
+        },
     ),
     "llama4_text": Family(
         "Llama 4 Scout, Maverick (text)",

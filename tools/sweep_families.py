@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -27,6 +27,7 @@ import transformers
 
 from baton_serve.engine import LLM, EngineConfig, SamplingParams
 from baton_serve.engine.errors import EngineError
+from baton_serve.engine.loading.layer_probe import PLAIN_LAYERS, STATE_LAYERS
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.loading.refusals import refuse_type
 from baton_serve.engine.model import fused
@@ -188,6 +189,9 @@ WORDS = {"softcap": "soft cap", "sinks": "sinks", "alibi": "ALiBi"}
 
 def attention_kinds(model: LoadedModel) -> str:
     """Return the kinds of attention of a model, for the table."""
+    types = set(getattr(cast(Any, model.module).config.get_text_config(), "layer_types", None) or ["full_attention"])
+    if types <= STATE_LAYERS | PLAIN_LAYERS:
+        return "none"
     kinds = ["latent (MLA)"] if any(shape.num_planes == 1 for shape in model.kv_shapes) else []
     kinds += [] if model.is_uniform else ["KV shapes that differ by layer"]
     kinds += ["layers that share KV"] if model.shared_layers else []
@@ -195,6 +199,7 @@ def attention_kinds(model: LoadedModel) -> str:
     if any(spec.sliding_window is not None for spec in specs):
         everywhere = all(spec.sliding_window is not None for spec in specs)
         kinds.append("sliding window" if everywhere else "sliding window in some layers")
+    kinds += ["chunked in some layers"] if any(spec.chunk is not None for spec in specs) else []
     kinds += [word for field, word in WORDS.items() if any(getattr(spec, field) is not None for spec in specs)]
     return ", ".join(kinds) or "full"
 

@@ -158,7 +158,10 @@ OVERRIDES: dict[str, Values] = {
     # transformers' classes with the tower leave the factor of the logits out, which changes no greedy answer.
     "aya_vision": {"text_config": {"logit_scale": 1.0}},
     "cohere2_vision": {"text_config": {"logit_scale": 1.0}},
-    **{kind: {"num_key_value_heads": 4} for kind in ("axk1", "longcat_flash", "sarvam_mla", "youtu")},
+    **{
+        kind: {"num_key_value_heads": 4}
+        for kind in ("axk1", "axk2", "deepseek_v32", "glm_moe_dsa", "longcat_flash", "sarvam_mla", "youtu")
+    },
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": FIRST_SPECIAL_TOKEN, "IMGIMGBSA": FIRST_SPECIAL_TOKEN + 1}},
     "cohere_compass": {"text_config": _COMPASS},

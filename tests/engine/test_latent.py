@@ -1,9 +1,13 @@
 """Latent attention: what is cached, and that it goes together with few-bit weights and one-byte KV."""
 
+from pathlib import Path
+
 import pytest
 
+from baton_serve.engine.errors import ConfigError
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -27,3 +31,11 @@ def test_a_handoff_changes_nothing(references: References, settings: dict[str, s
         assert len(set(alone)) > 3
         (answer,) = hand_over(source, sink, make_work(source, "there", prompt)).values()
         assert answer == alone
+
+
+def test_contexts_beyond_the_tokens_that_an_indexer_chooses_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "deepseek_v32", index_topk=64)
+    with pytest.raises(ConfigError, match=r"the 64 tokens that an indexer chooses .* set max_model_len to 64"):
+        make_engine(folder, max_model_len=65)
+    with make_engine(folder, max_model_len=64) as engine:
+        assert engine.layout.num_planes == 1

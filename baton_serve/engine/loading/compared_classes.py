@@ -8,6 +8,7 @@ TRANSFORMERS_VERSION = "5.24.0"
 CLASSES = frozenset(
     {
         "AXK1ForCausalLM",
+        "AXK2ForCausalLM",
         "AfmoeForCausalLM",
         "Apertus1p5TextForCausalLM",
         "ApertusForCausalLM",
@@ -32,6 +33,7 @@ CLASSES = frozenset(
         "CwmForCausalLM",
         "DbrxForCausalLM",
         "DeepseekV2ForCausalLM",
+        "DeepseekV32ForCausalLM",
         "DeepseekV3ForCausalLM",
         "DeepseekVLForConditionalGeneration",
         "DeepseekVLHybridForConditionalGeneration",
@@ -68,6 +70,7 @@ CLASSES = frozenset(
         "Glm4vForConditionalGeneration",
         "Glm4vMoeForConditionalGeneration",
         "GlmForCausalLM",
+        "GlmMoeDsaForCausalLM",
         "GlmOcrForConditionalGeneration",
         "GotOcr2ForConditionalGeneration",
         "GptOssForCausalLM",
@@ -78,6 +81,7 @@ CLASSES = frozenset(
         "GraniteMoeSharedForCausalLM",
         "GraniteSWAForCausalLM",
         "HYV3ForCausalLM",
+        "HYV4ForCausalLM",
         "HeliumForCausalLM",
         "HunYuanDenseV1ForCausalLM",
         "HunYuanMoEV1ForCausalLM",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baton_serve.contracts.layout import KVShape
-from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart, row_bytes
 from baton_serve.engine.loading.refusals import INSTEAD, refuse_type
@@ -20,7 +20,7 @@ from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape,
 from baton_serve.engine.model.recurrent import StateProbe
 from baton_serve.engine.model_folder import HfConfig, first_line
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
 """Types of layers with KV."""
 
 STATE_LAYERS = frozenset({"linear_attention", "conv"})
@@ -60,7 +60,11 @@ class ProbedLayers:
 def refuse_unsupported(name: str, text_config: HfConfig) -> None:
     """Raise `UnsupportedModelError` for decoders that cannot be served, as far as their config shows it."""
     refuse_type(text_config)
-    if others := set(_layer_types(text_config) or []) - SUPPORTED_LAYERS:
+    others = set(_layer_types(text_config) or []) - SUPPORTED_LAYERS
+    if not isinstance(getattr(text_config, "index_topk", None), int):
+        # An indexer of another kind, which chooses blocks of tokens.
+        others |= set(_layer_types(text_config) or []) & {"indexed_attention"}
+    if others:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(sorted(others))}; supported are"
             f" {', '.join(sorted(SUPPORTED_LAYERS))} only: {INSTEAD}"
@@ -68,6 +72,19 @@ def refuse_unsupported(name: str, text_config: HfConfig) -> None:
     # In text alone, models whose images attend in both directions ("vision") are causal.
     if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise UnsupportedModelError(f"{name} attends in both directions; only causal decoders can be served: {INSTEAD}")
+
+
+def check_index(name: str, text_config: HfConfig, max_model_len: int) -> None:
+    """Raise `ConfigError` if a context may be longer than the number of tokens that an indexer (sparse attention)
+    chooses. Up to it all tokens are chosen, so that attention to all of them is the same.
+    """
+    chosen = getattr(text_config, "index_topk", None)
+    if "indexed_attention" in (_layer_types(text_config) or []) and isinstance(chosen, int) and max_model_len > chosen:
+        raise ConfigError(
+            f"{name} attends to the {chosen} tokens that an indexer chooses (sparse attention), which is supported only"
+            f" for contexts of up to {chosen} tokens, where it chooses all: set max_model_len to {chosen} or less"
+            f" instead of {max_model_len}"
+        )
 
 
 def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: torch.device) -> ProbedLayers:

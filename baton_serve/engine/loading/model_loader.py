@@ -20,7 +20,7 @@ from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
-from baton_serve.engine.loading.layer_probe import ProbedLayers, probe_layers, refuse_unsupported
+from baton_serve.engine.loading.layer_probe import ProbedLayers, check_index, probe_layers, refuse_unsupported
 from baton_serve.engine.loading.miniature import check_miniature, needs_comparison
 from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
@@ -69,6 +69,7 @@ def load_model(
     refuse_unsupported(name, text_config)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
     max_model_len = max_model_len_of(config, text_config)
+    check_index(name, text_config, max_model_len)
     # The attention function must be known before a model that uses it is built.
     attention.register()
     progress("loading weights", 0.0)

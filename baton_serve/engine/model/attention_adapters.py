@@ -73,6 +73,34 @@ def _mla(module: Module) -> None:
     module.baton_latent = MLAProjection(keys, values)
 
 
+def _indexed(module: Module) -> None:
+    """Let a module with latent attention and an indexer (sparse attention) attend to all tokens.
+
+    `layer_probe.check_index` has made sure that no context is longer than the number of tokens that an indexer
+    chooses, so that it would choose all.
+    """
+    _mla(module)
+    forward = module.forward
+    if module.indexer is not None:
+        module.indexer.forward = _no_choice
+
+    def attend_to_all(*args: Any, **arguments: Any) -> Any:
+        # The module cuts a part out of the mask for its indexer, and layers without one expect the choice of another.
+        arguments["attention_mask"] = _UNUSED_MASK
+        if module.indexer is None:
+            arguments["prev_topk_indices"] = _UNUSED_MASK
+        return forward(*args, **arguments)
+
+    module.forward = attend_to_all
+
+
+_UNUSED_MASK = torch.zeros(1, 1, 1, 1)
+
+
+def _no_choice(*_: object, **__: object) -> None:
+    """Compute nothing in place of an indexer."""
+
+
 def _scores(module: Module, *, scale: float, window: int | None = None) -> None:
     """Change modules that compute scores in `_attn(query, key, value, mask)`, all [1,
     num_heads, num_tokens, head_dim].
@@ -182,15 +210,19 @@ def _slopes(num_heads: int, device: torch.device) -> Tensor:
 
 _ADAPTERS: dict[str, Callable[[Module], None]] = {
     "AXK1Attention": _mla,
+    "AXK2Attention": _indexed,
     "BailingHybridAttention": _mla,
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
     "DeepseekV2Attention": _mla,
     "DeepseekV3Attention": _mla,
+    "DeepseekV32Attention": _indexed,
     "FalconAttention": _falcon,
     "GPTJAttention": _gptj,
     "GPTNeoSelfAttention": _gpt_neo,
     "Glm4MoeLiteAttention": _mla,
+    "GlmMoeDsaAttention": _indexed,
+    "HYV4Attention": _indexed,
     "KimiLinearAttention": _mla,
     "Llama4TextAttention": _llama4,
     "LongcatFlashMLA": _mla,
