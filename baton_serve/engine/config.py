@@ -60,6 +60,10 @@ class EngineConfig:
     """Largest number of tokens in one step, prompts and decoding sequences together; None: depends on the device."""
     tensor_parallel_size: int = 1
     """Number of devices over which the layers are split (tensor parallelism); each holds a part of every KV block."""
+    pipeline_parallel_size: int = 1
+    """Number of stages into which the layers are divided; each stage has `tensor_parallel_size` devices."""
+    pipeline_layer_partition: str | None = None
+    """Number of layers of each stage, such as "10,12,10"; None: in proportion to the memory of the devices."""
     disable_custom_all_reduce: bool = False
     """Sum over ranks with the collective library alone, without kernels that access other devices' memory."""
     gpu_memory_utilization: float = 0.9
@@ -153,6 +157,7 @@ class EngineConfig:
             "block_size": self.block_size,
             "num_gpu_blocks_override": self.num_gpu_blocks_override,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
             "max_loras": self.max_loras,
             "max_lora_rank": self.max_lora_rank,
             "max_cpu_loras": self.max_cpu_loras,
@@ -174,6 +179,7 @@ class EngineConfig:
                 "host_kv_bytes keeps cached prefixes, but enable_prefix_caching is off: set only one of them"
             )
         self._check_adapters()
+        self._check_stages()
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs is {self.max_logprobs}; it must not be negative")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
@@ -182,6 +188,11 @@ class EngineConfig:
                 f" ({self.max_num_seqs}): a step could not hold one token of every sequence; raise the"
                 " one or lower the other"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of devices, and of processes, of the engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def rounding(self) -> Quantization | None:
@@ -220,6 +231,16 @@ class EngineConfig:
             raise ConfigError(
                 f"load_format bitsandbytes rounds weights to NF4, and quantization is {self.quantization}: use one of"
                 " the two"
+            )
+
+    def _check_stages(self) -> None:
+        """Check the settings of a pipeline. Raises `ConfigError`."""
+        if self.pipeline_parallel_size == 1 and self.pipeline_layer_partition is not None:
+            raise ConfigError("pipeline_layer_partition divides layers into stages: set pipeline_parallel_size too")
+        if self.pipeline_parallel_size > 1 and self.enable_lora:
+            raise ConfigError(
+                f"enable_lora keeps adapters whole, and pipeline_parallel_size ({self.pipeline_parallel_size}) divides"
+                " the layers that they change: use one of the two"
             )
 
     def _check_adapters(self) -> None:

@@ -85,16 +85,16 @@ class Engine:
     def _load(self, config: EngineConfig, report: LoadProgress) -> None:
         """Load the model and build everything that depends on it."""
         self._device = device.select_device(config.device)
-        model = load(config, self._device, report, self._ranks.shard)
+        model = load(config, self._device, report, self._ranks.place.shard, self._ranks.place.stage)
         # Forming the group waits for all ranks, which load at the same time.
-        self._ranks.join_group(self._device)
+        model = self._ranks.join_group(self._device, model)
         self._max_logprobs, self._caching = config.max_logprobs, config.enable_prefix_caching
         self._is_async = config.runs_ahead(is_host=device.is_host(self._device))
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.max_model_len = model.max_model_len
         report("packing weights", 0.0)
-        setup = EngineSetup(config, model, self._device, self._ranks.group)
+        setup = EngineSetup(config, model, self._device, self._ranks.group, self._ranks.links)
         self.layout, self.limits, self._kernels = setup.layout, setup.limits, setup.kernels
         self._store, self._images, self.image_reader = setup.adapters, setup.images, setup.image_reader
         self._start(config, setup, report)
@@ -113,15 +113,14 @@ class Engine:
         self.kv = maker.make(num_blocks := usable + 1)  # block 0 is for padding
         states = maker.make_states(self.kv)
         self._host = maker.make_host_tier(self.kv)
-        self._executor = make_executor(
-            LocalExecutor(setup.forward, self.kv, self.limits, states.views, setup.kernels.argmax), self._ranks
-        )
+        own = LocalExecutor(setup.forward, self.kv, self.limits, states.views, setup.kernels.argmax)
+        self._executor = make_executor(own, setup.forward, self._ranks, self.vocab_size)
         self._runner = ModelRunner(
             self._executor,
             self.limits,
             self._device,
             self._masking,
-            keeps_last_tokens=self._is_async,
+            keeps_last_tokens=self._is_async and self.limits.num_stages == 1,
             images=self._images,
             sources=setup.sources,
         )
@@ -152,7 +151,10 @@ class Engine:
         self._mirror_refs = MirrorRefs(copier)
         self._memory = CacheMemory(self.kv, self._host, copier, self._mirror_refs, states)
         self._layer_group_plan = plan_layer_groups(
-            config.tail_parts, self.layout, self._device, is_mirrored=self.kv.is_mirrored
+            config.tail_parts,
+            self.layout,
+            self._device,
+            is_divided=self.kv.is_mirrored or self.limits.num_stages > 1,
         )
         self.tail_parts = self._layer_group_plan.parts
         self._steps = StepLoop(

@@ -43,6 +43,8 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         disable_sliding_window=settings.disable_sliding_window,
         max_num_seqs=num_seqs,
         tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        pipeline_layer_partition=settings.pipeline_layer_partition,
         disable_custom_all_reduce=settings.disable_custom_all_reduce,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -252,10 +252,10 @@ def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_ver
             lambda: build_engine(settings, role, thread.give_up, weights_version), slicer, watchdog
         )
         return thread
-    if settings.tensor_parallel_size > 1:
+    if settings.num_devices > 1:
         raise StartFailed(
             f"{settings.model} computes vectors (--task {kind}), which is supported on one device only: remove"
-            " --tensor-parallel-size and start more instances instead"
+            " --tensor-parallel-size and --pipeline-parallel-size, and start more instances instead"
         )
     if settings.enable_lora:
         raise StartFailed(

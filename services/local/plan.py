@@ -6,6 +6,7 @@ It is pure: it reads neither files nor the environment.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from baton_serve.contracts.instance import Role
 from baton_serve.services.common.cpus.allocation import CpuAllocation, HostCpus, allocate_cpus
@@ -28,7 +29,8 @@ DEMO_OPTIONS: Mapping[str, Value] = {"enable_auto_tool_choice": True, "tool_call
 
 GPU_MEMORY_UTILIZATION = 0.9
 """Fraction of a device's memory that the instances on it use together."""
-TENSOR_PARALLEL_OPTION = "tensor_parallel_size"
+PARALLEL_OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Options whose product is the number of devices of an instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Machine:
 
     host: HostCpus
     device_indexes: list[int]
-    """Accelerators; empty on a CPU machine. An instance uses several of them with tensor parallelism."""
+    """Accelerators; empty on a CPU machine. An instance uses several of them if it is divided."""
     core_turns: str
     """Path of the shared memory through which instances take turns on the same cores."""
     cluster_key: str
@@ -110,9 +112,9 @@ def plan(
 
 
 def _size(given: GivenOptions, role: Role) -> int:
-    """Return the number of devices of one instance of a role, which is its tensor-parallel size."""
-    value = given.sections.get(role, {}).get(TENSOR_PARALLEL_OPTION, given.values.get(TENSOR_PARALLEL_OPTION, 1))
-    return int(str(value))
+    """Return the number of devices of one instance of a role."""
+    own = given.sections.get(role, {})
+    return prod(int(str(own.get(name, given.values.get(name, 1)))) for name in PARALLEL_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def _shares(
 
 
 def _cpu_share(allocation: CpuAllocation, size: int, core_turns: str) -> _MachineShare:
-    """Return the options for an allocation of cores that `size` processes (tensor-parallel ranks) share."""
+    """Return the options for an allocation of cores that `size` processes (ranks) share."""
     threads = max(1, allocation.threads // size)
     values: dict[str, Value] = {"engine_nice": allocation.nice} if allocation.nice else {}
     if allocation.shares_cores:
@@ -166,8 +168,8 @@ def _device_groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequenc
     for size in sizes:
         if size > len(devices):
             raise ConfigurationError(
-                f"--tensor-parallel-size {size} needs {size} devices for each instance, but this machine has"
-                f" {len(devices)}: use --tensor-parallel-size {len(devices)} or less"
+                f"--tensor-parallel-size times --pipeline-parallel-size is {size}, but this machine has"
+                f" {len(devices)} devices: choose a product of {len(devices)} or less"
             )
         if at + size > len(devices):
             at = 0

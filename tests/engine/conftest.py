@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from baton_serve.engine import device
+from tests.engine.rank_threads import use_threads
 from tests.tiny_models import FAMILIES, load_reference, write_tiny_model
 
 ANSWER_TOKENS = 12
@@ -94,3 +95,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def threaded_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)

@@ -4,13 +4,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from baton_serve.engine import engine
+from baton_serve.engine.errors import EngineError
 from baton_serve.engine.loading.loader_choice import load
-from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.parallel import ranks, tp_worker
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import Command, CommandAnswer, CommandFailed
@@ -48,18 +49,21 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def run() -> None:
             channel: Any = Channel(its, Command, send_timeout_s=30.0)
-            try:
-                tp_worker.TPWorker(channel).serve()
-            except ChannelError:
-                pass  # the engine is closed
-            except Exception as error:  # noqa: BLE001 - the engine raises it
-                channel.send(channel.encode(CommandFailed("other", f"{type(error).__name__}: {error}")))
-            finally:
-                its.close()
+            # The engine is closed, at the end or after an error of its own.
+            with suppress(ChannelError):
+                try:
+                    tp_worker.TPWorker(channel).serve()
+                except ChannelError:
+                    raise
+                except EngineError as error:
+                    channel.send(channel.encode(tp_worker.failure(error)))
+                except Exception as error:  # noqa: BLE001 - the engine raises it
+                    channel.send(channel.encode(CommandFailed("other", f"{type(error).__name__}: {error}")))
+            its.close()
 
         channel: Any = Channel(ours, CommandAnswer, send_timeout_s=30.0)
         return ranks._Rank(number, _Thread(run), channel)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ranks, "_start", start)
     monkeypatch.setattr(engine, "load", one_after_another(load))
-    monkeypatch.setattr(tp_worker, "load_model", one_after_another(load_model))
+    monkeypatch.setattr(tp_worker, "load", one_after_another(load))

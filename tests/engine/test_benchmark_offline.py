@@ -96,8 +96,8 @@ def test_throughput_refuses_flags_that_contradict_each_other(
 
 
 def test_an_argument_that_the_engine_does_not_support_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported"):
-        latency.run([*SMALL, "-pp", "2"])
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported"):
+        latency.run([*SMALL, "-dp", "2"])
 
 
 def test_tasks_are_the_same_every_time_and_state_their_answers() -> None:

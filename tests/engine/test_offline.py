@@ -162,8 +162,8 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(llm: LLM, folder: P
         llm.generate(sampling_params=GREEDY)
     with pytest.raises(ConfigError, match="generates text"):
         llm.embed("x")
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
-        LLM(str(folder), pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size=2"):
+        LLM(str(folder), data_parallel_size=2)
     with pytest.raises(ConfigError, match="dtype is 'float8'; it must be one of auto"):
         LLM(str(folder), dtype="float8")
     with pytest.raises(ConfigError, match="no_such_thing"):

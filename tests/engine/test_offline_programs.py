@@ -90,8 +90,8 @@ def test_a_wrong_command_line_is_refused(folder: Path, capsys: pytest.CaptureFix
     assert "--no-such-flag" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="model is missing"):
         LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser_of_an_example().parse_args(FLAGS)))
-    args = parser_of_an_example(model=str(folder)).parse_args([*FLAGS, "--pipeline-parallel-size", "2"])
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported"):
+    args = parser_of_an_example(model=str(folder)).parse_args([*FLAGS, "--data-parallel-size", "2"])
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported"):
         LLM(**{name: value for name, value in vars(args).items() if name != "max_tokens"})
     with pytest.raises(ConfigError, match="hf_overrides is a function"):
         LLM(str(folder), hf_overrides=lambda config: config)

@@ -13,6 +13,7 @@ import torch
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.collectives.backends import TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
+from baton_serve.engine.collectives.world import RankPlace, World
 from baton_serve.engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.parallel.tp_executor import TPExecutor
 from tests.devices import DEVICE
@@ -101,7 +102,8 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
 def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton_serve.engine.collectives.backends._groups_that_map", itertools.count())
     cpu = torch.device("cpu")
-    groups = [TorchCollectives(tmp_path / f"store-{number}", Shard(0, 1), cpu) for number in range(2)]
+    worlds = [World(str(tmp_path / f"store-{number}"), RankPlace(Shard(0, 1)), cpu) for number in range(2)]
+    groups = [TorchCollectives(world._stage_group(), Shard(0, 1), cpu) for world in worlds]
     assert [group._are_first(cpu) for group in groups] == [True, False]
 
 

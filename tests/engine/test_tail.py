@@ -105,7 +105,7 @@ def test_groups_of_unequal_layers_are_reported_when_their_last_byte_is_computed(
         fingerprint="f", num_layers=4, num_kv_heads=0, block_tokens=16, head_dim=0, dtype="float32", layers=shapes
     )
     cpu = torch.device("cpu")
-    plan = tail.plan_layer_groups(4, layout, cpu, is_mirrored=False)
+    plan = tail.plan_layer_groups(4, layout, cpu, is_divided=False)
     assert plan.parts == 4
     found: list[list[tuple[int, int]]] = []
     for min_bytes in (1, layout.block_bytes // 2):
@@ -124,10 +124,10 @@ def test_groups_of_unequal_layers_are_reported_when_their_last_byte_is_computed(
             found[-1].append((layer, sum(map(len, reports))))
     assert found == [[(0, 0), (1, 1), (2, 3), (3, 4)], [(0, 0), (1, 0), (2, 2), (3, 4)]]
     odd = msgspec.structs.replace(layout, num_layers=3, layers=(KVShape(1, 2), KVShape(1, 4), KVShape(1, 6)))
-    assert tail.plan_layer_groups(3, odd, cpu, is_mirrored=False).parts == 3
-    assert tail.plan_layer_groups(2, odd, cpu, is_mirrored=False).parts == 2
+    assert tail.plan_layer_groups(3, odd, cpu, is_divided=False).parts == 3
+    assert tail.plan_layer_groups(2, odd, cpu, is_divided=False).parts == 2
     small = msgspec.structs.replace(odd, block_tokens=1)
-    assert tail.plan_layer_groups(3, small, cpu, is_mirrored=False).parts == 1
+    assert tail.plan_layer_groups(3, small, cpu, is_divided=False).parts == 1
 
 
 def test_by_default_hosts_have_no_tail_and_devices_that_copy_meanwhile_do(tmp_path: Path) -> None:

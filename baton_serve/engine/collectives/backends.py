@@ -3,8 +3,6 @@
 import importlib
 import itertools
 import logging
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -69,8 +67,6 @@ class Collectives(Protocol):
         """Make waiting ranks return, if the backend supports that. Callable from any thread."""
         ...
 
-    def close(self) -> None: ...
-
 
 class SingleRank:
     """Implements `Collectives` for one rank: nothing is exchanged."""
@@ -98,9 +94,6 @@ class SingleRank:
     def abort(self) -> None:
         """Do nothing: a single rank has no peers."""
 
-    def close(self) -> None:
-        """Do nothing: no resources are held."""
-
 
 class TorchCollectives:
     """Collectives of torch.distributed: nccl on cuda, xccl on xpu, gloo on CPUs.
@@ -108,37 +101,17 @@ class TorchCollectives:
     Device calls go to the current stream.
     """
 
-    def __init__(self, store_path: Path, shard: Shard, device: torch.device, *, maps_memory: bool = True) -> None:
-        """Form the group. Return when all ranks have joined. `maps_memory` allows kernels that write into other ranks'
-        memory.
-
-        Raises `RuntimeError` if the group cannot be formed.
+    def __init__(self, group: Any, shard: Shard, device: torch.device, *, maps_memory: bool = False) -> None:
+        """Use a group of `World`. `maps_memory` allows kernels that write into other ranks' memory, for which the group
+        must be that of all ranks of the process.
         """
-        distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
-        timeout = timedelta(seconds=TIMEOUT_S)
-        store = importlib.import_module("torch.distributed").FileStore(str(store_path), shard.size)
-        # Joining must not wait forever for a rank that failed to load.
-        store.set_timeout(timeout)
-        self._shard = shard
-        self._distributed = distributed
-        # torch's symmetric memory finds its group by name, so on devices the group must be the world. On CPUs several
-        # groups may exist in one process (tests).
-        self._is_world = not devices.is_host(device)
-        if self._is_world:
-            backend = devices.collective_backend(device)
-            kwargs = {"rank": shard.rank, "world_size": shard.size, "timeout": timeout, "device_id": device}
-            distributed.init_process_group(backend, store=store, **kwargs)
-            self._group = distributed.group.WORLD
-        else:
-            options = distributed.ProcessGroupGloo._Options()
-            options._timeout = timeout
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            self._group = distributed.ProcessGroupGloo(store, shard.rank, shard.size, options)
+        self._distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
+        self._group, self._shard = group, shard
         self.broadcast(torch.zeros(1, device=device))  # connects to the other ranks now, not in the first step
         devices.synchronize(device)
         self._one_shot: OneShotAllReduce | None = None
         self._direct: FusedAllReduceNorm | None = None
-        self._maps_memory = self._is_world and maps_memory and self._are_first(device)
+        self._maps_memory = maps_memory and self._are_first(device)
         if self._maps_memory:
             self._one_shot = OneShotAllReduce.make(self._group, device)
 
@@ -194,12 +167,6 @@ class TorchCollectives:
                 "sums over ranks use the collective library: an earlier engine of this process mapped memory"
             )
         return not earlier
-
-    def close(self) -> None:
-        """Leave the group without waiting for other ranks, which may have exited already, if torch supports that."""
-        if self._is_world:
-            end = getattr(self._distributed, "_abort_process_group", self._distributed.destroy_process_group)
-            end()
 
 
 def _wait(work: Any) -> None:

@@ -60,6 +60,8 @@ class SchedulerConfig:
     """Distance between the checkpoints inside a prompt, in tokens; a multiple of `block_tokens`."""
     source_tokens: int = 0
     """Positions of a source, to each of which every token attends; 0 for models without cross-attention."""
+    num_stages: int = 1
+    """Number of stages of a pipeline, each of which can compute another step at the same time."""
     mixes_prompts: bool = True
     """True if a step may hold sequences with one new token beside chunks of prompts. It is False for kernels that are
     wrong for such batches."""

@@ -167,11 +167,14 @@ class Scheduler:
         """
         decoding: list[Sequence] = []
         unfinished: list[Sequence] = []
+        quota = self._decode_quota()
         # Iterate over a copy: a preemption removes from `running`.
         for sequence in list(self._table.running):
             is_prompt = sequence.num_uncomputed_tokens > 1
             is_computed = prompts if is_prompt else decodes
-            if sequence.must_await_tokens or (is_computed and not self._fits_max_loras(sequence)):
+            if self._must_await(sequence) or (not is_prompt and len(decoding) >= quota):
+                continue
+            if is_computed and not self._fits_max_loras(sequence):
                 continue
             if is_prompt:
                 unfinished.append(sequence)
@@ -180,6 +183,24 @@ class Scheduler:
             elif sequence.state is SequenceState.RUNNING and (not decodes or self._allocate_next_block(sequence)):
                 decoding.append(sequence)
         return decoding, unfinished
+
+    def _must_await(self, sequence: Sequence) -> bool:
+        """Return whether a sequence cannot be scheduled yet, because its tokens are being computed.
+
+        Stages of a pipeline read only tokens that the host knows.
+        """
+        is_staged = self._table.limits.num_stages > 1
+        return sequence.must_await_tokens or (is_staged and sequence.num_output_placeholders > 0)
+
+    def _decode_quota(self) -> int:
+        """Return how many sequences may decode in the next step: an equal part for each stage of a pipeline, so that
+        all of them have work.
+        """
+        limits = self._table.limits
+        if limits.num_stages == 1:
+            return limits.max_num_seqs
+        num_decoding = sum(sequence.num_uncomputed_tokens <= 1 for sequence in self._table.running)
+        return max(1, -(-num_decoding // limits.num_stages))
 
     def _append_prompts(
         self, chunks: list[ScheduledChunk], unfinished: list[Sequence], budget: int, now: float
@@ -208,7 +229,7 @@ class Scheduler:
         active = self._table.running + self._table.ready
         # Each sequence whose last block is full needs one more.
         num_growing = sum(
-            s.num_computed_tokens == len(s.blocks) * block_tokens and not s.must_await_tokens for s in active
+            s.num_computed_tokens == len(s.blocks) * block_tokens and not self._must_await(s) for s in active
         )
         if num_growing > self._table.pool.num_free:
             return None

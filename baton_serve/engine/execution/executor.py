@@ -52,9 +52,15 @@ class Executor(Protocol):
         ...
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
-        """Compute a step, from a captured graph if one fits, and return the logits [num_logits, vocab_size].
+        """Compute a step, from a captured graph if one fits. Return what `collect` needs; its last size is vocab_size.
         `after_layer` is called after each layer (see `StepInputs`), but not if a captured graph is used, which only
         short steps do.
+        """
+        ...
+
+    def collect(self, computed: Tensor, num_rows: int) -> Tensor:
+        """Return the logits [num_rows, vocab_size] of a step, whose `compute` has returned `computed`. Call it once for
+        each step, in the order of steps. Stages of a pipeline compute until then.
         """
         ...
 
@@ -132,6 +138,9 @@ class LocalExecutor:
             )
             logits = self._forward(inputs, self._layers)
         return logits
+
+    def collect(self, computed: Tensor, num_rows: int) -> Tensor:
+        return computed
 
     def _slot_rows(self, arrays: StepArrays) -> SlotRows | None:
         """Return the adapter slots of a step's rows, or None if torch multiplies adapter by adapter.

@@ -33,12 +33,14 @@ NAN_LOGITS = RowFailure(
 class LaunchedForward:
     """A launched step. The device is computing its logits; no token was sampled yet.
 
-    `greedy` are the tokens with the largest logits if a graph computed the step; then `logits` is None, and they can be
-    read from the executor. `constraints` are being built meanwhile by another thread.
+    `computed` is what the executor's `collect` turns into logits. `greedy` are the tokens with the largest logits if a
+    graph computed the step; then `computed` is None, and the logits can be read from the executor.
+
+    `constraints` are being built meanwhile by another thread.
     """
 
     plan: ScheduledBatch
-    logits: Tensor | None
+    computed: Tensor | None
     greedy: Tensor | None
     inputs: BatchInputs | None
     constraints: "Future[Constraints] | None" = None
@@ -130,14 +132,17 @@ class ModelRunner:
             result = self._executor.replay(build_inputs(plan, self._tables, self._limits))
             return LaunchedForward(plan, None, result.greedy, None, constraints, result.vocab_size)
         inputs = self._inputs.build_inputs(plan, images, sources)
-        logits = self._executor.compute(inputs.arrays, after_layer)
-        return LaunchedForward(plan, logits, None, inputs, constraints, logits.shape[1])
+        computed = self._executor.compute(inputs.arrays, after_layer)
+        return LaunchedForward(plan, computed, None, inputs, constraints, computed.shape[1])
 
     @torch.inference_mode()
     def choose(self, started: LaunchedForward) -> SampledTokens:
         """Launch the sampling of a step's tokens and their copy to the host."""
-        plan, logits, inputs = started.plan, started.logits, started.inputs
+        plan, inputs = started.plan, started.inputs
         sampled = ModelRunnerOutput([])
+        logits: Tensor | None = None
+        if started.computed is not None and inputs is not None:
+            logits = self._executor.collect(started.computed, inputs.num_logits)
         if logits is None and started.greedy is None:
             return SampledTokens(None, sampled)
         # No row is sampled, but the step is waited for all the same: a prompt that arrives meanwhile may then be
@@ -153,7 +158,7 @@ class ModelRunner:
             if started.greedy is not None and masks is None and all_plain_greedy(plan.rows):
                 choice = SamplerOutput(started.greedy)
             else:
-                choice = self._sampler.choose(self._rows(started), plan.rows, masks=masks)
+                choice = self._sampler.choose(self._rows(started, logits), plan.rows, masks=masks)
             sampled.logprobs, sampled.failed = choice.logprobs, choice.failed
             if found is not None:
                 sampled.failed |= {row: RowFailure(message, "invalid") for row, message in found.failed.items()}
@@ -178,9 +183,9 @@ class ModelRunner:
         """Forget the block tables, before batches of another request table are run."""
         self._tables.forget()
 
-    def _rows(self, started: LaunchedForward) -> Tensor:
+    def _rows(self, started: LaunchedForward, logits: Tensor | None) -> Tensor:
         """Return the logits that are sampled, in the order of the batch's rows."""
-        logits, inputs = started.logits, started.inputs
+        inputs = started.inputs
         if logits is None or inputs is None:
             return self._executor.logits(len(started.plan.rows))
         return logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]

@@ -3,6 +3,7 @@ and the forward.
 """
 
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 import torch
@@ -10,16 +11,19 @@ import torch
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives
+from baton_serve.engine.collectives.links import StageLinks
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.execution.kernel_choice import choose_kernels
 from baton_serve.engine.kv import capacity
+from baton_serve.engine.kv.kv_cache import BlockPart
 from baton_serve.engine.kv.state_memory import row_bytes
 from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.store import AdapterStore, SlotSettings
 from baton_serve.engine.model.speech import load_audio
+from baton_serve.engine.model.staged import StagedForward, StagePart
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
 
@@ -34,9 +38,14 @@ class EngineSetup:
     """
 
     def __init__(
-        self, config: EngineConfig, model: LoadedModel, device: torch.device, collectives: Collectives
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        device: torch.device,
+        collectives: Collectives,
+        links: StageLinks | None = None,
     ) -> None:
-        """Build everything.
+        """Build everything. `links` connect this stage of a pipeline with the others.
 
         Call it once: it repacks the model's weights in place. Raises `ConfigError` or `AdapterError`.
         """
@@ -45,10 +54,11 @@ class EngineSetup:
         self.states = model.states
         self.kv_heads = model.kv_heads
         _check_chunks(model, self.layout)
-        if model.states and config.tensor_parallel_size > 1:
+        if model.states and config.num_ranks > 1:
             raise ConfigError(
                 f"{model.name} has recurrent states (linear attention or a state space), which cannot be divided over"
-                f" ranks: use tensor_parallel_size 1 instead of {config.tensor_parallel_size}"
+                f" ranks: use tensor_parallel_size 1 instead of {config.tensor_parallel_size}, and"
+                " pipeline_parallel_size 1"
             )
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
@@ -74,7 +84,10 @@ class EngineSetup:
             mixes_prompts=self.kernels.mixes_prompts,
             keeps_images_whole=keeps_images_whole,
             has_position_rows=model.has_position_rows,
+            num_stages=config.pipeline_parallel_size,
         )
+        self._block_layers, self._stage_layers = model.block_layers, model.stage_layers
+        self._is_whole, self._is_alone = model.is_whole, config.num_ranks == 1
         self.adapters: AdapterStore | None = None
         if config.enable_lora:
             self.adapters = AdapterStore(
@@ -85,7 +98,7 @@ class EngineSetup:
                 slots=_slot_settings(config, device),
                 device=device,
             )
-        self.forward = choose_forward(
+        chosen = choose_forward(
             model,
             self.kernels.attention,
             self.kernels.layers,
@@ -95,12 +108,25 @@ class EngineSetup:
             # The C++ of all layers lets no token see a later one.
             may_call_once=self.kernels.has_decoder and not keeps_images_whole,
         )
+        # A stage computes without its neighbours; here it is connected with them.
+        self.forward = chosen if links is None else StagedForward(cast(StagePart, chosen), links)
         for given in config.adapters_at_start:
             assert self.adapters is not None  # `EngineConfig.check` requires enable_lora here
             read = self.adapters.read(given.name, given.path)
             adapter = replace(read, base_model_name=given.base_model_name)
             self.adapters.register(adapter)
             self.adapters.keep(adapter, in_use=(), pinned=())
+
+    def stage_shares(self) -> list[float]:
+        """Return the share of every block that each stage of a pipeline holds."""
+        return [BlockPart(layers).share(self.layout) for layers in self._stage_layers]
+
+    @property
+    def part(self) -> BlockPart | None:
+        """Return the part of every block that this rank holds; None: all of it."""
+        if self._is_alone:
+            return None
+        return BlockPart(self._block_layers, None if self._is_whole else self.kv_heads[0].part)
 
 
 def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
@@ -115,10 +141,10 @@ def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
 
 def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLayout:
     """Return the layout of blocks with the heads of all ranks. Raises `ConfigError`."""
-    first = model.kv_shapes[0]
+    first = model.block_shapes[0]
     layout = KVLayout(
         fingerprint=model.fingerprint,
-        num_layers=len(model.kv_shapes),
+        num_layers=len(model.block_shapes),
         num_kv_heads=model.kv_heads[0].total,
         block_tokens=block_tokens,
         head_dim=first.head_dim,
@@ -127,10 +153,10 @@ def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLa
         state_bytes=row_bytes(model.states),
         source_tokens=model.source_tokens,
     )
-    if model.is_uniform:
+    if len(set(model.block_shapes)) == 1:
         return layout
     # Models that ranks divide have equal layers (`check_shardable`).
-    return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=model.kv_shapes)
+    return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=model.block_shapes)
 
 
 def _slot_settings(config: EngineConfig, device: torch.device) -> SlotSettings | None:
@@ -144,6 +170,6 @@ def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
     """Return the name of the KV cache's dtype. Raises `ConfigError` if codes of one byte do not fit the heads."""
     if config.kv_cache_dtype == "auto":
         return str(model.dtype).removeprefix("torch.")
-    if odd := [shape.head_dim for shape in model.kv_shapes if shape.head_dim % 2]:
+    if odd := [shape.head_dim for shape in model.block_shapes if shape.head_dim % 2]:
         raise ConfigError(f"kv_cache_dtype {config.kv_cache_dtype} needs an even head_dim, not {odd[0]}: use auto")
     return f"fp8_{config.fp8_dtype}" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype

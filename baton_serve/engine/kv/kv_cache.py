@@ -9,6 +9,7 @@ blocks are copied there for transport. Only those blocks occupy host memory, sin
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -30,13 +31,47 @@ KVMemoryKind = Literal["shared", "device", "mirrored"]
 """Place of whole blocks: host memory that is the cache itself, the device, or a mirror in host memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """The part of every block that one of several ranks holds: some layers of it, and some heads of these. None: all.
+
+    Only blocks whose layers are equal can be divided by heads.
+    """
+
+    layers: slice | None = None
+    heads: slice | None = None
+
+    def has_layer(self, number: int) -> bool:
+        return self.layers is None or self.layers.start <= number < self.layers.stop
+
+    def of(self, blocks: Tensor, layout: KVLayout) -> Tensor:
+        """Return the view of this part of whole blocks, in the shape of `KVCache.tensor`."""
+        if blocks.dim() > 2:
+            return blocks[:, self.layers or slice(None), :, self.heads or slice(None)]
+        assert self.heads is None, "ranks divide the heads of equal layers"
+        return blocks[:, slice(*self._elements(layout))]
+
+    def share(self, layout: KVLayout) -> float:
+        """Return the size of this part, as a share of the whole block."""
+        start, end = self._elements(layout)
+        whole = sum(num_layers * shape.num_elements(layout) for num_layers, shape in layout.runs)
+        heads = 1.0 if self.heads is None else (self.heads.stop - self.heads.start) / layout.num_kv_heads
+        return (end - start) / whole * heads
+
+    def _elements(self, layout: KVLayout) -> tuple[int, int]:
+        """Return the range of the layers' elements in a block, with all heads."""
+        sizes = [shape.num_elements(layout) for num_layers, shape in layout.runs for _ in range(num_layers)]
+        chosen = self.layers or slice(0, len(sizes))
+        return sum(sizes[: chosen.start]), sum(sizes[: chosen.stop])
+
+
 class KVCache:
     """The KV cache's tensor [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim],
     or [num_blocks, elements] if the layers have different shapes.
 
-    With several ranks, each rank's tensor has the rank's own heads. `host_view` shows all blocks as bytes: the cache
-    itself on hosts, the mirror with `is_mirrored`. A single device has neither that nor a `shared_fd`; transports use
-    `device_tensor` after the events of `ready_after`.
+    With several ranks, each rank's tensor has the rank's own layers and heads. `host_view` shows all blocks as bytes:
+    the cache itself on hosts, the mirror with `is_mirrored`. A single device has neither that nor a `shared_fd`;
+    transports use `device_tensor` after the events of `ready_after`.
     """
 
     def __init__(
@@ -46,20 +81,21 @@ class KVCache:
         device: torch.device,
         *,
         place: KVMemoryKind | None = None,
-        heads: slice | None = None,
+        part: "BlockPart | None" = None,
         shared_fd: int | None = None,
     ) -> None:
         """Allocate the memory, filled with zeros.
 
-        `heads` are those of this process if several ranks share each block. One rank makes the shared memory; the
+        `part` is that of this process if several ranks share each block. One rank makes the shared memory; the
         others get its `shared_fd` and own the descriptor from then on. `place` None: shared on hosts, otherwise the
-        device, or mirrored if `heads` is given.
+        device, or mirrored if `part` is given.
         """
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = layout.block_bytes
         self.device = device
-        place = place or _place(device, heads)
+        place = place or _place(device, part)
+        self._part = part or BlockPart()
         self.is_mirrored = place == "mirrored"
         self.shared_fd: int | None = shared_fd
         self.host_view: memoryview | None = None
@@ -75,11 +111,9 @@ class KVCache:
         Until they end, nothing else may read or write the block.
         """
         shape, dtype = (num_blocks, *_block_shape(layout)), DTYPES[layout.dtype]
-        assert heads is None or len(shape) > 2, "ranks divide the heads of equal layers"
         self._host = torch.empty(0)
         if place != "device":
-            whole = self._map().view(dtype).view(shape)
-            self._host = whole if heads is None else whole[:, :, :, heads]
+            self._host = self._part.of(self._map().view(dtype).view(shape), layout)
         if place == "shared":
             self.tensor = self._host
         else:
@@ -110,10 +144,13 @@ class KVCache:
 
     def _unequal_layers(self) -> Iterator[Tensor]:
         """Yield the view of each layer with its scale rows, for layers of different shapes."""
-        start = 0
+        start, number = 0, 0
         for num_layers, shape in self.layout.runs:
             rows = self.layout.block_tokens + shape.scale_rows(self.layout)
             for _ in range(num_layers):
+                number += 1
+                if not self._part.has_layer(number - 1):
+                    continue
                 end = start + shape.num_elements(self.layout)
                 sizes = (shape.num_planes, shape.num_kv_heads, rows, shape.head_dim)
                 yield self.tensor[:, start:end].view(self.num_blocks, *sizes)
@@ -208,7 +245,7 @@ def _block_shape(layout: KVLayout) -> tuple[int, ...]:
     return (num_layers, shape.num_planes, shape.num_kv_heads, rows, shape.head_dim)
 
 
-def _place(device: torch.device, heads: slice | None) -> KVMemoryKind:
+def _place(device: torch.device, part: BlockPart | None) -> KVMemoryKind:
     if devices.is_host(device):
         return "shared"
-    return "device" if heads is None else "mirrored"
+    return "device" if part is None else "mirrored"

@@ -5,12 +5,14 @@ or neither (a layer that is an MLP or a mixture of experts only).
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from baton_serve.contracts.layout import KVShape
+from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart, row_bytes
@@ -18,6 +20,7 @@ from baton_serve.engine.loading.refusals import INSTEAD, refuse_type
 from baton_serve.engine.model.loaded_model import SharedLayer
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
 from baton_serve.engine.model.recurrent import StateProbe
+from baton_serve.engine.model.staged import StagedModule
 from baton_serve.engine.model_folder import HfConfig, first_line
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
@@ -87,18 +90,30 @@ def check_index(name: str, text_config: HfConfig, max_model_len: int) -> None:
         )
 
 
-def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: torch.device) -> ProbedLayers:
-    """Run a few tokens through the model, to record what each layer keeps. Raises `UnsupportedModelError`."""
+def probe_layers(
+    module: nn.Module,
+    name: str,
+    text_config: HfConfig,
+    target: torch.device,
+    stage: Stage = WHOLE_PIPELINE,
+    dtype: torch.dtype = torch.float32,
+) -> ProbedLayers:
+    """Run a few tokens through the model, or through one stage of it, to record what each layer keeps. `dtype` is that
+    of the activations between stages. Raises `UnsupportedModelError`.
+    """
     # transformers proposes packages for NVIDIA cards whenever it runs such a layer in plain torch.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     states = StateProbe()
     attention = AttentionProbe(states)
-    _run_tokens(module, name, attention, target)
+    width = int(text_config.hidden_size)
+    received = None if stage.is_first else torch.zeros((NUM_TOKENS, width), dtype=dtype, device=target)
+    _run_tokens(module, name, attention, stage, received, target)
     parts = states.parts
     num_layers = int(text_config.num_hidden_layers)
-    types = _layer_types(text_config) or ["full_attention"] * num_layers
+    every = _layer_types(text_config) or ["full_attention"] * num_layers
+    types = {i: kind for i, kind in enumerate(every) if stage.is_whole or i in stage.layers}
     _check_states(name, types, parts)
-    attending = tuple(i for i, kind in enumerate(types) if kind in ATTENTION_LAYERS | MIXED_LAYERS)
+    attending = tuple(i for i, kind in types.items() if kind in ATTENTION_LAYERS | MIXED_LAYERS)
     if not attending:
         return _without_attention(parts)
     shapes = _layer_shapes(attention, name, attending)
@@ -107,7 +122,7 @@ def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: to
     return ProbedLayers(
         kv_shapes=tuple(shape.kv for shape in own.values()),
         specs=[shape.spec for shape in own.values()],
-        kv_layers=None if len(own) == num_layers else tuple(own),
+        kv_layers=None if len(own) == len(types) else tuple(own),
         shared_layers=tuple(
             SharedLayer(layer, shape.source, shape.spec) for layer, shape in shapes.items() if shape.source is not None
         ),
@@ -116,10 +131,20 @@ def probe_layers(module: nn.Module, name: str, text_config: HfConfig, target: to
 
 
 @torch.inference_mode()
-def _run_tokens(module: nn.Module, name: str, attention: AttentionProbe, target: torch.device) -> None:
+def _run_tokens(
+    module: nn.Module,
+    name: str,
+    attention: AttentionProbe,
+    stage: Stage,
+    received: torch.Tensor | None,
+    target: torch.device,
+) -> None:
     """Run the first tokens of the vocabulary through the model. Raises `UnsupportedModelError`."""
     tokens = torch.arange(NUM_TOKENS, device=target)[None]
     try:
+        if not stage.is_whole:
+            StagedModule(module, stage).run(attention, tokens, received, {"input_ids": tokens})
+            return
         StepHolder(module).run(
             module,
             attention,
@@ -145,13 +170,13 @@ def _layer_types(text_config: HfConfig) -> list[str] | None:
     return None if types is None else list(types)
 
 
-def _check_states(name: str, types: list[str], parts: tuple[StatePart, ...]) -> None:
+def _check_states(name: str, types: Mapping[int, str], parts: tuple[StatePart, ...]) -> None:
     """Raise `UnsupportedModelError` if a layer should have recurrent states, but the probe has seen none.
 
     Such a module keeps them in another way than in transformers' cache.
     """
     found = {part.layer for part in parts}
-    hidden = [i for i, kind in enumerate(types) if kind in STATE_LAYERS | MIXED_LAYERS and i not in found]
+    hidden = [i for i, kind in types.items() if kind in STATE_LAYERS | MIXED_LAYERS and i not in found]
     if hidden:
         raise UnsupportedModelError(
             f"{name} cannot be served: layer {hidden[0]} is {types[hidden[0]]}, but keeps its states outside of"
@@ -159,7 +184,7 @@ def _check_states(name: str, types: list[str], parts: tuple[StatePart, ...]) -> 
         )
 
 
-def _check_window(name: str, text_config: HfConfig, types: list[str], shapes: list[LayerShape]) -> None:
+def _check_window(name: str, text_config: HfConfig, types: Mapping[int, str], shapes: list[LayerShape]) -> None:
     """Raise `UnsupportedModelError` if the config states a sliding window, but no layer passes one to attention.
 
     Such a model puts the window into a mask of its own, which paged attention does not see: its answers would differ
@@ -167,7 +192,7 @@ def _check_window(name: str, text_config: HfConfig, types: list[str], shapes: li
     """
     window = getattr(text_config, "sliding_window", None)
     is_used = isinstance(window, int) and window > 0 and getattr(text_config, "use_sliding_window", True) is not False
-    has_layers = getattr(text_config, "layer_types", None) is None or "sliding_attention" in types
+    has_layers = getattr(text_config, "layer_types", None) is None or "sliding_attention" in types.values()
     if is_used and has_layers and all(shape.spec.sliding_window is None for shape in shapes):
         raise UnsupportedModelError(
             f"{name} cannot be served: its config states a sliding window of {window} tokens, which its layers do not"

@@ -5,6 +5,7 @@ Every defect of a folder is raised as a `ModelError` that names the folder and t
 
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from transformers.initialization import no_init_weights
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard
+from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
@@ -25,7 +27,7 @@ from baton_serve.engine.loading.miniature import check_miniature, needs_comparis
 from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
-from baton_serve.engine.loading.refusals import refuse_type
+from baton_serve.engine.loading.refusals import refuse_stages, refuse_type
 from baton_serve.engine.loading.shard_weights import draw_parts, load_parts
 from baton_serve.engine.loading.text_decoders import known_decoder
 from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
@@ -41,6 +43,7 @@ from baton_serve.engine.model.rank_parts import RankParts, narrow, split
 from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
+from baton_serve.engine.model.staged import is_within, keep_layers
 from baton_serve.engine.model.vision.decoder import decoder_config, holds_more
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
@@ -58,7 +61,11 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    config: EngineConfig, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED
+    config: EngineConfig,
+    target: torch.device,
+    progress: LoadProgress,
+    shard: Shard = UNSHARDED,
+    stage: Stage = WHOLE_PIPELINE,
 ) -> LoadedModel:
     """Load a decoder, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
     folder, gguf = model_folder(config.model), gguf_file(config)
@@ -76,22 +83,14 @@ def load_model(
     form = _stored_format(config, hf_config, is_gguf=gguf is not None)
     plan = None if form is not None or config.quantization == "gguf" else _quantization_plan(config)
     is_rounded = form is not None or plan is not None or gguf is not None
-    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
-    # A quantized head that is the embedding too is looked up by all its rows.
-    keeps_head = is_rounded and tied_embedding(skeleton) is not None
-    if cross_port(hf_config) is not None and not shard.is_whole:
-        raise ConfigError(
-            f"tensor_parallel_size is {shard.size}, but {name} has cross-attention, which cannot be split over devices;"
-            " the largest number that works is 1"
-        )
-    parts = split(skeleton, name, shard, has_groups=is_rounded, keeps_head=keeps_head)
+    parts = _parts(hf_config, config, dtype, shard, stage, is_rounded=is_rounded)
     if gguf is not None:
         module = _load_gguf(gguf, hf_config, config, plan, dtype, target, parts)
     elif form is not None and config.load_format != "dummy":
         module = _load_stored(folder, hf_config, config, form, dtype, target, parts)
     elif plan is not None:
         module = _load_quantized(folder, hf_config, config, plan, dtype, target, parts)
-    elif not shard.is_whole:
+    elif not shard.is_whole or not stage.is_whole:
         module = _load_parts(folder, hf_config, config, dtype, target, parts, progress)
     elif config.load_format == "dummy":
         module = _make_dummy(hf_config, config, dtype, target)
@@ -106,7 +105,7 @@ def load_model(
     # Everything that changes the KV beside the weights goes into the fingerprint.
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
-    layers = _probe(module, name, hf_config, target, progress)
+    layers = _probe(module, name, hf_config, target, dtype, stage, progress)
     return LoadedModel(
         module=module,
         name=name,
@@ -126,6 +125,25 @@ def load_model(
     )
 
 
+def _parts(
+    hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, shard: Shard, stage: Stage, *, is_rounded: bool
+) -> RankParts:
+    """Return the part of a model that a rank holds. Raises `ConfigError` or `UnsupportedModelError`."""
+    name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
+    is_divided = not shard.is_whole or not stage.is_whole
+    if cross_port(hf_config) is not None and is_divided:
+        raise ConfigError(
+            f"tensor_parallel_size is {shard.size}, but {name} has cross-attention, which cannot be split over devices;"
+            " the largest number that works is 1, also for pipeline_parallel_size"
+        )
+    refuse_stages(name, hf_config.get_text_config(), stage)
+    skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    # A quantized head that is the embedding too is looked up by all its rows.
+    keeps_head = is_rounded and tied_embedding(skeleton) is not None
+    keep_layers(skeleton, stage)
+    return replace(split(skeleton, name, shard, has_groups=is_rounded, keeps_head=keeps_head), stage=stage)
+
+
 def _fingerprint(
     folder: Path, config: EngineConfig, variant: str, gguf: Path | None, target: torch.device, parts: RankParts
 ) -> str:
@@ -135,11 +153,18 @@ def _fingerprint(
         return weights_fingerprint(folder, variant, files)
     # Ranks draw other random weights than a single one does.
     drawn = variant if parts.is_whole else f"{variant}|{parts.shard.size} ranks"
+    drawn += "" if parts.stage.is_whole else f"|stages {parts.stage.num_layers}"
     return dummy_fingerprint(folder, drawn, seed=config.seed, device=target.type)
 
 
 def _probe(
-    module: nn.Module, name: str, hf_config: HfConfig, target: torch.device, progress: LoadProgress
+    module: nn.Module,
+    name: str,
+    hf_config: HfConfig,
+    target: torch.device,
+    dtype: torch.dtype,
+    stage: Stage,
+    progress: LoadProgress,
 ) -> ProbedLayers:
     """Find out what the layers of a model keep, and compare them with transformers if nobody has. Raises
     `UnsupportedModelError`.
@@ -147,7 +172,7 @@ def _probe(
     if (port := cross_port(hf_config)) is not None:
         shapes, specs = cross_layers(port, module)
         return ProbedLayers(shapes, specs, None, (), (), port.source_tokens(hf_config))
-    layers = probe_layers(module, name, hf_config.get_text_config(), target)
+    layers = probe_layers(module, name, hf_config.get_text_config(), target, stage, dtype)
     if needs_comparison(module):
         progress("comparing layers", 0.0)
         check_miniature(module, name)
@@ -231,11 +256,13 @@ def _load_stored(
         model = stored.sort_tensors(_open_checkpoint(folder, config, files), form)
         if not model.layers:
             raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights has this format")
+        model.drop(keep_layers(skeleton, parts.stage))
         if stored.fill_stored(skeleton, model, target, dtype, parts):
             _read_generation_config(skeleton, folder)
             return skeleton.to(target)
         # transformers converts floats only. The layers that stay linear get their codes back afterwards.
         whole = _load_weights(folder, hf_config, config, dtype, stored.numbers(model, dtype))
+        keep_layers(whole, parts.stage)
         stored.requantize(whole, model, target, dtype, parts)
         _read_generation_config(whole, folder)
         return whole.to(target)
@@ -255,6 +282,7 @@ def _load_quantized(
     If the folder's names are the model's own, it is never in memory unrounded.
     """
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
+    dropped = keep_layers(skeleton, parts.stage)
     with ExitStack() as files:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
@@ -262,7 +290,8 @@ def _load_quantized(
             std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
             tensors = loading.random_tensors(skeleton, target, dtype, std)
         else:
-            tensors = _open_checkpoint(folder, config, files)
+            stored_ones = _open_checkpoint(folder, config, files)
+            tensors = {name: read for name, read in stored_ones.items() if not is_within(name, dropped)}
         if loading.fits(skeleton, tensors):
             module = loading.fill(skeleton, tensors, plan, target, dtype, parts).to(target)
             _read_generation_config(module, folder)
@@ -271,6 +300,7 @@ def _load_quantized(
         whole = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
     else:
         whole = _load_weights(folder, hf_config, config, dtype)
+    keep_layers(whole, parts.stage)
     return loading.round_loaded(whole, plan, target, dtype, parts)
 
 
@@ -286,6 +316,8 @@ def _load_gguf(
     """Load the weights of a GGUF file: with their codes, rounded by `plan`, or as floats."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     kept = gguf_layers(file, skeleton, keep_codes=plan is None)
+    if kept is not None:
+        kept.drop(keep_layers(skeleton, parts.stage))
     if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype, parts):
         _read_generation_config(skeleton, file.parent)
         return skeleton.to(target)
@@ -297,6 +329,7 @@ def _load_gguf(
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     whole = _load_weights(file.parent, hf_config, config, dtype, gguf_tensors(file, skeleton, dtype))
     _read_generation_config(whole, file.parent)
+    keep_layers(whole, parts.stage)
     if plan is not None:
         return loading.round_loaded(whole, plan, target, dtype, parts)
     split_module(whole, parts)
@@ -393,15 +426,18 @@ def _load_parts(
     with no_init_weights():  # memory that is never written is never taken
         module = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
     cast(Any, module).tie_weights()
+    dropped = keep_layers(module, parts.stage)
     if config.load_format == "dummy":
         std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
         draw_parts(module, parts, target, dtype, config.seed, std)
         return module.to(target)
     try:
-        files = map_tensors(folder, config.load_format, config.loader.pattern)
+        stored_ones = map_tensors(folder, config.load_format, config.loader.pattern)
+        files = {name: tensor for name, tensor in stored_ones.items() if not is_within(name, dropped)}
         threads = config.loader.copy_threads
         if not load_parts(module, files, parts, target, lambda done: progress("loading weights", done), threads):
             module = _load_weights(folder, hf_config, config, dtype)
+            keep_layers(module, parts.stage)
             split_module(module, parts)
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc

@@ -3,6 +3,7 @@
 A refusal is one sentence: what the model has that is not supported, and what to use instead.
 """
 
+from baton_serve.engine.collectives.stage import Stage
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.speech.decoder import cross_port
 from baton_serve.engine.model_folder import HfConfig
@@ -95,4 +96,22 @@ def refuse_type(hf_config: HfConfig) -> None:
     if getattr(hf_config, "is_encoder_decoder", False) and cross_port(hf_config) is None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder; only decoders can be served, such as Qwen 3: {INSTEAD}"
+        )
+
+
+def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:
+    """Raise `UnsupportedModelError` for models whose layers cannot be divided into the stages of a pipeline, because
+    they pass on more than one activation for each token, or keep states that only whole blocks hold.
+    """
+    if stage.is_whole:
+        return
+    types = set(getattr(text_config, "layer_types", None) or ())
+    reasons = {
+        "have recurrent states": bool(types & {"linear_attention", "conv", "hybrid"}),
+        "read the KV of other layers": bool(getattr(text_config, "num_kv_shared_layers", 0)),
+        "read an embedding of their own": bool(getattr(text_config, "hidden_size_per_layer_input", 0)),
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise UnsupportedModelError(
+            f"{name} cannot be divided into stages, because layers {found[0]}: set pipeline_parallel_size to 1"
         )

@@ -207,6 +207,12 @@ class BatchInputs:
     prompt_at: dict[int, int]
     """By chunk that needs all its logits (prompt logprobs): the first row of them."""
 
+    @property
+    def num_logits(self) -> int:
+        """Return the number of rows that have logits."""
+        rows = self.arrays.logit_rows
+        return len(self.arrays.tokens if rows is None else rows)
+
 
 class InputBuilder:
     """Builds the inputs of steps. Owned by the runner."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from baton_serve.engine.kernels import Norm
 from baton_serve.engine.model.rotary import position_axes, row_angles
+from baton_serve.engine.model.staged import own_layers
 
 GELU_TANH = "gelu_pytorch_tanh"
 ACTIVATIONS = ("silu", GELU_TANH)
@@ -196,7 +197,7 @@ They were compared with transformers, and are found by name, since a layer that 
 
 def describe(module: nn.Module) -> FamilyDescription | None:
     """Return the description of a model, or None if there is none."""
-    layers, config = getattr(getattr(module, "model", None), "layers", ()), cast(Any, module).config
+    layers, config = own_layers(getattr(getattr(module, "model", None), "layers", ())), cast(Any, module).config
     kinds = {type(layer).__name__ for layer in layers}
     family = FAMILIES.get(kinds.pop()) if len(kinds) == 1 else None
     if family is None or not family.is_supported(config):
@@ -279,7 +280,9 @@ def rotations_of(family: FamilyDescription, module: Any) -> Rotations:
     rotary, layers = module.model.rotary_emb, module.model.layers
     # Gemma 3 has frequencies of their own for each type of layer.
     types = [""] * len(layers) if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in module.config.layer_types]
-    kinds = [(kind, family.rotates(family.attention_of(layer))) for kind, layer in zip(types, layers, strict=True)]
+    own = set(map(id, own_layers(layers)))
+    every = zip(types, layers, strict=True)
+    kinds = [(kind, family.rotates(family.attention_of(layer))) for kind, layer in every if id(layer) in own]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     frequencies = [getattr(rotary, f"{kind}inv_freq").float() * float(rotates) for kind, rotates in numbers]
     scaling = (float(getattr(rotary, f"{kind}attention_scaling", 1.0)) if rotates else 1.0 for kind, rotates in numbers)

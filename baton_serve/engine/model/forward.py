@@ -34,6 +34,7 @@ from baton_serve.engine.model.quantized.modules import install
 from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.model.recurrent import PackedMixers, install_steps
 from baton_serve.engine.model.speech.decoder import CrossAttentionForward
+from baton_serve.engine.model.staged import StagedModule
 
 
 class LogitParts(Protocol):
@@ -88,7 +89,7 @@ class Forward(Protocol):
 
 def _cache_places(model: LoadedModel) -> dict[int, CachePlace]:
     """Return where each layer with attention finds its KV, by the model's number of the layer."""
-    kv_layers = range(len(model.specs)) if model.kv_layers is None else model.kv_layers
+    kv_layers = model.attending_layers
     places = {
         layer: CachePlace(number, spec) for number, (layer, spec) in enumerate(zip(kv_layers, model.specs, strict=True))
     }
@@ -120,6 +121,8 @@ class TransformersForward:
         self._adapters = adapters
         self._step_adapters = adapt_modules(model.module, adapters) if adapters is not None else None
         self._step = StepHolder(model.module)
+        # After it: the layers read the holder that was made last.
+        self._staged = None if model.stage.is_whole else StagedModule(model.module, model.stage)
         self._places = _cache_places(model)
         sum_outputs(model.module, model.parts, self._collectives)
         self._chunk = next((spec.chunk for spec in model.specs if spec.chunk is not None), None)
@@ -127,39 +130,64 @@ class TransformersForward:
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         if self._adapters is not None and self._step_adapters is not None:
             self._step_adapters.rows = self._adapters.rows(inputs.adapters)
-        module = self._model.module
-        if inputs.images:
-            # Embeddings of images replace those of their placeholder tokens, so the model gets embeddings and no
-            # tokens.
-            embed = cast(Any, module).get_input_embeddings()
-            read: dict[str, Tensor] = {"inputs_embeds": embedded(embed, inputs)[None]}
-        else:
-            read = {"input_ids": inputs.input_ids[None]}
-        positions = inputs.position_ids
-        with _added_features(module, inputs):
+        with _added_features(self._model.module, inputs):
             output = self._step.run(
-                module,
-                PagedAttention(
-                    self._backend,
-                    layers,
-                    self._places,
-                    inputs.meta,
-                    self._chunked(inputs, layers[0].shape[3]),
-                    positions,
-                    inputs.after_layer,
-                    None if inputs.states is None else PackedMixers(inputs.states),
-                ),
-                **read,
-                position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
+                self._model.module,
+                self._attention(inputs, layers),
+                **self._read(inputs),
+                position_ids=_position_ids(inputs),
                 # transformers reads 0 as all rows
                 logits_to_keep=0 if inputs.logit_rows is None else inputs.logit_rows,
             )
-        logits = cast(Tensor, output.logits)[0]
+        return self._whole(cast(Tensor, output.logits)[0])
+
+    def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
+        """Return what the next stage reads, or after the last one the head; see `StagePart`."""
+        assert self._staged is not None
+        read = self._read(inputs) if received is None else {}
+        hidden = self._staged.run(self._attention(inputs, layers), _position_ids(inputs), received, read)
+        is_end = self._model.stage.is_last and inputs.logit_rows is not None
+        return hidden[inputs.logit_rows] if is_end else hidden
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the last stage's rows."""
+        assert self._staged is not None
+        return self._whole(self._staged.head(hidden))
+
+    def _read(self, inputs: StepInputs) -> dict[str, Tensor]:
+        """Return the input of the model's first layer by the name of its argument."""
+        if not inputs.images:
+            return {"input_ids": inputs.input_ids[None]}
+        # Embeddings of images replace those of their placeholder tokens, so the model gets embeddings and no tokens.
+        embed = cast(Any, self._model.module).get_input_embeddings()
+        return {"inputs_embeds": embedded(embed, inputs)[None]}
+
+    def _attention(self, inputs: StepInputs, layers: list[Tensor]) -> PagedAttention:
+        """Return the step's access to the KV cache."""
+        return PagedAttention(
+            self._backend,
+            layers,
+            self._places,
+            inputs.meta,
+            self._chunked(inputs, layers[0].shape[3]),
+            inputs.position_ids,
+            inputs.after_layer,
+            None if inputs.states is None else PackedMixers(inputs.states),
+        )
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ranks."""
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
 
     def _chunked(self, inputs: StepInputs, block_tokens: int) -> AttentionMetadata:
         """Return the batch for layers with chunked attention, or the batch itself if there are none."""
         return inputs.meta if self._chunk is None else chunked_batch(inputs, self._chunk, block_tokens)
+
+
+def _position_ids(inputs: StepInputs) -> Tensor:
+    """Return the positions as transformers reads them."""
+    positions = inputs.position_ids
+    return positions[None] if positions.dim() == 1 else positions[:, None]
 
 
 @contextmanager
@@ -204,7 +232,7 @@ def choose_forward(
     may_call_once: bool = True,
 ) -> Forward:
     """Return the fastest forward that supports the model. `may_call_once` says that the call of C++ that computes all
-    layers is right on this machine.
+    layers is right on this machine. For one stage of a pipeline the result implements `StagePart`.
 
     Call it once: fusing repacks the weights in place. The products that adapters may change are offered to `adapters`.
     Raises `UnsupportedModelError` for quantized experts outside of fused layers.
@@ -215,7 +243,7 @@ def choose_forward(
                 f"{model.name} has cross-attention, which LoRA adapters do not support: leave out enable_lora"
             )
         return CrossAttentionForward(model, backend)
-    is_plain = model.is_whole and adapters is None and may_call_once
+    is_plain = model.is_whole and model.stage.is_whole and adapters is None and may_call_once
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
     if adapters is not None and fused_adapted.fits(model.module):

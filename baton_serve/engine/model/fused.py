@@ -43,6 +43,7 @@ from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.mixture_of_experts import Mixture, SharedExpert, pack_mixture, shared_expert
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear, can_merge, install, merge
+from baton_serve.engine.model.staged import own_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def fits(module: nn.Module) -> bool:
     family = describe(module)
     if family is None:
         return False
-    layers = cast(Any, module).model.layers
+    layers = own_layers(cast(Any, module).model.layers)
     mixers = [found for layer in layers if is_mixer(found := family.attention_of(layer))]
     if not all(can_pack_mixer(mixer) for mixer in mixers):
         return False
@@ -140,20 +141,24 @@ class FusedForward:
         self._has_wide_norms = family.has_wide_norms
         self.vocab_size = model.vocab_size
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
-        self._head = _linear(module.lm_head, kernels)
+        self._is_last = model.stage.is_last
+        # Without a head this is a later stage of a pipeline, which never computes logits.
+        self._head = _linear(module.lm_head, kernels) if model.stage.is_first else None
         self._final_norm = family.norm_of(module.model.norm)
-        self._layers = pack_layers(module, family, MixerTools(kernels, mixers, backend), self._final_norm)
-        kv_layers = range(len(self._layers)) if model.kv_layers is None else model.kv_layers
-        self._kv_number = {layer: number for number, layer in enumerate(kv_layers)}
+        last_norm = self._final_norm if self._is_last else None
+        self._layers = pack_layers(module, family, MixerTools(kernels, mixers, backend), last_norm)
+        first = 0 if model.stage.is_whole else model.stage.layers.start
+        self._kv_number = {layer - first: number for number, layer in enumerate(model.attending_layers)}
         self._specs = model.specs
         self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
         self._backend, self._kernels, self._collectives = backend, kernels, collectives
         self._is_alone, self._num_ranks = model.is_whole, model.parts.shard.size
-        self._is_head_whole = model.is_whole or module.lm_head.out_features == model.vocab_size
+        has_part = not model.is_whole and self._head is not None
+        self._is_head_whole = not has_part or module.lm_head.out_features == model.vocab_size
         self._like = torch.empty(0, device=self._final_norm.weight.device)
         collectives.prepare(self._final_norm.weight)
         self._row = None
-        if model.is_whole and self._is_plain(family):
+        if model.is_whole and model.stage.is_whole and self._is_plain(family):
             layers = cast(list[RowLayer], self._layers)  # plain layers have all norms
             self._row = row_kernel(self._like.device, layers, self._specs, self._head_dim, self._num_kv_heads)
         self.adapter_slots: AdapterSlots | None = None
@@ -185,11 +190,34 @@ class FusedForward:
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """Compute this rank's columns of the logits."""
+        assert self._head is not None  # stages of a pipeline call `run_stage`
         residual, rotations = self._begin(inputs)
         # On some devices a whole step of one token runs as a single kernel.
         if self._compute_row(residual, rotations[0], layers, inputs):
             return self._logits(self._kernels.norm_for(residual, self._final_norm, self._head.weight))
+        return self._logits(self._run_layers(residual, rotations, layers, inputs, self._head.weight))
+
+    def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
+        """Return the residual after this stage, or after the last one the input of the head; see `StagePart`."""
+        hidden = self._run_layers(*self._begin(inputs, received), layers, inputs, None)
+        assert isinstance(hidden, Tensor)  # it is prepared only for a weight that is named
+        return hidden
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the last stage's rows."""
+        return self.whole(self._logits(hidden))
+
+    def _run_layers(
+        self,
+        residual: Tensor,
+        rotations: list[tuple[Tensor, Tensor]],
+        layers: list[Tensor],
+        inputs: StepInputs,
+        head: Weight | None,
+    ) -> Activations:
+        """Compute all layers of this stage. Return what `head` reads, or the next stage; see `run_stage`."""
         first = self._layers[0]
+        rows = inputs.logit_rows if self._is_last else None
         hidden = self._input_of(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
             heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
@@ -199,23 +227,25 @@ class FusedForward:
             # Parallel layers: the MLP reads what attention has read, and both outputs are added.
             if not self._is_parallel:
                 hidden = summed
-            is_last = number + 1 == len(self._layers)
-            then = (self._head if is_last else self._layers[number + 1].qkv).weight
-            if is_last and inputs.logit_rows is not None:  # only the rows whose logits are needed go on
-                output = self._collectives.all_reduce(self._mlp(layer, hidden))[inputs.logit_rows]
-                hidden = self._joined(output, residual[inputs.logit_rows], layer.after_mlp, then)
+            is_end = number + 1 == len(self._layers)
+            then = head if is_end else self._layers[number + 1].qkv.weight
+            if is_end and rows is not None:  # only the rows whose logits are needed go on
+                output = self._collectives.all_reduce(self._mlp(layer, hidden))[rows]
+                hidden = self._joined(output, residual[rows], layer.after_mlp, then)
             elif layer.gate_up is not None and layer.down is not None:
                 gated = self._gated(layer.gate_up, hidden, layer.down)
                 hidden = self._linear_join(gated, layer.down, residual, layer.after_mlp, then)
             else:
                 hidden = self._join_of_sum(self._mlp(layer, hidden), residual, layer.after_mlp)
             hidden = self._with_images(number, hidden, residual, inputs)
-        return self._logits(hidden)
+        return hidden
 
-    def _begin(self, inputs: StepInputs) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the input of the first layer, [num_tokens, hidden], and cos and sin of each rotation."""
-        residual = embedded(self._embed, inputs)
-        if self._scales.embedding != 1.0:
+    def _begin(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the input of the first layer, [num_tokens, hidden], and cos and sin of each rotation. `received` is
+        the output of the stage before.
+        """
+        residual = embedded(self._embed, inputs) if received is None else received
+        if received is None and self._scales.embedding != 1.0:
             residual = residual * self._scales.embedding
         if inputs.position_ids.dim() == 2:
             return residual, self._rotations.of_rows(inputs.position_ids)
@@ -230,6 +260,7 @@ class FusedForward:
         return self._input_of(residual, following.input_norm, following.qkv.weight)
 
     def _logits(self, hidden: Activations) -> Tensor:
+        assert self._head is not None
         return self._scales.finish(self._kernels.linear(hidden, self._head.weight, self._head.bias))
 
     def _input_of(self, residual: Tensor, norm: Norm | None, then: Weight) -> Activations:
@@ -388,9 +419,12 @@ class FusedForward:
         return self._kernels.gelu_mul(gate_up) if self._is_gelu else self._kernels.silu_mul(gate_up)
 
 
-def pack_layers(module: Any, family: FamilyDescription, tools: MixerTools, final_norm: Norm) -> list[Layer]:
-    """Join and pack the weights of all layers of a transformers model."""
-    layers = module.model.layers
+def pack_layers(module: Any, family: FamilyDescription, tools: MixerTools, final_norm: Norm | None) -> list[Layer]:
+    """Join and pack the weights of all layers of a transformers model, or of one stage of it.
+
+    `final_norm` is the one after the last layer; None: another stage follows.
+    """
+    layers = own_layers(module.model.layers)
     following = [*(family.norm_at(layer, family.input_norm) for layer in layers[1:]), final_norm]
     residual_scale = scales_of(family, module.config).residual
     has_silu = getattr(module.config, family.activation) != GELU_TANH  # the only activation of grouped products

@@ -1,12 +1,15 @@
 """A loaded model as the rest of the engine sees it. This module does not import transformers, which takes seconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from baton_serve.contracts.layout import KVShape
+from baton_serve.engine.collectives.stage import Stage
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart
 from baton_serve.engine.model.rank_parts import WHOLE, HeadRange, RankParts
@@ -58,6 +61,45 @@ class LoadedModel:
     models without cross-attention."""
     has_position_rows: bool = False
     """True if the positions of image tokens have three parts (M-RoPE)."""
+    stage_shapes: tuple[tuple[KVShape, ...], ...] = ()
+    """The `kv_shapes` of each stage. It is known when all stages are loaded, and empty for the only stage."""
+
+    @property
+    def stage(self) -> Stage:
+        """Return which layers this is, if it is one stage of a pipeline. Most fields describe these layers alone."""
+        return self.parts.stage
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the width of the activations between layers."""
+        stated: Any = cast(Any, self.module).config
+        get_text_config = getattr(stated, "get_text_config", None)
+        # Configs of this project's own loader have no parts.
+        return int((stated if get_text_config is None else get_text_config()).hidden_size)
+
+    @property
+    def block_shapes(self) -> tuple[KVShape, ...]:
+        """Return the shape of each layer's part of a block, over all stages, with the heads of this rank."""
+        return tuple(shape for shapes in self.stage_shapes for shape in shapes) or self.kv_shapes
+
+    @property
+    def block_layers(self) -> slice | None:
+        """Return which of a block's layers this stage holds; None: all."""
+        return self.stage_layers[self.stage.number]
+
+    @property
+    def stage_layers(self) -> list[slice | None]:
+        """Return which of a block's layers each stage holds; None: all."""
+        if not self.stage_shapes:
+            return [None]
+        ends = list(accumulate(map(len, self.stage_shapes), initial=0))
+        return [slice(start, end) for start, end in pairwise(ends)]
+
+    @property
+    def attending_layers(self) -> Sequence[int]:
+        """Return the model's number of each layer that has KV."""
+        first = 0 if self.stage.is_whole else self.stage.layers.start
+        return range(first, first + len(self.kv_shapes)) if self.kv_layers is None else self.kv_layers
 
     @property
     def is_whole(self) -> bool:
@@ -67,7 +109,7 @@ class LoadedModel:
     @property
     def kv_heads(self) -> list[HeadRange]:
         """Return the KV heads of this rank and the number of all, for each layer that has KV."""
-        layers = range(len(self.kv_shapes)) if self.kv_layers is None else self.kv_layers
+        layers = self.attending_layers
         own = [HeadRange(shape.num_kv_heads, slice(0, shape.num_kv_heads)) for shape in self.kv_shapes]
         return [self.parts.kv_heads.get(layer, heads) for layer, heads in zip(layers, own, strict=True)]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard, step_of_width
+from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.model.quantized.experts import TRANSPOSED, WEIGHTS
 from baton_serve.engine.model.quantized.modules import ReorderedLinear
@@ -78,6 +79,8 @@ class RankParts:
     """The parts of a decoder's weights that a rank holds. All other weights are whole."""
 
     shard: Shard = UNSHARDED
+    stage: Stage = WHOLE_PIPELINE
+    """The layers that this rank holds. The other fields describe these layers."""
     tensors: dict[str, TensorPart] = field(default_factory=dict)
     """The parts of parameters by name."""
     zeros: frozenset[str] = frozenset()
@@ -93,6 +96,7 @@ class RankParts:
 
     @property
     def is_whole(self) -> bool:
+        """Return whether this rank holds whole layers."""
         return self.shard.is_whole
 
     def rows(self, name: str, whole: Tensor) -> Tensor:

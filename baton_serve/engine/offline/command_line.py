@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from baton_serve.engine.config import EngineConfig
 
-SHORT = {"tensor_parallel_size": "-tp", "quantization": "-q"}
+SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "quantization": "-q"}
 """The arguments for which vLLM has a short flag."""
 
 

@@ -32,7 +32,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "enable_log_requests": (False,),
     "max_num_partial_prefills": (1,),
     "num_scheduler_steps": (1,),
-    "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "scheduling_policy": ("fcfs", "priority"),
     "tokenizer_mode": ("auto", "hf"),

@@ -271,7 +271,10 @@ class LLMEngine:
 
     def get_parallel_config(self) -> ParallelConfig:
         """Return over how many devices the model is split."""
-        return ParallelConfig(tensor_parallel_size=self._config.tensor_parallel_size)
+        config = self._config
+        return ParallelConfig(
+            tensor_parallel_size=config.tensor_parallel_size, pipeline_parallel_size=config.pipeline_parallel_size
+        )
 
     def get_scheduler_config(self) -> OfflineSchedulerConfig:
         """Return the limits of a step."""

@@ -9,24 +9,36 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.execution.decode_graphs import CONTEXTS, DecodeArrays
 from baton_serve.engine.model.batch_inputs import StepArrays
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
-    """The first command: load this rank's shard of the model. The rank answers when it is done."""
+    """Load this rank's part of the model. The rank answers with `RankLoaded` when it is done."""
 
     config: EngineConfig
     rank: int
     threads: int
     """Number of CPU threads."""
+    num_layers: tuple[int, ...]
+    """Number of layers of each stage; () for one stage."""
+
+
+class ReportMemory(msgspec.Struct, frozen=True, tag=True):
+    """Only before `LoadRank`: answer with the free memory in bytes of the device that this rank will use."""
+
+    config: EngineConfig
+    rank: int
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):
-    """Join the process group that uses this file as its store. The rank answers when it has joined."""
+    """Join the other ranks, which find each other by this store (see `World`). The rank answers when it has joined."""
 
     store: str
+    stage_shapes: tuple[tuple[KVShape, ...], ...]
+    """By stage: the shape of the KV of each of its layers; () for one stage."""
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
@@ -63,6 +75,12 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     block_tables: memoryview
     logit_rows: memoryview | None
     pending: memoryview | None
+
+
+class FinishStep(msgspec.Struct, frozen=True, tag=True):
+    """Only for the first stage: compute the logits of the oldest step that is not finished, which has `count` rows."""
+
+    count: int
 
 
 class Replay(msgspec.Struct, frozen=True, tag=True):
@@ -111,11 +129,13 @@ class FromHost(msgspec.Struct, frozen=True, tag=True):
 
 Command = (
     LoadRank
+    | ReportMemory
     | JoinGroup
     | BuildCache
     | MeasureMemory
     | CaptureGraphs
     | Compute
+    | FinishStep
     | Replay
     | GatherLogits
     | SetSampledTokens
@@ -132,6 +152,12 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
     value: int = 0
 
 
+class RankLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `LoadRank`: the shape of the KV of each of the rank's layers."""
+
+    kv_shapes: tuple[KVShape, ...]
+
+
 class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     """Executing a command raised an error. Rank 0 raises an error of the same kind."""
 
@@ -139,7 +165,7 @@ class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-CommandAnswer = CommandDone | CommandFailed
+CommandAnswer = CommandDone | RankLoaded | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:

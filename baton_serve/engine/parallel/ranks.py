@@ -1,4 +1,4 @@
-"""Rank 0's side of tensor parallelism: starts the other ranks, sends them commands and detects their exit.
+"""Rank 0's side of tensor and pipeline parallelism: starts the other ranks, sends them commands and detects their exit.
 
 If one rank exits, the whole instance ends. Used from the engine's thread. A watcher thread reports ranks that have
 exited, since the engine's thread may be waiting for the device, which in turn waits for the lost rank.
@@ -14,16 +14,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from baton_serve.child_command import module_command
-from baton_serve.engine.collectives.backends import Collectives, SingleRank, TorchCollectives
-from baton_serve.engine.collectives.shard import Shard
+from baton_serve.contracts.layout import KVShape
+from baton_serve.engine import device as devices
+from baton_serve.engine.collectives.backends import Collectives, SingleRank
+from baton_serve.engine.collectives.links import StageLinks
+from baton_serve.engine.collectives.stage import partition_layers
+from baton_serve.engine.collectives.world import RankPlace, World, place_of
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
+from baton_serve.engine.loading.loader_choice import count_layers
+from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
     BuildCache,
@@ -35,6 +41,8 @@ from baton_serve.engine.parallel.commands import (
     JoinGroup,
     LoadRank,
     MeasureMemory,
+    RankLoaded,
+    ReportMemory,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,52 +78,96 @@ class _Rank:
 
 
 class Ranks:
-    """The other ranks of an engine. With `tensor_parallel_size` 1 there are none, and all methods do nothing."""
+    """The other ranks of an engine. With one rank there are none, and all methods do nothing."""
 
     def __init__(self, config: EngineConfig, on_lost: OnLost) -> None:
         """Start the other ranks, which begin to load. `on_lost` is called at most once, from another thread."""
-        self.shard = Shard(0, config.tensor_parallel_size)
+        self.num_ranks = config.num_ranks
+        self.place: RankPlace = place_of(0, config.tensor_parallel_size, ())
         self._maps_memory = not config.disable_custom_all_reduce
         self.group: Collectives = SingleRank()
+        self.links: StageLinks | None = None
+        self._world: World | None = None
         self._ranks: list[_Rank] = []
+        self._unanswered = 0
         self._on_lost = on_lost
         self._folder: Path | None = None
         self._is_closing = threading.Event()
-        if self.shard.is_whole:
+        if self.num_ranks == 1:
             return
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        for number in range(1, self.shard.size):
-            self._ranks.append(_start(number))
-            # The shard begins to load immediately, in parallel with rank 0.
-            self._send([self._ranks[-1]], LoadRank(config, number, torch.get_num_threads()))
+        self._ranks = [_start(number) for number in range(1, self.num_ranks)]
+        try:
+            num_layers = self._divide(config)
+        except BaseException:
+            self._abandon()
+            raise
+        self.place = place_of(0, config.tensor_parallel_size, num_layers)
+        for rank in self._ranks:
+            # The ranks begin to load immediately, in parallel with rank 0.
+            self._send([rank], LoadRank(config, rank.number, torch.get_num_threads(), num_layers))
         # Closing the write end wakes the watcher, which otherwise sleeps until a rank exits.
         self._wake, self._woken = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
-    def join_group(self, device: torch.device) -> None:
-        """Form the process group, after this rank has loaded its shard. Raises the error of another rank's loading."""
-        if self._folder is None:
-            return
-        self._collect(LOAD_TIMEOUT_S)
-        store = self._folder / "store"
-        # Send first: forming the group waits until every rank has joined.
-        self.send_command(JoinGroup(str(store)))
-        self.group = TorchCollectives(store, self.shard, device, maps_memory=self._maps_memory)
-        self._collect(ANSWER_TIMEOUT_S)
+    def _divide(self, config: EngineConfig) -> tuple[int, ...]:
+        """Return the number of layers of each stage; () for one stage. Raises `ConfigError`."""
+        count, size = config.pipeline_parallel_size, config.tensor_parallel_size
+        if count == 1:
+            return ()
+        device = devices.select_device(config.device)
+        memory: list[float] | None = None
+        if config.pipeline_layer_partition is None and not devices.is_host(device):
+            for rank in self._ranks:
+                self._send([rank], ReportMemory(config, rank.number))
+            free = [devices.memory(device).free_bytes, *map(_value, self._collect(ANSWER_TIMEOUT_S))]
+            # A stage has as much memory as the smallest of its devices.
+            memory = [float(min(free[start : start + size])) for start in range(0, len(free), size)]
+        stages = partition_layers(count_layers(config), count, config.pipeline_layer_partition, memory)
+        logger.info("pipeline of %d stages with %s layers", count, ", ".join(map(str, stages)))
+        return stages
 
-    def send_command(self, command: Command) -> None:
-        """Send a command to all other ranks without waiting. Raises `ChannelError`."""
-        self._send(self._ranks, command)
+    def join_group(self, device: torch.device, model: LoadedModel) -> LoadedModel:
+        """Form the process groups, after this rank has loaded its part of the model. Return the model with what is
+        known of the other stages. Raises the error of another rank's loading.
+        """
+        if self._folder is None:
+            return model
+        loaded = self._collect(LOAD_TIMEOUT_S)
+        shapes: tuple[tuple[KVShape, ...], ...] = ()
+        if self.place.num_stages > 1:
+            every = [model.kv_shapes, *(answer.kv_shapes for answer in loaded if isinstance(answer, RankLoaded))]
+            shapes = tuple(every[:: self.place.shard.size])
+        store = str(self._folder / "store")
+        # Send first: forming the group waits until every rank has joined.
+        self.send_command(JoinGroup(store, shapes))
+        self._world = World(store, self.place, device)
+        self.group = self._world.collectives(maps_memory=self._maps_memory)
+        self.links = self._world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=device))
+        self._collect(ANSWER_TIMEOUT_S)
+        return replace(model, stage_shapes=shapes)
+
+    def send_command(self, command: Command, *, to_first_stage: bool = False) -> None:
+        """Send a command to all other ranks, or to those of the first stage, without waiting. Raises `ChannelError`."""
+        self._send(self._ranks[: self.place.shard.size - 1] if to_first_stage else self._ranks, command)
 
     def query_ranks(self, command: Command, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
         """Send a command and return the answer of each other rank. Raises `EngineError`."""
+        self.wait()
         self._send(self._ranks, command)
-        return self._collect(timeout_s)
+        return [_value(answer) for answer in self._collect(timeout_s)]
+
+    def expect_answer(self, command: Command) -> None:
+        """Send a command whose answers `wait` reads. Raises `ChannelError`."""
+        self._send(self._ranks, command)
+        self._unanswered += 1
 
     def wait(self) -> None:
-        """Wait until all ranks have answered a command that was sent."""
-        self._collect(ANSWER_TIMEOUT_S)
+        """Wait until all ranks have answered the commands of `expect_answer`. Raises `EngineError`."""
+        while self._unanswered:
+            self._unanswered -= 1
+            self._collect(ANSWER_TIMEOUT_S)
 
     def build(self, num_blocks: int, descriptor: int | None) -> None:
         """Make the KV cache of the other ranks. `descriptor` is the memory that holds or mirrors all ranks' blocks.
@@ -129,17 +181,15 @@ class Ranks:
             rank.channel.send_descriptor(descriptor)
         self._collect(ANSWER_TIMEOUT_S)
 
-    def available_bytes(self, own: int, measure: MeasureMemory) -> int:
-        """Return the memory for the KV cache that every rank has, in bytes: the minimum over `own` and
-        the other ranks.
-        """
-        return min([own, *self.query_ranks(measure)])
+    def available_bytes(self, own: int, measure: MeasureMemory) -> list[int]:
+        """Return the memory in bytes that each rank has for its part of the KV cache; `own` is that of this rank."""
+        return [own, *self.query_ranks(measure)]
 
     def capture(self, capture_here: Callable[[], bool]) -> None:
         """Capture graphs on all ranks at the same time. Raises `EngineError` if only some of them succeeded."""
         # At the same time, because capturing runs the collectives, which need every rank.
         self.send_command(CaptureGraphs())
-        captured = [int(capture_here()), *self._collect(ANSWER_TIMEOUT_S)]
+        captured = [int(capture_here()), *map(_value, self._collect(ANSWER_TIMEOUT_S))]
         if len(set(captured)) > 1:
             raise EngineError("only some ranks could capture graphs; start with --enforce-eager")
 
@@ -152,7 +202,7 @@ class Ranks:
         for rank in self._ranks:
             rank.channel.close()
         # Ranks that have not joined the group are still loading; nothing has to end by itself there.
-        deadline = time.monotonic() + (0.0 if isinstance(self.group, SingleRank) else END_TIMEOUT_S)
+        deadline = time.monotonic() + (0.0 if self._world is None else END_TIMEOUT_S)
         for rank in self._ranks:
             try:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
@@ -160,11 +210,12 @@ class Ranks:
                 rank.process.kill()
                 rank.process.wait()
         # The library may wait for a rank that has exited; this process must not wait with it.
-        ending = threading.Thread(target=self.group.close, name="ranks-end", daemon=True)
-        ending.start()
-        ending.join(END_TIMEOUT_S)
-        if ending.is_alive():
-            logger.warning("the collective library did not end within %g s", END_TIMEOUT_S)
+        if self._world is not None:
+            ending = threading.Thread(target=self._world.close, name="ranks-end", daemon=True)
+            ending.start()
+            ending.join(END_TIMEOUT_S)
+            if ending.is_alive():
+                logger.warning("the collective library did not end within %g s", END_TIMEOUT_S)
         os.close(self._woken)  # wakes the watcher
         self._watcher.join()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -176,28 +227,35 @@ class Ranks:
         for rank in self._ranks:
             rank.process.kill()
 
+    def _abandon(self) -> None:
+        """End the ranks of an engine that cannot start. They have not begun to load."""
+        self.kill()
+        for rank in self._ranks:
+            rank.channel.close()
+            rank.process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def _send(self, ranks: list[_Rank], command: Command) -> None:
         # Encode once for all ranks.
         frame = ranks[0].channel.encode(command) if ranks else b""
         for rank in ranks:
             rank.channel.send(frame)
 
-    def _collect(self, timeout_s: float) -> list[int]:
+    def _collect(self, timeout_s: float) -> list[CommandAnswer]:
         """Receive one answer from each other rank, all within `timeout_s`. Raises `EngineError`."""
         # One deadline for all ranks, which work at the same time.
         deadline = time.monotonic() + timeout_s
-        values: list[int] = []
+        answers: list[CommandAnswer] = []
         for rank in self._ranks:
             try:
                 answer = rank.channel.receive(max(0.001, deadline - time.monotonic()))
             except ChannelError as exc:
-                raise ChannelError(f"rank {rank.number} of {self.shard.size}: {exc}") from exc
-            match answer:
-                case CommandDone():
-                    values.append(answer.value)
-                case CommandFailed():
-                    raise _ERRORS.get(answer.kind, EngineError)(answer.message)
-        return values
+                raise ChannelError(f"rank {rank.number} of {self.num_ranks}: {exc}") from exc
+            if isinstance(answer, CommandFailed):
+                raise _ERRORS.get(answer.kind, EngineError)(answer.message)
+            answers.append(answer)
+        return answers
 
     def _watch(self) -> None:
         """Wait until a rank exits or `close` is called; report the exit."""
@@ -210,12 +268,19 @@ class Ranks:
         for descriptor in [*descriptors, self._wake]:
             os.close(descriptor)
         if ended and not self._is_closing.is_set():
-            message = f"rank {ended[0].number} of {self.shard.size} has exited; its error is in the log above"
+            message = f"rank {ended[0].number} of {self.num_ranks} has exited; its error is in the log above"
             logger.error("%s", message)
             # Report first: `abort` makes the engine's thread fail, and the cause must be known by then.
             self._on_lost(message)
             # The engine's thread may wait in a collective for the lost rank: make it return.
             self.group.abort()
+            if self.links is not None:
+                self.links.abort()
+
+
+def _value(answer: CommandAnswer) -> int:
+    """Return the number that a rank has answered."""
+    return answer.value if isinstance(answer, CommandDone) else 0
 
 
 def _start(number: int) -> _Rank:

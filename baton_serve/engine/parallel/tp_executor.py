@@ -19,8 +19,11 @@ from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArray
 from baton_serve.engine.execution.executor import AfterLayer, Executor, LocalExecutor
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.model.batch_inputs import StepArrays
+from baton_serve.engine.model.forward import Forward
+from baton_serve.engine.model.staged import StagedForward
 from baton_serve.engine.parallel.commands import (
     CopyBlocks,
+    FinishStep,
     FromHost,
     GatherLogits,
     SetSampledTokens,
@@ -56,6 +59,9 @@ class TPExecutor:
         self._ranks.send_command(compute_command(arrays))
         with _run_on_all_ranks():
             return self._own.compute(arrays, after_layer)
+
+    def collect(self, computed: Tensor, num_rows: int) -> Tensor:
+        return computed
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         self._ranks.send_command(replay_command(arrays))
@@ -93,6 +99,53 @@ class TPExecutor:
         self._own.close()
 
 
+class PipelineExecutor:
+    """Executes steps on all stages of a pipeline, from rank 0. Implements `Executor`.
+
+    `compute` returns when the first stage has its part of the work; `collect` waits for the last stage. So several
+    steps are in flight, each in another stage.
+    """
+
+    has_graphs = False
+    has_adapter_graphs = False
+    wrong_graphs: Sequence[KernelVerdict] = ()
+
+    def __init__(self, own: LocalExecutor, forward: StagedForward, ranks: Ranks, vocab_size: int) -> None:
+        self._own, self._forward, self._ranks = own, forward, ranks
+        # Stands for logits that are computed later, which `compute` cannot return.
+        self._not_yet = torch.empty((0, vocab_size))
+
+    def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        self._ranks.send_command(compute_command(arrays))
+        with _run_on_all_ranks():
+            self._own.compute(arrays)
+        return self._not_yet
+
+    @torch.inference_mode()
+    def collect(self, computed: Tensor, num_rows: int) -> Tensor:
+        self._ranks.send_command(FinishStep(num_rows), to_first_stage=True)
+        with _run_on_all_ranks():
+            return self._forward.finish(num_rows)
+
+    def replay(self, arrays: DecodeArrays) -> DecodeResult:
+        raise AssertionError("has_graphs is False")
+
+    def logits(self, count: int) -> Tensor:
+        raise AssertionError("has_graphs is False")
+
+    def set_sampled_tokens(self, tokens: Tensor) -> None:
+        """Do nothing: a sequence's next step starts when the host knows its tokens."""
+
+    def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
+        """Do nothing: a sequence's next step starts when the host knows its tokens."""
+
+    def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
+        raise AssertionError("a stage is not capturable")
+
+    def close(self) -> None:
+        self._own.close()
+
+
 class BlockCopier(Protocol):
     """The part of `KVCache` that copies blocks, on one rank or all."""
 
@@ -119,14 +172,14 @@ class TPBlockCopier:
     def to_host(self, blocks: Iterable[int]) -> None:
         """Copy blocks to the mirror; return when all ranks' parts are there."""
         if self.is_mirrored and (chosen := list(blocks)):
-            self._ranks.send_command(ToHost(chosen))
+            self._ranks.expect_answer(ToHost(chosen))
             self._own.to_host(chosen)
             self._ranks.wait()
 
     def from_host(self, blocks: Iterable[int]) -> None:
         """Copy blocks from the mirror; return when no rank reads the mirror any more."""
         if self.is_mirrored and (chosen := list(blocks)):
-            self._ranks.send_command(FromHost(chosen))
+            self._ranks.expect_answer(FromHost(chosen))
             self._own.from_host(chosen)
             self._ranks.wait()
 
@@ -147,11 +200,13 @@ def _run_on_all_ranks() -> Iterator[None]:
         ) from exc
 
 
-def make_executor(own: LocalExecutor, ranks: Ranks) -> Executor:
+def make_executor(own: LocalExecutor, forward: Forward, ranks: Ranks, vocab_size: int) -> Executor:
     """Return an executor for all ranks."""
-    return own if ranks.shard.is_whole else TPExecutor(own, ranks)
+    if isinstance(forward, StagedForward):
+        return PipelineExecutor(own, forward, ranks, vocab_size)
+    return own if ranks.num_ranks == 1 else TPExecutor(own, ranks)
 
 
 def make_block_copier(own: KVCache, ranks: Ranks) -> BlockCopier:
     """Return the block copies for all ranks."""
-    return own if ranks.shard.is_whole else TPBlockCopier(own, ranks)
+    return own if ranks.num_ranks == 1 else TPBlockCopier(own, ranks)

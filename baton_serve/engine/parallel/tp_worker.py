@@ -12,20 +12,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.collectives.backends import TorchCollectives
-from baton_serve.engine.collectives.shard import Shard
+from baton_serve.engine.collectives.world import World, place_of
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv.capacity import cache_bytes
 from baton_serve.engine.kv.kv_cache import KVCache
-from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.loading.loader_choice import load
+from baton_serve.engine.model.staged import StagedForward
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
     BuildCache,
@@ -35,12 +35,15 @@ from baton_serve.engine.parallel.commands import (
     CommandFailed,
     Compute,
     CopyBlocks,
+    FinishStep,
     FromHost,
     GatherLogits,
     JoinGroup,
     LoadRank,
     MeasureMemory,
+    RankLoaded,
     Replay,
+    ReportMemory,
     SetSampledTokens,
     StoreLastTokens,
     ToHost,
@@ -68,21 +71,25 @@ class TPWorker:
         """Load this rank's shard, as the first command says. Raises `EngineError`."""
         self._channel = channel
         first = channel.receive(None)
+        if isinstance(first, ReportMemory):
+            device = devices.select_device(first.config.device, first.rank)
+            self._answer(devices.memory(device).free_bytes)
+            first = channel.receive(None)
         if not isinstance(first, LoadRank):
             raise ChannelError(f"the first command is {type(first).__name__}")
         # Use as many CPU threads as rank 0.
         torch.set_num_threads(first.threads)
         config = first.config
         self._config = config
-        self._shard = Shard(first.rank, config.tensor_parallel_size)
-        self._device = devices.select_device(config.device, self._shard.rank)
-        self._model = load_model(config, self._device, lambda what, fraction: None, self._shard)
+        self._place = place_of(first.rank, config.tensor_parallel_size, first.num_layers)
+        self._device = devices.select_device(config.device, first.rank)
+        self._model = load(config, self._device, lambda what, fraction: None, self._place.shard, self._place.stage)
         self._cache: KVCache | None = None
         self._memory_before = 0
 
     def serve(self) -> None:
         """Execute commands until rank 0 closes the channel, which raises `ChannelError`."""
-        self._answer(0)  # the answer to `LoadRank`
+        self._channel.send(self._channel.encode(RankLoaded(self._model.kv_shapes)))
         while True:
             self.do(self._channel.receive(None))
 
@@ -94,6 +101,8 @@ class TPWorker:
                 self._executor.replay(decode_arrays(command))
             case Compute():
                 self._executor.compute(step_arrays(command))
+            case FinishStep():
+                self._finish(command)
             case GatherLogits():
                 self._executor.logits(command.count)
             case SetSampledTokens():
@@ -116,10 +125,7 @@ class TPWorker:
         """Execute a command of the start-up."""
         match command:
             case JoinGroup():
-                maps_memory = not self._config.disable_custom_all_reduce
-                self._group = TorchCollectives(Path(command.store), self._shard, self._device, maps_memory=maps_memory)
-                self._answer(0)  # answer first: rank 0 builds its setup at the same time
-                self._setup = EngineSetup(self._config, self._model, self._device, self._group)
+                self._join(command)
             case BuildCache():
                 self._build(command)
                 self._answer(0)
@@ -136,6 +142,22 @@ class TPWorker:
             case _:
                 raise ChannelError(f"{type(command).__name__} must be sent only once")
 
+    def _join(self, command: JoinGroup) -> None:
+        """Join the other ranks, and build what depends on them."""
+        world, model = World(command.store, self._place, self._device), self._model
+        self._group = world.collectives(maps_memory=not self._config.disable_custom_all_reduce)
+        links = world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=self._device))
+        self._answer(0)  # answer first: rank 0 builds its setup at the same time
+        self._model = replace(model, stage_shapes=command.stage_shapes)
+        self._setup = EngineSetup(self._config, self._model, self._device, self._group, links)
+
+    @torch.inference_mode()
+    def _finish(self, command: FinishStep) -> None:
+        """Take part in the head of a step that has gone through all stages."""
+        forward = self._setup.forward
+        assert isinstance(forward, StagedForward)
+        forward.finish(command.count)
+
     def _build(self, command: BuildCache) -> None:
         """Make the KV cache in the shared memory."""
         descriptor = self._channel.receive_descriptor()
@@ -147,7 +169,7 @@ class TPWorker:
             command.num_blocks,
             self._device,
             shared_fd=descriptor,
-            heads=setup.kv_heads[0].part,
+            part=self._setup.part,
         )
         self._memory_before = devices.reset_peak(self._device)
         self._executor = LocalExecutor(setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax)
@@ -183,7 +205,7 @@ def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
     leave(1)
 
 
-def _failure(error: EngineError) -> CommandFailed:
+def failure(error: EngineError) -> CommandFailed:
     """Return the error in the form that rank 0 raises again."""
     kind: ErrorKind = next((kind for made, kind in _KINDS if isinstance(error, made)), "other")
     return CommandFailed(kind, str(error))
@@ -205,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     except ChannelError:
         return 0
     except EngineError as error:
-        channel.send(channel.encode(_failure(error)))
+        channel.send(channel.encode(failure(error)))
         return 1
     except BaseException as error:  # noqa: BLE001 - the process ends; rank 0 reads the reason as an answer
         traceback.print_exc()

@@ -34,7 +34,7 @@ class KVCacheBuilder:
         self._layout = setup.layout
         self._limits = setup.limits
         self._states = setup.states
-        self._heads = setup.kv_heads[0]
+        self._setup, self._heads = setup, setup.kv_heads[0]
         self._device = device
         self._ranks = ranks
         self._vocab_size = vocab_size
@@ -62,9 +62,9 @@ class KVCacheBuilder:
             memory = devices.memory(self._device)
             capacity.check_host(available, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes)
         elif config.kv_cache_bytes is not None:
-            available = config.kv_cache_bytes * self._num_parts
+            available = self._whole_bytes([config.kv_cache_bytes] * self._ranks.num_ranks)
         else:
-            available = self._measure(masking) * self._num_parts
+            available = self._whole_bytes(self._measure(masking))
         rows = self._limits.max_num_seqs * self._layout.state_blocks * self._layout.block_bytes
         return capacity.count_blocks(self._layout, available - rows, None)
 
@@ -79,9 +79,7 @@ class KVCacheBuilder:
         """Create the KV cache with this number of blocks on all ranks. In host memory, or if it has a mirror there, the
         ranks share one memory of the host.
         """
-        shard = self._ranks.shard
-        heads = None if shard.is_whole else self._heads.part
-        cache = KVCache(self._layout, num_blocks, self._device, heads=heads)
+        cache = KVCache(self._layout, num_blocks, self._device, part=self._setup.part)
         self._ranks.build(num_blocks, cache.shared_fd)
         return cache
 
@@ -92,16 +90,23 @@ class KVCacheBuilder:
             return HostTierMemory(cache, None)
         if cache.is_mirrored:
             raise ConfigError(
-                f"host_kv_bytes ({num_bytes}) keeps whole blocks, and each of the {self._ranks.shard.size} devices of"
-                " tensor_parallel_size holds a part of every block: leave one of the two out"
+                f"host_kv_bytes ({num_bytes}) keeps whole blocks, and each of the {self._ranks.num_ranks} devices of"
+                " tensor_parallel_size and pipeline_parallel_size holds a part of every block: leave one of the two out"
             )
         num_slots = num_bytes // cache.block_bytes
         if not num_slots:
             raise ConfigError(f"host_kv_bytes is {num_bytes}, less than one block of {cache.block_bytes} bytes")
         return HostTierMemory(cache, HostTier(num_slots))
 
-    def _measure(self, masking: TokenMasker) -> int:
-        """Return the bytes that all ranks can give to their parts of the KV cache, after the weights and the largest
+    def _whole_bytes(self, available: list[int]) -> int:
+        """Return how many bytes of whole blocks fit, if each rank has `available` bytes for its part of them."""
+        size, shares = self._ranks.place.shard.size, self._setup.stage_shares()
+        # All ranks have the same number of blocks, so the one with the least room for its part decides.
+        least = min(num_bytes / shares[rank // size] for rank, num_bytes in enumerate(available))
+        return int(least * self._num_parts)
+
+    def _measure(self, masking: TokenMasker) -> list[int]:
+        """Return the bytes that each rank can give to its part of the KV cache, after the weights and the largest
         step.
         """
         tokens = self._limits.max_num_batched_tokens
@@ -110,12 +115,13 @@ class KVCacheBuilder:
         cache = self.make(num_blocks)
         before = devices.reset_peak(self._device)
         states = self.make_states(cache).views
-        executor = make_executor(LocalExecutor(self._forward, cache, self._limits, states), self._ranks)
+        own = LocalExecutor(self._forward, cache, self._limits, states)
+        executor = make_executor(own, self._forward, self._ranks, self._vocab_size)
         run_warm_up_batch(ModelRunner(executor, self._limits, self._device, masking), num_blocks, self._limits, tokens)
         used = devices.peak_bytes(self._device) - before
         cache.close()
         # Drop the executor's views, or the small cache would count as used memory.
-        del executor
+        del executor, own
         # Graphs keep scratch memory of their own, which cannot be measured before the cache exists; a decode step needs
         # less than the largest step.
         measure = MeasureMemory(

@@ -45,16 +45,14 @@ class LayerGroupPlan:
     """Smallest amount of one report, in bytes."""
 
 
-def plan_layer_groups(
-    asked: int | None, layout: KVLayout, device: torch.device, *, is_mirrored: bool
-) -> LayerGroupPlan:
+def plan_layer_groups(asked: int | None, layout: KVLayout, device: torch.device, *, is_divided: bool) -> LayerGroupPlan:
     """Choose the groups. `asked` None takes the device's default and avoids small reports.
 
-    With a mirror in host memory there is one group: blocks are copied there as a whole. With recurrent states too: they
-    are sent after the last layer. Groups are equal shares of a block's bytes, so that their borders may lie within a
-    layer if the layers have different shapes.
+    With `is_divided`, other ranks compute layers or copy their part of a block to a mirror, and there is one group.
+    With recurrent states too: they are sent after the last layer. Groups are equal shares of a block's bytes, so that
+    their borders may lie within a layer if the layers have different shapes.
     """
-    if is_mirrored or layout.state_bytes:
+    if is_divided or layout.state_bytes:
         return LayerGroupPlan(1)
     limit = min(asked or devices.defaults(device).tail_parts, layout.num_layers)
     if len(layout.runs) == 1:

@@ -5,6 +5,7 @@ On accelerators the next step is launched before the tokens of the current one a
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +76,7 @@ class StepLoop:
         *,
         is_async: bool,
     ) -> None:
-        """With `is_async`, steps are launched ahead."""
+        """With `is_async`, steps are launched ahead. The stages of a pipeline always compute several steps at once."""
         self._scheduler = scheduler
         self._table = table
         self._runner = runner
@@ -88,6 +89,8 @@ class StepLoop:
         """Size of the last batch that was launched."""
         self.ahead: InFlightStep | None = None
         """The step that was launched before the tokens of the previous one were known."""
+        self._in_stages: deque[InFlightStep] = deque()
+        """The steps that the stages of a pipeline compute, the oldest first."""
         self.layer_groups: LayerGroupReporter | None = None
         """Reports the last blocks of `prefill` requests by layer groups, after `on_layer_groups`. Closed by `close`."""
         self._last_finish = 0.0
@@ -99,13 +102,17 @@ class StepLoop:
 
     def has_work(self) -> bool:
         """Return whether `step` has work or events to report."""
-        return self.ahead is not None or self._table.pool.has_events or self._scheduler.has_work()
+        return (
+            self.ahead is not None or bool(self._in_stages) or self._table.pool.has_events or self._scheduler.has_work()
+        )
 
     def step(self) -> StepResult:
         """Run one step for all requests and return its results; see `Engine.step`."""
         result = StepResult()
-        current, self.ahead = self.ahead or self._begin(result), None
-        if current is not None:
+        if self._table.limits.num_stages > 1:
+            self._step_in_stages(result)
+        elif (current := self.ahead or self._begin(result)) is not None:
+            self.ahead = None
             # Launch the next step first: the device must have work while the host processes the tokens of this one.
             following = self._begin_ahead(current.plan)
             self._finish(current, result)
@@ -117,6 +124,28 @@ class StepLoop:
         self._failures.fail_requests_without_adapter(result)
         result.events = self._table.pool.take_events()
         return result
+
+    def _step_in_stages(self, result: StepResult) -> None:
+        """Give every stage of a pipeline work as far as there is some, and finish the oldest step."""
+        while len(self._in_stages) < self._table.limits.num_stages and self._begin_in_stages():
+            pass
+        if self._in_stages:
+            current = self._choose(self._in_stages.popleft(), result)
+            if current is not None:
+                self._finish(current, result)
+
+    def _begin_in_stages(self) -> bool:
+        """Schedule a step and launch it on the first stage. Return False if there is nothing to compute now."""
+        now, is_first = time.monotonic(), not self._in_stages
+        plan = self._planner.plan(now) if is_first else self._planner.plan_ahead(now)
+        if plan is None or not plan.chunks:
+            return False
+        self.last_batch = plan.size()
+        # The tokens of the steps before are not known, on which grammars depend: `choose` comes after them.
+        launched = InFlightStep(plan, self._runner.start(plan, ahead=True), now if is_first else None)
+        launched.advanced = self._scheduler.advance(plan)
+        self._in_stages.append(launched)
+        return True
 
     def _begin(self, result: StepResult) -> InFlightStep | None:
         """Schedule a step and launch all of it.

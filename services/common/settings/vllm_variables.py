@@ -59,6 +59,7 @@ EQUIVALENTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_LORA_RESOLVER_CACHE_DIR": ("lora_resolver_folder", _as_it_is),
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": ("allow_long_max_model_len", _switch),
     "VLLM_XPU_FP8_DTYPE": ("fp8_dtype", _as_it_is),
+    "VLLM_PP_LAYER_PARTITION": ("pipeline_layer_partition", _as_it_is),
 }
 """The option of Baton for each variable, and how the text becomes that of the option; "" leaves it as it is."""
 _READ_ELSEWHERE = ("VLLM_USE_MODELSCOPE", "VLLM_TORCH_PROFILER_DIR", "VLLM_PLUGINS", "VLLM_CACHE_ROOT")
@@ -69,7 +70,6 @@ _REASONS = {
     "VLLM_TRACE_FUNCTION": "py-spy shows the functions of a running process",
     "VLLM_CPU_KVCACHE_SPACE": "it counts with --device cpu alone; see --kv-cache-memory-bytes",
     "VLLM_AUDIO_FETCH_TIMEOUT": "no model with audio is served",
-    "VLLM_PP_LAYER_PARTITION": "--tensor-parallel-size is the only way to split a model",
     "VLLM_HOST_IP": "baton serve connects its processes by itself",
     "VLLM_PORT": "baton serve connects its processes by itself; --port is that of the API",
     "VLLM_ATTENTION_BACKEND": "each kind of device has one",

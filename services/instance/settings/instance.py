@@ -18,7 +18,7 @@ from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.settings.configuration import stop
 from baton_serve.services.instance.errors import StartFailed
-from baton_serve.services.instance.settings.process import NetworkSettings
+from baton_serve.services.instance.settings.parallel import ParallelSettings
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -33,7 +33,7 @@ QUANTIZATIONS = {"marlin": "gptq", "gptq_marlin": "gptq", "awq_marlin": "awq", "
 """Other names of data types and formats: vLLM's kernels for CUDA have names of their own."""
 
 
-class AdapterSettings(NetworkSettings, frozen=True, kw_only=True):
+class AdapterSettings(ParallelSettings, frozen=True, kw_only=True):
     """Holds the settings of LoRA adapters."""
 
     enable_lora: Annotated[
@@ -112,19 +112,10 @@ class InstanceSettings(AdapterSettings, frozen=True, kw_only=True):
     device_index: Annotated[
         int | None,
         Meta(
-            description="index of the device, or of the first one with --tensor-parallel-size; all others are hidden"
-            " from this process",
+            description="index of the device, or of the first one of several; all others are hidden from this process",
             ge=0,
         ),
     ] = None
-    tensor_parallel_size: Annotated[
-        int,
-        Meta(
-            description="number of devices that the model is split over; each device gets a process",
-            ge=1,
-            extra={"aliases": ["-tp"]},
-        ),
-    ] = 1
     disable_custom_all_reduce: Annotated[
         bool, Meta(description="sum over devices with the collective library only, not with Baton's own kernel")
     ] = False
@@ -364,7 +355,7 @@ def visible_device(settings: InstanceSettings) -> dict[str, str]:
         return {}
     first = settings.device_index
     # Both variables are set because the device kind is not known yet: torch must not be imported before they are set.
-    mask = ",".join(map(str, range(first, first + settings.tensor_parallel_size)))
+    mask = ",".join(map(str, range(first, first + settings.num_devices)))
     return {"ZE_AFFINITY_MASK": mask, "CUDA_VISIBLE_DEVICES": mask}
 
 

@@ -103,7 +103,7 @@ def test_variables_carry_lists_booleans_and_nothing() -> None:
     [
         pytest.param(["--prot", "1"], ["--prot", "--port"], id="unknown flag"),
         pytest.param(["--disable_log_requests"], ["--disable-log-requests", "leave it out"], id="vLLM's flag"),
-        pytest.param(["-pp=2"], ["-pp", "--tensor-parallel-size"], id="vLLM's short flag"),
+        pytest.param(["-dpl=2"], ["-dpl", "--prefill"], id="vLLM's short flag"),
         pytest.param(["--qwertz"], ["--qwertz", "--help"], id="unlike any flag"),
         pytest.param(["--max"], ["--max", "--max-model-len", "--max-request-bytes"], id="ambiguous abbreviation"),
         pytest.param(["--port"], ["--port", "expected one argument"], id="value missing"),

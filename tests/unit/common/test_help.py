@@ -149,7 +149,7 @@ def test_the_page_about_vllm_says_what_becomes_of_its_flags(capsys: pytest.Captu
     text = page(capsys, "serve", "--help=vllm")
     assert re.search(r"--disable-log-requests\n      changes nothing: requests are logged only with", text)
     assert re.search(r"--speculative-config\n      refused: speculative decoding", text)
-    assert re.search(r"--pipeline-parallel-size, -pp\n      accepted as 1, else refused: use --tensor", text)
+    assert re.search(r"--max-num-partial-prefills\n      accepted as 1, else refused: the scheduler", text)
     assert "  --data-parallel-size, " not in text, "it is an option of baton serve"
 
 

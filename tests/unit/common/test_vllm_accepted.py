@@ -38,6 +38,7 @@ def test_a_flag_whose_effect_is_given_in_any_case_is_accepted_with_a_note(argv: 
     [
         ("VLLM_CPU_OMP_THREADS_BIND", "0-3", "omp_threads_bind", "0-3"),
         ("VLLM_XPU_FP8_DTYPE", "e5m2", "fp8_dtype", "e5m2"),
+        ("VLLM_PP_LAYER_PARTITION", "10,12", "pipeline_layer_partition", "10,12"),
         ("VLLM_LOGGING_CONFIG_PATH", "/logging.json", "log_config_file", "/logging.json"),
         ("VLLM_CONFIGURE_LOGGING", "0", "log_level", "warning"),
         ("VLLM_ENGINE_ITERATION_TIMEOUT_S", "90", "engine_step_timeout_s", 90.0),

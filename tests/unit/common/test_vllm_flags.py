@@ -104,7 +104,9 @@ def test_a_spelling_of_vllm_sets_the_option(argv: list[str], name: str, value: o
     assert serve(*argv).others[name] == value
 
 
-@pytest.mark.parametrize("argv", [["-O3"], ["-O.level", "3"], ["--load-in-low-bit", "fp16"], ["-pp", "1"]])
+@pytest.mark.parametrize(
+    "argv", [["-O3"], ["-O.level", "3"], ["--load-in-low-bit", "fp16"], ["--max-num-partial-prefills", "1"]]
+)
 def test_a_flag_that_asks_for_what_is_done_anyway_is_noted_and_sets_nothing(argv: list[str]) -> None:
     found = serve(*argv)
     assert found.others == {} and len(found.notes) == 1 and "changes nothing" in found.notes[0]
@@ -113,8 +115,8 @@ def test_a_flag_that_asks_for_what_is_done_anyway_is_noted_and_sets_nothing(argv
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["-pp", "2"], "vLLM's -pp 2 is not a flag of Baton: use --tensor-parallel-size"),
-        (["--pipeline-parallel=2"], "use --tensor-parallel-size"),
+        (["--max-num-partial-prefills", "2"], "vLLM's --max-num-partial-prefills 2 is not a flag of Baton: the sch"),
+        (["--max-num-partial=2"], "the scheduler decides"),
         (["--speculative_model", "[ngram]"], "speculative decoding is not supported"),
         (["--no-enable-chunked-prefill"], "leave it out; prompts are always computed in chunks"),
         (["--cpu-offload-gb", "4"], "--quantization makes them smaller"),
@@ -148,8 +150,8 @@ def test_a_file_in_the_form_of_vllm_has_its_flags_as_keys(tmp_path: Path, capsys
     assert [note.partition(" ")[0] for note in found.notes] == [
         "--uvicorn-log-level", "--disable-log-requests", "--compilation-config",
     ]  # fmt: skip
-    file.write_text("pipeline-parallel-size: 2\n")
-    assert "use --tensor-parallel-size" in refusal(capsys, "--config", str(file))
+    file.write_text("max-num-partial-prefills: 2\n")
+    assert "the scheduler decides" in refusal(capsys, "--config", str(file))
     file.write_text("qwertz: 2\n")
     assert "unknown key qwertz" in refusal(capsys, "--config", str(file))
 

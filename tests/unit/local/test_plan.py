@@ -152,8 +152,10 @@ def test_an_instance_of_several_ranks_sees_several_accelerators() -> None:
     crowded = processes(devices=[0, 1], sections={"prefill": {"tensor_parallel_size": 2}})
     assert crowded["prefill-0"].variables["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert {"--device-index=0", "--gpu-memory-utilization=0.45"} <= set(crowded["decode-0"].argv)
-    with pytest.raises(ConfigurationError, match="needs 3 devices"):
+    with pytest.raises(ConfigurationError, match="is 3, but this machine has 2 devices"):
         processes(devices=[0, 1], tensor_parallel_size=3)
+    staged = processes(devices=[0, 1, 2, 3, 4], tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert staged["prefill-0"].variables["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
 
 
 def test_ranks_divide_the_cores_too() -> None:

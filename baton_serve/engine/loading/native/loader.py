@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from baton_serve.contracts.layout import KVShape
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device as devices
+from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.loading.fingerprint import weights_fingerprint
@@ -18,11 +19,15 @@ from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.quantization.stored import fill_stored
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
+from baton_serve.engine.model.rank_parts import RankParts
+from baton_serve.engine.model.staged import keep_layers
 from baton_serve.engine.model_folder import LOAD_ERRORS, max_model_len_of, weight_files
 
 
-def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgress) -> LoadedModel | None:
-    """Load a dense decoder without transformers. Return None if this loader cannot load the folder.
+def load_dense(
+    config: EngineConfig, target: torch.device, progress: LoadProgress, stage: Stage = WHOLE_PIPELINE
+) -> LoadedModel | None:
+    """Load a dense decoder, or one stage of it, without transformers. Return None if this loader cannot load it.
 
     The caller then uses transformers, which loads the model or reports what is wrong with it. Raises `ConfigError`.
     """
@@ -35,21 +40,23 @@ def load_dense(config: EngineConfig, target: torch.device, progress: LoadProgres
     dtype = devices.select_dtype(target, config.dtype, asked)
     max_model_len = max_model_len_of(config, dense)
     gguf = gguf_file(config)
-    parts = (dense, dtype, target)
+    parts = (dense, dtype, target, stage)
     module = _load(folder, config, *parts, progress) if gguf is None else _load_gguf(gguf, *parts)
     if module is None:
         return None
     progress("loading weights", 1.0)
+    num_layers = dense.num_layers if stage.is_whole else len(stage.layers)
     return LoadedModel(
         module=module,
         name=dense.name,
         dtype=dtype,
         vocab_size=dense.vocab_size,
         max_model_len=max_model_len,
-        kv_shapes=(KVShape(dense.num_kv_heads, dense.head_dim),) * dense.num_layers,
-        specs=[AttentionSpec(scale=dense.head_dim**-0.5)] * dense.num_layers,
+        kv_shapes=(KVShape(dense.num_kv_heads, dense.head_dim),) * num_layers,
+        specs=[AttentionSpec(scale=dense.head_dim**-0.5)] * num_layers,
         eos_token_ids=dense.eos_token_ids,
         fingerprint=weights_fingerprint(folder, "" if gguf is None else f"|{Gguf.label}", _files(folder, config, gguf)),
+        parts=RankParts(stage=stage),
     )
 
 
@@ -74,6 +81,7 @@ def _load(
     dense: DenseConfig,
     dtype: torch.dtype,
     target: torch.device,
+    stage: Stage,
     progress: LoadProgress,
 ) -> nn.Module | None:
     """Load the weights into a module, or return None if the files do not match it exactly."""
@@ -90,6 +98,9 @@ def _load(
     # A missing, additional or differently shaped tensor means that the family is not what it seems.
     if {name: tensor.shape for name, tensor in wanted.items()} != {n: tensor.shape for n, tensor in stored.items()}:
         return None
+    keep_layers(module, stage)
+    wanted = dict(module.named_parameters())
+    stored = {name: tensor for name, tensor in stored.items() if name in wanted}
     with torch.inference_mode():
         weights = (
             _on_host(stored, dtype) if devices.is_host(target) else _on_device(stored, dtype, target, progress, config)
@@ -98,17 +109,22 @@ def _load(
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
     # New parameters have replaced the shared one, so share it again.
-    module.tie()
+    if stage.is_first:
+        module.tie()
     module.model.rotary_emb = Rotary(dense, target)
     return module.eval()
 
 
-def _load_gguf(file: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device) -> nn.Module | None:
+def _load_gguf(
+    file: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, stage: Stage
+) -> nn.Module | None:
     """Load the weights of a GGUF file with their codes, or return None if it has not exactly the model's tensors."""
     with torch.device("meta"):
         module = DenseModel(dense)
     with torch.inference_mode(), devices.one_thread():
         stored = dense_layers(file, module, dense)
+        if stored is not None:
+            stored.drop(keep_layers(module, stage))
         if stored is None or not fill_stored(module, stored, target, dtype):
             return None
     module.model.rotary_emb = Rotary(dense, target)

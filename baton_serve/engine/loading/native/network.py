@@ -95,6 +95,12 @@ class DenseModel(nn.Module):
         self.lm_head = EmptyLinear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
     def tie(self) -> None:
         """Make the head use the embedding's weight if the config says so."""
         if self.config.is_tied:

@@ -5,6 +5,7 @@ These become floats in host memory; the rest of the model stays quantized.
 """
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from baton_serve.engine.model.quantized.modules import QuantizedLinear, Reordere
 from baton_serve.engine.model.quantized.online import linear_names, share_head, tied_embedding
 from baton_serve.engine.model.quantized.parts import set_part, share_embedding, split_module, split_weights
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts
+from baton_serve.engine.model.staged import is_within
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ class StoredModel:
             # A KeyError's text would be only the name of the missing part.
             cause = f"it has no {exc.args[0]}" if isinstance(exc, KeyError) else str(exc).partition("\n")[0]
             raise ModelError(f"{layer} is not stored as {self.form.label} says: {cause}") from exc
+
+    def drop(self, modules: Collection[str]) -> None:
+        """Forget the tensors of these modules, which other stages of a pipeline hold."""
+        self.plain = {name: read for name, read in self.plain.items() if not is_within(name, modules)}
+        self.layers = {name: parts for name, parts in self.layers.items() if not is_within(name, modules)}
 
     def names(self) -> Tensors:
         """Return the names of the parameters that can be read from this. The functions must not be called."""

@@ -32,8 +32,8 @@ def load_images(
     if reason := why_unread(ModelFacts.of(folder)):
         logger.warning("images are not read, only text: %s", reason)
         return None
-    if family_of(folder) is not None and config.tensor_parallel_size > 1:
-        logger.warning("images need an instance with tensor_parallel_size 1: this one accepts text only")
+    if family_of(folder) is not None and config.num_ranks > 1:
+        logger.warning("images need an instance of one device: this one accepts text only")
         return None
     from baton_serve.engine.model.vision.prompt import (
         VisionPromptImages as Images,  # imports Pillow and transformers, which only models with a tower need

@@ -1,0 +1,72 @@
+"""Sends activations between the stages of a pipeline, through the collective library of the device.
+
+Each stage sends to the next one; the last one sends the rows whose logits are needed back to the first. Both directions
+have a process group of their own: nccl and xccl run the operations of two ranks in one order, so that a send of the
+first stage would wait for a send of the last one, and both forever.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_RUNNING_SENDS = 2
+"""Number of sends that may still run when another one starts; it bounds the memory of their activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks with which this one exchanges activations; None if it has no such neighbour."""
+
+    before: int | None
+    after: int | None
+    first: int
+    """The rank of the first stage that gets the results."""
+    last: int
+    """The rank of the last stage that sends them."""
+
+
+class StageLinks:
+    """One rank's connections to the other stages. All ranks must use them in the same order of steps."""
+
+    def __init__(self, forward: Any, back: Any, peers: Peers, like: Tensor, *, is_first: bool) -> None:
+        """`forward` and `back` are process groups of torch.distributed. `like` is an empty tensor [0, hidden_size] with
+        device and dtype of the activations.
+        """
+        self._forward, self._back, self._peers, self._like = forward, back, peers, like
+        self._is_first = is_first
+        self._running: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, hidden: Tensor) -> None:
+        """Send activations [rows, hidden] to the next stage, or from the last one to the first. Return at once."""
+        group, peer = self._forward, self._peers.after
+        if peer is None:
+            group, peer = self._back, self._peers.first
+        hidden = hidden.contiguous()
+        # The library reads the tensor later, so it must stay alive until then.
+        self._running.append((group.send([hidden], peer, 0), hidden))
+        while len(self._running) > MAX_RUNNING_SENDS:
+            work, _ = self._running.popleft()
+            work.wait()
+
+    def receive(self, num_rows: int) -> Tensor | None:
+        """Return the activations of the stage before this one; None on the first stage."""
+        return None if self._peers.before is None else self._received(self._forward, num_rows, self._peers.before)
+
+    def receive_result(self, num_rows: int) -> Tensor:
+        """Return the rows that the last stage has sent. For ranks of the first stage."""
+        assert self._is_first
+        return self._received(self._back, num_rows, self._peers.last)
+
+    def abort(self) -> None:
+        """Make waiting ranks return, if the backend supports that. Callable from any thread."""
+        for group in {id(group): group for group in (self._forward, self._back)}.values():
+            if hasattr(group, "abort"):
+                group.abort()
+
+    def _received(self, group: Any, num_rows: int, peer: int) -> Tensor:
+        hidden = torch.empty((num_rows, self._like.shape[1]), dtype=self._like.dtype, device=self._like.device)
+        group.recv([hidden], peer, 0).wait()
+        return hidden

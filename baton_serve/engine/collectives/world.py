@@ -1,0 +1,151 @@
+"""Forms the process groups of all ranks of an engine, and makes of them collectives and connections between stages."""
+
+import importlib
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_serve.engine import device as devices
+from baton_serve.engine.collectives.backends import TIMEOUT_S, Collectives, SingleRank, TorchCollectives
+from baton_serve.engine.collectives.links import Peers, StageLinks
+from baton_serve.engine.collectives.shard import Shard
+from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of a rank among all ranks of an engine: its part of each layer, and its layers."""
+
+    shard: Shard
+    stage: Stage = WHOLE_PIPELINE
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage.num_layers))
+
+    @property
+    def rank(self) -> int:
+        """Return the number of the rank among all."""
+        return self.stage.number * self.shard.size + self.shard.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.num_stages * self.shard.size
+
+    def peers(self) -> Peers:
+        """Return the ranks of other stages that have the same part of each layer."""
+        size, rank = self.shard.size, self.rank
+        return Peers(
+            before=None if self.stage.is_first else rank - size,
+            after=None if self.stage.is_last else rank + size,
+            first=self.shard.rank,
+            last=self.shard.rank + (self.num_stages - 1) * size,
+        )
+
+
+def place_of(rank: int, tensor_parallel_size: int, num_layers: tuple[int, ...]) -> RankPlace:
+    """Return the place of a rank by its number. `num_layers` are those of each stage; () for one stage."""
+    stage, part = divmod(rank, tensor_parallel_size)
+    return RankPlace(Shard(part, tensor_parallel_size), Stage(stage, num_layers))
+
+
+class World:
+    """The process groups of one engine, as one rank sees them. All ranks must call its methods in the same order."""
+
+    def __init__(self, store: str, place: RankPlace, device: torch.device) -> None:
+        """Join the other ranks. `store` is where they find each other: a path, or tcp://HOST:PORT if they are on
+        several hosts.
+
+        Raises `RuntimeError` if the group cannot be formed.
+        """
+        self._place, self._device = place, device
+        self._distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
+        self._timeout = timedelta(seconds=TIMEOUT_S)
+        self._store = _open_store(store, place.world_size, self._timeout)
+        self._address = _own_address(store)
+        self._is_device = not devices.is_host(device)
+        if self._is_device:
+            kwargs = {"rank": place.rank, "world_size": place.world_size, "timeout": self._timeout, "device_id": device}
+            backend = devices.collective_backend(device)
+            self._distributed.init_process_group(backend, store=self._store, **kwargs)
+
+    def collectives(self, *, maps_memory: bool) -> Collectives:
+        """Return the collectives of this rank's stage. `maps_memory` allows kernels that write into the memory of other
+        ranks.
+        """
+        place = self._place
+        if place.shard.is_whole:
+            return SingleRank()
+        # torch's symmetric memory finds its group by name, so the group must be that of all ranks.
+        is_world = self._is_device and place.num_stages == 1
+        group = self._distributed.group.WORLD if is_world else self._stage_group()
+        return TorchCollectives(group, place.shard, self._device, maps_memory=maps_memory and is_world)
+
+    def links(self, like: Tensor) -> StageLinks | None:
+        """Return the connections to the other stages, or None for a single one. See `StageLinks` for `like`."""
+        place = self._place
+        if place.num_stages == 1:
+            return None
+        if self._is_device:
+            every = list(range(place.world_size))
+            forward, back = self._distributed.group.WORLD, self._distributed.new_group(every)
+        else:
+            forward = back = self._gloo("stages", place.rank, place.world_size)
+        return StageLinks(forward, back, place.peers(), like, is_first=place.stage.is_first)
+
+    def close(self) -> None:
+        """Leave the groups without waiting for other ranks, which may have exited already, if torch supports that."""
+        if self._is_device:
+            end = getattr(self._distributed, "_abort_process_group", self._distributed.destroy_process_group)
+            end()
+
+    def _stage_group(self) -> Any:
+        """Return the group of the ranks of this stage."""
+        place, size = self._place, self._place.shard.size
+        if not self._is_device:
+            return self._gloo(f"stage-{place.stage.number}", place.shard.rank, size)
+        # Every rank must take part in making every group.
+        groups = [
+            self._distributed.new_group(list(range(number * size, (number + 1) * size)))
+            for number in range(place.num_stages)
+        ]
+        return groups[place.stage.number]
+
+    def _gloo(self, name: str, rank: int, size: int) -> Any:
+        """Return a group on the host. It is not the global one, because a process may have several engines (tests)."""
+        options = self._distributed.ProcessGroupGloo._Options()
+        options._timeout = self._timeout
+        options._devices = [self._distributed.ProcessGroupGloo.create_device(hostname=self._address)]
+        store = self._distributed.PrefixStore(name, self._store)
+        return self._distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _open_store(store: str, world_size: int, timeout: timedelta) -> Any:
+    """Return the store in which the ranks find each other."""
+    distributed = importlib.import_module("torch.distributed")
+    if store.startswith("tcp://"):
+        host, _, port = store.removeprefix("tcp://").rpartition(":")
+        return distributed.TCPStore(host, int(port), None, is_master=False, timeout=timeout)
+    file = distributed.FileStore(str(Path(store)), world_size)
+    # Joining must not wait forever for a rank that failed to load.
+    file.set_timeout(timeout)
+    return file
+
+
+def _own_address(store: str) -> str:
+    """Return the address at which other ranks reach this process."""
+    if not store.startswith("tcp://"):
+        return LOOPBACK
+    host, _, port = store.removeprefix("tcp://").rpartition(":")
+    family, kind, proto, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing, but chooses the interface through which the host is reached.
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

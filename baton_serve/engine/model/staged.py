@@ -1,0 +1,214 @@
+"""Runs one stage of a pipeline: some of a model's layers, between activations from other ranks and for other ranks.
+
+The first stage has the embedding and the head, so a shared weight is in memory once, and the last stage sends back the
+few rows that need logits instead of the logits. Layers of other stages are replaced by `SkippedLayer`, which keeps the
+numbers of the others as transformers' models expect them.
+"""
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from baton_serve.engine.collectives.links import StageLinks
+from baton_serve.engine.collectives.stage import Stage
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.model.batch_inputs import StepInputs
+from baton_serve.engine.model.paged_attention import AttentionContext, StepHolder
+
+
+class StageEndError(Exception):
+    """Ends a model's forward after the last layer of a stage. `hidden` is that layer's output."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the last layer of this stage was computed")
+        self.hidden = hidden
+
+
+class SkippedLayer(nn.Module):
+    """Stands for a layer that another stage computes."""
+
+    def __init__(self, replaced: nn.Module, *, is_after: bool) -> None:
+        """`is_after` says that the layer comes after those of this stage."""
+        super().__init__()
+        self._is_after = is_after
+        # Models read plain attributes of their layers, such as the type of their attention.
+        for name, value in vars(replaced).items():
+            if isinstance(value, (str, int, float)) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        """Return the input. Raises `StageEndError` with it behind the last layer of the stage."""
+        if self._is_after:
+            raise StageEndError(hidden_states)
+        return hidden_states
+
+
+class SkippedEmbedding(nn.Module):
+    """Stands for the embedding, or for the head, which only the first stage has."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values
+
+
+class HeadInput:
+    """The output of a model's layers, as the code of its head reads it: a hidden state, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index else self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        """Return None for what only other users of the output would read, such as caches."""
+
+
+class LastHidden(nn.Module):
+    """Stands for the layers of a model while its head is computed: it returns what the last stage has sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+
+    @property
+    def decoder(self) -> "LastHidden":
+        """Some heads call the decoder within their model."""
+        return self
+
+    def forward(self, *_: object, **__: object) -> HeadInput:
+        """Return the rows in the form of transformers' models."""
+        return HeadInput(self.hidden[None])
+
+
+def layer_list(module: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """Return the list of a model's layers and its name. Raises `UnsupportedModelError` if it is not clear."""
+    found = [(n, part) for n, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    fitting = sorted(((n, part) for n, part in found if len(part) == num_layers), key=lambda entry: entry[0].count("."))
+    if not fitting:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no list of its {num_layers} layers, so it cannot be divided into stages: set"
+            " pipeline_parallel_size to 1"
+        )
+    return fitting[0]
+
+
+def keep_layers(module: nn.Module, stage: Stage) -> list[str]:
+    """Replace what other stages hold. Return the names of the replaced modules. Raises `UnsupportedModelError`."""
+    if stage.is_whole:
+        return []
+    name, layers = layer_list(module, sum(stage.num_layers))
+    dropped = [f"{name}.{i}" for i in range(len(layers)) if i not in stage.layers]
+    for number in range(len(layers)):
+        if number not in stage.layers:
+            layers[number] = SkippedLayer(layers[number], is_after=number >= stage.layers.stop)
+    if not stage.is_first:
+        whole = cast(Any, module)
+        for part in (whole.get_input_embeddings(), whole.get_output_embeddings()):
+            full = next((n for n, other in module.named_modules() if other is part), None)
+            if full is not None:
+                module.set_submodule(full, SkippedEmbedding())
+                dropped.append(full)
+    return dropped
+
+
+def is_within(name: str, modules: Collection[str]) -> bool:
+    """Return whether a module or tensor is one of `modules`, or a part of it."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def own_layers(layers: Sequence[nn.Module]) -> list[Any]:
+    """Return the layers of this stage."""
+    return [layer for layer in layers if not isinstance(layer, SkippedLayer)]
+
+
+class StagePart(Protocol):
+    """The computation of one stage."""
+
+    def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
+        """Return the activations for the next stage, [num_tokens, hidden], or from the last stage the input of the
+        head, [num_logits, hidden]. `received` are those of the stage before; None on the first stage.
+        """
+        ...
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Return the logits of the last stage's rows [num_logits, hidden]. For the first stage."""
+        ...
+
+
+class StagedForward:
+    """Runs a stage between its neighbours. Implements `Forward`; its result has no logits, which `finish` returns."""
+
+    is_capturable = False
+    parts = None
+    adapter_slots = None
+
+    def __init__(self, part: StagePart, links: StageLinks) -> None:
+        self._part, self._links = part, links
+
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        """Compute the step's part of this stage and send the result. Return it."""
+        received = self._links.receive(len(inputs.input_ids))
+        hidden = self._part.run_stage(inputs, layers, received)
+        self._links.send(hidden)
+        return hidden
+
+    def finish(self, num_rows: int) -> Tensor:
+        """Return the logits [num_rows, vocab_size] of the oldest step that is not finished. For the first stage."""
+        return self._part.finish(self._links.receive_result(num_rows))
+
+
+class StagedModule:
+    """Runs the layers of a stage through transformers' own model."""
+
+    def __init__(self, module: nn.Module, stage: Stage) -> None:
+        """Use the parts of `module`, which has been reduced by `keep_layers`."""
+        self._stage = stage
+        name = cast(Any, module).base_model_prefix
+        self._base = module.get_submodule(name)
+        self._steps = StepHolder(self._base)
+        self._received: Tensor | None = None
+        if not stage.is_first:
+            _, layers = layer_list(module, sum(stage.num_layers))
+            # Before it, the model may have scaled the embeddings, which are none.
+            layers[stage.layers.start].register_forward_pre_hook(self._replace_input, with_kwargs=True)
+        # A copy of the model whose layers are replaced, so that its own code computes the head.
+        self._head: Any = copy.copy(module)
+        self._head._modules = dict(module._modules)
+        self._last = LastHidden()
+        self._head._modules[name] = self._last
+
+    def run(
+        self, context: AttentionContext, position_ids: Tensor, received: Tensor | None, read: dict[str, Tensor]
+    ) -> Tensor:
+        """Return the output of this stage's last layer, or of the last norm, [num_tokens, hidden]. `read` is the
+        input of the first stage. Raises `UnsupportedModelError` if layers pass on more than one tensor.
+        """
+        if received is not None:
+            self._received = received[None]
+            read = {"inputs_embeds": self._received}
+        try:
+            output = self._steps.run(self._base, context, position_ids=position_ids, **read)
+            hidden = output.last_hidden_state
+        except StageEndError as end:
+            hidden = end.hidden
+        finally:
+            self._received = None
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            raise UnsupportedModelError("its layers pass on more than one row for each token")
+        return hidden[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits of these rows [num_rows, hidden]."""
+        self._last.hidden = hidden
+        return cast(
+            Tensor, self._head(input_ids=hidden.new_zeros((1, 1), dtype=torch.int64), use_cache=False).logits[0]
+        )
+
+    def _replace_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Give the first layer of this stage what the stage before has sent."""
+        if self._received is None:
+            return args, kwargs
+        return ((self._received, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": self._received})

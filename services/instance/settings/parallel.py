@@ -1,0 +1,41 @@
+"""The settings by which an instance is divided over several devices."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from baton_serve.services.instance.settings.process import NetworkSettings
+
+
+class ParallelSettings(NetworkSettings, frozen=True, kw_only=True):
+    """Holds the numbers of parts into which the model of an instance is divided."""
+
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            description="number of devices that each layer is split over; each device gets a process",
+            ge=1,
+            extra={"group": "device", "aliases": ["-tp"]},
+        ),
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(
+            description="number of stages into which the layers are divided, each on --tensor-parallel-size devices;"
+            " chunks of prompts follow each other through the stages",
+            ge=1,
+            extra={"aliases": ["-pp"]},
+        ),
+    ] = 1
+    pipeline_layer_partition: Annotated[
+        str | None,
+        Meta(
+            description="number of layers of each stage, such as 10,12,10; also set by VLLM_PP_LAYER_PARTITION"
+            " (default: even, or in proportion to the memory of the devices)"
+        ),
+    ] = None
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices of the instance."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -1,0 +1,164 @@
+"""Stages of a pipeline, each with some of the layers, give the tokens of transformers.generate."""
+
+from typing import Any
+
+import pytest
+
+from baton_serve.engine import Engine, EngineConfig
+from baton_serve.engine.collectives.stage import Stage, partition_layers
+from baton_serve.engine.errors import ConfigError, UnsupportedModelError
+from tests.engine.conftest import References
+from tests.engine.driving import hand_over, make_engine, make_work, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threaded_ranks")]
+
+
+def ask(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
+    for number, prompt in enumerate(prompts):
+        engine.add(make_work(engine, str(number), prompt, **sampling))
+    answers = run(engine)
+    return [answers[str(number), 0] for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 3},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "pipeline_layer_partition": "1,2"},
+    ],
+    ids=lambda settings: ",".join(map(str, settings.values())),
+)
+def test_greedy_tokens_equal_transformers(settings: dict[str, Any], references: References) -> None:
+    reference = references("llama")
+    # Prompts of several chunks, which follow each other through the stages, beside decoding sequences.
+    with make_engine(reference.folder, max_num_batched_tokens=24, **settings) as engine:
+        assert ask(engine, reference.prompts) == reference.answers
+
+
+# Layers of transformers and fused ones; a shared head; windows by layer; scaled embeddings; experts; latents.
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3_moe", "deepseek_v3", "granite", "phi3", "gemma3"])
+def test_families(family: str, references: References) -> None:
+    reference = references(family)
+    with make_engine(reference.folder, max_num_batched_tokens=24, pipeline_parallel_size=2) as engine:
+        assert ask(engine, reference.prompts) == reference.answers
+
+
+@pytest.mark.parametrize("quantization", ["int8", "sym_int4"])
+def test_rounded_weights_give_the_tokens_of_one_stage(quantization: str, references: References) -> None:
+    reference = references("llama")
+    found = []
+    for size in (1, 2):
+        settings = {"pipeline_parallel_size": size, "quantization": quantization, "quantization_group_size": 32}
+        with make_engine(reference.folder, **settings) as engine:
+            found.append(ask(engine, reference.prompts))
+    assert found[0] == found[1]
+
+
+def test_handoffs_between_different_numbers_of_ranks(references: References) -> None:
+    """A block is one name and one piece of memory, to which each stage adds its layers."""
+    reference = references("llama")
+    kinds: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+    engines = [make_engine(reference.folder, max_num_batched_tokens=24, **kind) for kind in kinds]
+    try:
+        assert len({engine.layout for engine in engines}) == 1
+        for i, (source, sink) in enumerate(zip(engines, [*engines[1:], engines[0]], strict=True)):
+            for j, (one, other) in enumerate(((source, sink), (sink, source))):
+                # The second handoff of a prompt finds its prefix in the cache of the one that received it.
+                for prompt, answer in zip(reference.prompts[2:4], reference.answers[2:4], strict=True):
+                    work = make_work(one, f"{i}-{j}-{len(prompt)}", prompt)
+                    assert hand_over(one, other, work)[work.request_id, 0] == answer
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_preempted_sequences_of_stages_are_computed_again(references: References) -> None:
+    folder = references("llama").folder
+    prompts = [[(7 * number + i) % 256 for i in range(16)] for number in range(8)]
+    with make_engine(folder) as one:
+        expected = ask(one, prompts)
+    # Too few blocks for all answers at once.
+    with make_engine(folder, pipeline_parallel_size=2, num_gpu_blocks_override=10, max_model_len=128) as two:
+        assert ask(two, prompts) == expected
+        assert two.stats().preemptions
+
+
+def test_sampling_logprobs_and_several_sequences(references: References) -> None:
+    """The head and the sampler are on the first stage, whatever a request asks for."""
+    reference = references("llama")
+    found = []
+    for size in (1, 2):
+        with make_engine(reference.folder, pipeline_parallel_size=size) as engine:
+            for number, prompt in enumerate(reference.prompts[:3]):
+                engine.add(make_work(engine, f"s{number}", prompt, sequences=2, temperature=0.9, top_p=0.9))
+            engine.add(make_work(engine, "p", reference.prompts[0], prompt_logprobs=1, logprobs=2))
+            found.append(run(engine))
+    assert found[0] == found[1]
+
+
+def test_every_stage_has_a_step_while_prompts_have_chunks(references: References) -> None:
+    reference = references("llama")
+    with make_engine(reference.folder, max_num_batched_tokens=16, pipeline_parallel_size=2) as engine:
+        engine.add(make_work(engine, "long", reference.prompts[3]))
+        engine.step()
+        # The first step is finished, and the next chunk has gone to the first stage meanwhile.
+        assert len(engine._steps._in_stages) == 1
+        assert run(engine)["long", 0] == reference.answers[3]
+
+
+def test_cancelled_while_steps_are_in_the_stages(references: References) -> None:
+    reference = references("llama")
+    with make_engine(reference.folder, max_num_batched_tokens=16, pipeline_parallel_size=2) as engine:
+        for number in range(2):
+            engine.add(make_work(engine, f"{number}", reference.prompts[3 - number]))
+        engine.step()
+        engine.cancel("0")  # type: ignore[arg-type]  # an id is a string
+        assert run(engine)["1", 0] == reference.answers[2]
+        assert engine.stats().free_blocks + engine.stats().cached_blocks >= engine.stats().total_blocks
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "error", "words"),
+    [
+        ("llama", {"pipeline_parallel_size": 9}, ConfigError, "has 3 layers only"),
+        ("llama", {"pipeline_parallel_size": 2, "pipeline_layer_partition": "1,1"}, ConfigError, "whose sum is 3"),
+        ("llama", {"pipeline_layer_partition": "3"}, ConfigError, "set pipeline_parallel_size too"),
+        ("llama", {"pipeline_parallel_size": 2, "enable_lora": True}, ConfigError, "enable_lora"),
+        ("qwen3_5", {"pipeline_parallel_size": 2}, UnsupportedModelError, "have recurrent states"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    family: str, settings: dict[str, Any], error: type[Exception], words: str, references: References
+) -> None:
+    with pytest.raises(error, match=words):
+        make_engine(references(family).folder, **settings)
+
+
+def test_layers_are_divided_evenly_or_by_memory() -> None:
+    assert partition_layers(32, 2, None) == (16, 16)
+    # The first stage has the embedding and the head too.
+    assert partition_layers(33, 2, None) == (16, 17)
+    assert partition_layers(10, 3, None) == (3, 4, 3)
+    assert partition_layers(10, 3, "2,5,3") == (2, 5, 3)
+    assert partition_layers(36, 2, None, [24e9, 12e9]) == (24, 12)
+    # Equal cards get equal stages, although something else takes some of the memory of one.
+    assert partition_layers(36, 2, None, [23.5e9, 24e9]) == (18, 18)
+    assert partition_layers(4, 3, None, [40e9, 1e9, 1e9]) == (2, 1, 1)
+    with pytest.raises(ConfigError, match="10,x"):
+        partition_layers(20, 2, "10,x")
+
+
+def test_stages_know_their_layers() -> None:
+    stages = [Stage(number, (2, 3, 1)) for number in range(3)]
+    assert [stage.layers for stage in stages] == [range(2), range(2, 5), range(5, 6)]
+    assert [stage.is_first for stage in stages] == [True, False, False]
+    assert [stage.is_last for stage in stages] == [False, False, True]
+    assert Stage().is_whole
+    assert Stage().is_first
+    assert Stage().is_last
+
+
+def test_settings_name_the_ranks() -> None:
+    assert EngineConfig(model="m", tensor_parallel_size=2, pipeline_parallel_size=3).num_ranks == 6
