@@ -1,6 +1,7 @@
 """Every family that reads images: prompts and greedy answers equal transformers' own, in float32."""
 
 import itertools
+import shutil
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from baton_serve import LLM, SamplingParams
 from baton_serve.contracts.media import MAX_ASPECT, MediaSpan, digest_of
@@ -19,6 +21,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision import load_images
+from baton_serve.engine.model.vision.tower import load_tower
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.images import picture
 from tests.vision_families import FAMILIES, VisionReference, write_vision_model
@@ -138,6 +141,25 @@ def test_handoff_replay_and_preemption(tiny: Tiny) -> None:
             engine.add(work_of(engine, str(number), tokens, spans_of(tiny, number)), pixels=pixels)
         assert run(engine) == {(str(number), 0): tiny.answers[number][1] for number in (0, 4)}
         assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("tiny", ["mistral3", "internvl", "gemma3"], indirect=True)
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_towers_are_found_under_all_names_and_beside_quantized_decoders(
+    tiny: Tiny, prefix: str, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny.folder, tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    named = {prefix + name.removeprefix("model."): tensor for name, tensor in stored.items() if "language" not in name}
+    save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    config = msgspec.json.decode((tmp_path / "config.json").read_bytes())
+    rules = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({**config, "quantization_config": rules}))
+    tower = load_tower(EngineConfig(model=str(tmp_path), reads_images=True), torch.device("cpu"), torch.float32)
+    plain = load_tower(EngineConfig(model=str(tiny.folder), reads_images=True), torch.device("cpu"), torch.float32)
+    assert tower is not None and plain is not None
+    (seen,) = plain.reader.read(tiny.chats[0].images).values()
+    torch.testing.assert_close(tower.encode(seen), plain.encode(seen))
 
 
 @pytest.mark.parametrize(

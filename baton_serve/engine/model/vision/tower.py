@@ -99,6 +99,10 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     alone = copy.deepcopy(hf_config)
     text = alone.get_text_config()
     text.num_hidden_layers, text.layer_types = 0, []
+    # Quantized checkpoints keep their tower in floats; transformers would ask for the libraries of the format.
+    for part in (alone, text):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     try:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
