@@ -39,7 +39,7 @@ from baton_serve.services.local.plan import (
     plan,
 )
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
-from baton_serve.services.local.supervisor import MODULE, STOP_DEADLINE_S, ClusterSupervisor, ClusterTimeouts
+from baton_serve.services.local.supervisor import MODULE, ClusterSupervisor, ClusterTimeouts
 
 PROGRAM = "baton serve"
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
             forks=forks,
             timeouts=ClusterTimeouts(start_s=settings.start_timeout_s, drain_s=_drain_timeout_s(given)),
         )
-        lifecycle.on_stop("processes", supervisor.stop, deadline_s=STOP_DEADLINE_S + 10.0)
+        lifecycle.on_stop("processes", supervisor.stop, deadline_s=supervisor.stop_s + 10.0)
         # Register `stop` before `start`: if the start fails halfway, the processes that run must still be ended.
         supervisor.start()
         await supervisor.wait_ready(settings.start_timeout_s)
@@ -143,8 +143,10 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
     if not (folder / "config.json").is_file():
         if not settings.model:
             raise ConfigurationError(f"this installation lacks the bundled demo model ({folder}): name a MODEL")
-        what = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise ConfigurationError(f"MODEL {settings.model} {what}: give the folder of a Hugging Face model")
+        what = "has no config.json" if folder.is_dir() else "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigurationError(
+            f"MODEL {settings.model} {what}: give the folder of a Hugging Face model, a GGUF file, or ORG/NAME"
+        )
     # Binding finds a port that is in use before anything is started, and chooses a free one for `--port 0`.
     with bind_tcp(settings.host, settings.port) as probe:
         port = probe.getsockname()[1]

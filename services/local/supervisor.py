@@ -25,7 +25,8 @@ ROUTER = "router"
 MODULE = "baton_serve.services.cli"
 """The module that every process runs: the command line of Baton."""
 ROUTER_AFTER_S = 3.0
-"""Time for which the router keeps running while instances drain. Then it stops too, and its last requests end."""
+"""Time beyond `drain_s` for which the router keeps running if instances have not ended. Then it stops too, and its last
+requests end."""
 STOP_DEADLINE_S = 25.0
 """Time from the router's SIGTERM until processes that still run are killed."""
 
@@ -48,7 +49,7 @@ class ClusterTimeouts:
     start_s: float = 1800.0
     """Longest time until a restarted instance is ready."""
     drain_s: float = 30.0
-    """Time that instances give running requests at the stop. The supervisor only shows it."""
+    """Time that instances give running requests at the stop."""
     # With --workers one process of the router may hang until its own supervisor restarts it, after three missed
     # queries. More are needed here, so that this supervisor does not restart the whole router meanwhile.
     router: WatchRules = field(default_factory=lambda: WatchRules(max_missed=6))
@@ -119,14 +120,19 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
             ) from None
         self._has_served = True
 
+    @property
+    def stop_s(self) -> float:
+        """Longest time in seconds that `stop` takes."""
+        return self._timeouts.drain_s + ROUTER_AFTER_S + STOP_DEADLINE_S
+
     async def stop(self) -> None:
         """Stop the instances, which finish their requests, then the router. After `STOP_DEADLINE_S` kill the rest."""
         if any(child.status is None for child in self.runs.values()):
             left = f"running streams have up to {self._timeouts.drain_s:g} s left (--drain-timeout-s)"
             self._report(f"stopping: {left}; press Ctrl-C again to stop at once")
         await self._end_watch()  # a router that ends accepts no more connections
-        # The router must outlive the draining instances for a moment: it passes the tokens of their requests on.
-        await self._stop((self._instances, ROUTER_AFTER_S), ([ROUTER], STOP_DEADLINE_S))
+        # The router must outlive the draining instances: it passes the tokens of their requests on.
+        await self._stop((self._instances, self._timeouts.drain_s + ROUTER_AFTER_S), ([ROUTER], STOP_DEADLINE_S))
 
     async def _spawn(self, name: str) -> Child:
         launch = self._programs if name == ROUTER or self._forks is None else self._forks

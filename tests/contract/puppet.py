@@ -4,6 +4,7 @@
 `exit STATUS TEXT`: says TEXT and ends. `once FILE STATUS`: waits if FILE exists, else makes it and ends with STATUS.
 `hung FILE STATUS TEXT`: says so, and if FILE exists says TEXT and ends with STATUS. `slow FILE`: waits, without saying
 so if FILE exists.
+`drains SECONDS`: ends so long after SIGTERM.
 `unless FILE TEXT`: waits unless FILE exists, else says TEXT and ends. `variable NAME`: says what it has.
 """
 
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -44,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
             wait()
         case ["variable", name]:
             sys.stderr.write(f"{name}={os.environ[name]}\n")
+        case ["drains", seconds]:
+            signal.signal(signal.SIGTERM, lambda *_: (time.sleep(float(seconds)), sys.exit(0)))
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say_ready()

@@ -53,7 +53,13 @@ class Stage:
 
     preload: str | None = None
 
-    def __init__(self, *instances: list[str], router: list[str] | None = None, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        *instances: list[str],
+        router: list[str] | None = None,
+        start_timeout_s: float = 60.0,
+        drain_s: float = 30.0,
+    ) -> None:
         port = str(free_port())
         processes = [Process("router", router or ["router", port, str(len(instances))], {})]
         processes += [
@@ -67,7 +73,7 @@ class Stage:
             environ=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
             module=PUPPET,
             forks=ForkLauncher(PUPPET, ProgramLauncher(PUPPET), preload=self.preload) if self.preload else None,
-            timeouts=ClusterTimeouts(start_s=start_timeout_s, router=ROUTER_RULES),
+            timeouts=ClusterTimeouts(start_s=start_timeout_s, drain_s=drain_s, router=ROUTER_RULES),
         )
 
     def pid(self, name: str) -> int:
@@ -266,7 +272,20 @@ def test_what_ignores_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> N
     async def body(stage: Stage) -> None:
         await stage.until(lambda: stage.is_ready("prefill-0"))
 
-    assert "prefill-0 did not exit in time and is killed" in run(lambda: Stage(["deaf"]), body)
+    assert "prefill-0 did not exit in time and is killed" in run(lambda: Stage(["deaf"], drain_s=0.1), body)
+
+
+def test_the_router_passes_on_what_draining_instances_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "ROUTER_AFTER_S", 0.1)
+
+    async def body(stage: Stage) -> None:
+        await stage.until(lambda: stage.is_ready("prefill-0"))
+        stopping = asyncio.create_task(stage.supervisor.stop())
+        await asyncio.sleep(1.0)
+        assert [run.status for run in stage.supervisor.runs.values()] == [None, None]
+        await stopping
+
+    assert "running streams have up to 20 s left" in run(lambda: Stage(["drains", "2"], drain_s=20.0), body)
 
 
 def test_a_server_that_cannot_be_forked_is_done_without(monkeypatch: pytest.MonkeyPatch, way: str) -> None:

@@ -30,6 +30,7 @@ def test_a_model_that_cannot_be_started_is_reported_once() -> None:
     done = run("complete", "/no/such/model", "-q", "Hi")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.splitlines() == [
-        "baton serve: MODEL /no/such/model is not a folder: give the folder of a Hugging Face model",
+        "baton serve: MODEL /no/such/model does not exist: give the folder of a Hugging Face model, a GGUF file, or"
+        " ORG/NAME",
         "baton complete: baton serve did not start; the reason is above",
     ]
