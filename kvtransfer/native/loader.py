@@ -1,19 +1,22 @@
 """Compile one C++ source into a library for this machine's CPU at first use, and load it.
 
-Libraries are kept in ~/.cache/baton/native, named by a hash of everything that they depend on. Several processes may
-compile at the same time. The engine's kernels are built in the same way by `engine.kernels.cpu.build`, which this
-package must not import.
+Libraries are kept in `native` in the folder of caches, named by a hash of everything that they depend on. Several
+processes may compile at the same time. The engine's kernels are built in the same way by `engine.kernels.cpu.build`,
+which this package must not import.
 """
 
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from baton_serve.contracts.model_path import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ def load_library(source: Path, *, cache: Path | None = None, flags: Sequence[str
     if compiler is None:
         raise LibraryUnavailableError("no C++ compiler (g++) was found")
     try:
-        directory = cache or Path.home() / ".cache" / "baton" / "native"
+        directory = cache or cache_folder(os.environ) / "native"
         directory.mkdir(parents=True, exist_ok=True)
         library = directory / f"{source.stem}_{_fingerprint(source, compiler, flags)}.so"
         if not library.exists():

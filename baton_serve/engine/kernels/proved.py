@@ -1,8 +1,8 @@
 """Chooses the kernels of an engine by proof: every operation of every candidate is compared with its twin, once for a
 machine and a model's shapes.
 
-The verdicts are kept in ~/.cache/baton/proofs, under a name that follows from everything that may change them: device,
-driver, versions of torch and Triton, the source of the kernels, and the shapes.
+The verdicts are kept in `proofs` in the folder of caches, under a name that follows from everything that may change
+them: device, driver, versions of torch and Triton, the source of the kernels, and the shapes.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from baton_serve.contracts.instance import KernelVerdict
+from baton_serve.contracts.model_path import cache_folder
 from baton_serve.engine import device as devices
 from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
 from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, TwinDecoder, decoder_operations
@@ -139,7 +140,7 @@ def prove_kernels(
 def proof_folder() -> Path | None:
     """Return the folder of kept verdicts, or None if this user has no home folder."""
     try:
-        return Path.home() / ".cache" / "baton" / "proofs"
+        return cache_folder(os.environ) / "proofs"
     except RuntimeError:
         return None
 

@@ -17,6 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from baton_serve.contracts.model_path import cache_folder
+
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "src"
@@ -40,7 +42,7 @@ class KernelsUnavailableError(Exception):
 def load_kernels(cache: Path | None = None, compiler: str | None = None, *, widens: bool | None = None) -> ctypes.CDLL:
     """Return the library of the CPU kernels. A process has only one, because it has a state (src/turns.cpp).
 
-    `cache` defaults to ~/.cache/baton/kernels; if it cannot be used, a temporary directory is used.
+    `cache` defaults to `kernels` in the folder of caches; if it cannot be used, a temporary directory is used.
     `widens` states whether bf16 is multiplied as float32; None uses what the build measures to be faster. Only tests
     set it.
 
@@ -51,7 +53,7 @@ def load_kernels(cache: Path | None = None, compiler: str | None = None, *, wide
         raise KernelsUnavailableError("no C++ compiler (g++) was found")
     name = f"baton_{_fingerprint(compiler)}{_SUFFIXES[widens]}.so"
     try:
-        return _load_from(cache or Path.home() / ".cache" / "baton" / "kernels", name, compiler, widens)
+        return _load_from(cache or cache_folder(os.environ) / "kernels", name, compiler, widens)
     except (
         OSError,
         RuntimeError,
