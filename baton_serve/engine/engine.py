@@ -36,7 +36,6 @@ from baton_serve.engine.errors import UsageError
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.execution.setup import EngineSetup
-from baton_serve.engine.kv import capacity
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.lora.loaded import LoadedAdapters
@@ -109,7 +108,7 @@ class Engine:
         report("sizing the KV cache", 0.0)
         maker = KVCacheBuilder(config, setup, self._device, self._ranks, vocab_size=self.vocab_size)
         usable = maker.count_blocks(self._masking)
-        capacity.check_fit(self.layout, usable, self.max_model_len)
+        maker.check_fit(usable, self.max_model_len)
         self.kv = maker.make(num_blocks := usable + 1)  # block 0 is for padding
         states = maker.make_states(self.kv)
         self._host = maker.make_host_tier(self.kv)

@@ -14,10 +14,11 @@ from tests.tiny_models import write_tiny_model
 pytestmark = pytest.mark.slow
 
 
-def test_tokens_through_ranks_and_after_the_death_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_tokens_through_ranks_and_after_the_death_of_one(option: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     config = tmp_path / "baton.yaml"
-    config.write_text("prefill:\n  tensor_parallel_size: 2\n")
+    config.write_text(f"prefill:\n  {option}: 2\n")
     prompt = prompt_of(83)
     expected = expected_tokens(tmp_path / "model", prompt, NEW_TOKENS)
     with Cluster(tmp_path / "model", args=(*ALWAYS, "--config", str(config), "--block-size", "16")) as cluster:

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
-from baton_serve.engine.kv.capacity import check_host
+from baton_serve.engine.kv.capacity import DeviceWeights, check_fit, check_host
 from baton_serve.engine.model import attention_adapters
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import MAX_POSITIONS, REFUSED, SLIDING_WINDOW
@@ -108,6 +109,25 @@ def test_the_largest_length_that_fits_is_named(folder: Path) -> None:
     with pytest.raises(CapacityError, match="largest max_model_len that fits is 160"):
         make_engine(folder, num_gpu_blocks_override=10)
     make_engine(folder, num_gpu_blocks_override=10, max_model_len=160).close()
+
+
+def test_the_formats_and_the_number_of_devices_that_fit_are_named() -> None:
+    layout = KVLayout(
+        fingerprint="f", num_layers=32, num_kv_heads=8, block_tokens=64, head_dim=128, dtype="bfloat16"
+    )  # 8 MiB a block
+    weights = DeviceWeights(14 << 30)
+    # 16 GiB of cache are needed and 9 available: half of it fits, and so do 14 + 16 GiB on two devices of 14 + 9.
+    words = r"is 73728: .*; or set kv_cache_dtype fp8; or set quantization fp8; or divide the model over 2 such devices"
+    with pytest.raises(CapacityError, match=words):
+        check_fit(layout, 9 * 128, 131_072, weights)
+    with pytest.raises(CapacityError) as refused:
+        check_fit(layout, 128, 131_072, DeviceWeights(1 << 30))
+    assert "dtype fp8" not in str(refused.value) and "quantization" not in str(refused.value)
+    assert "divide the model over 9 such devices" in str(refused.value)
+    # The weights of a model on CPUs take nothing from its cache.
+    with pytest.raises(CapacityError) as on_host:
+        check_fit(layout, 128, 131_072)
+    assert "divide" not in str(on_host.value)
 
 
 def test_a_cache_that_the_machine_has_no_memory_for_is_refused(folder: Path) -> None:

@@ -52,6 +52,8 @@ class EngineSetup:
         defaults = devices.defaults(device)
         self.layout = _layout(config, model, config.block_size or defaults.block_tokens)
         self.states = model.states
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
+        """Size of the weights of this rank that are not quantized, in bytes."""
         self.kv_heads = model.kv_heads
         _check_chunks(model, self.layout)
         if model.states and config.num_ranks > 1:

@@ -1,10 +1,11 @@
 """Computes how many KV blocks fit, and checks that one request of full length fits. Only arithmetic and messages."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.layout import DTYPE_BYTES, KVLayout
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError
@@ -77,10 +78,20 @@ def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:
         )
 
 
-def check_fit(layout: KVLayout, num_usable: int, max_model_len: int) -> None:
-    """Log the capacity.
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """What the weights take of one device, and how many devices there are."""
 
-    Raises `CapacityError`, with the largest `max_model_len` that fits, if one request does not fit.
+    num_bytes: int
+    """Size in bytes of the weights that are not quantized."""
+    num_ranks: int = 1
+
+
+def check_fit(layout: KVLayout, num_usable: int, max_model_len: int, weights: DeviceWeights | None = None) -> None:
+    """Log the capacity. `weights` are those of an accelerator; None: the host's memory holds the cache.
+
+    Raises `CapacityError` if one request does not fit, with the largest `max_model_len`, the number of devices and the
+    formats that do.
     """
     # A prompt may begin with the blocks of one checkpoint and end with those of another one.
     num_states = 2 * layout.state_blocks + layout.source_blocks
@@ -93,6 +104,7 @@ def check_fit(layout: KVLayout, num_usable: int, max_model_len: int) -> None:
             # The message ends in what can be done; a length of 0 cannot be proposed.
             + (f"The largest max_model_len that fits is {tokens}: set it, or give" if tokens else "Give")
             + " the KV cache more memory (kv_cache_memory_bytes; on accelerators gpu_memory_utilization)"
+            + "".join(f"; or {way}" for way in _other_ways(layout, needed, num_usable * layout.block_bytes, weights))
         )
     logger.info(
         "KV cache: %d blocks of %d tokens = %d tokens (%s); at %d tokens per request %.1f requests at once",
@@ -103,6 +115,27 @@ def check_fit(layout: KVLayout, num_usable: int, max_model_len: int) -> None:
         max_model_len,
         tokens / max_model_len,
     )
+
+
+def _other_ways(layout: KVLayout, needed: int, available: int, weights: DeviceWeights | None) -> list[str]:
+    """Return which formats and how many devices would give room for a request that needs `needed` bytes of whole
+    blocks, of which there are `available`.
+    """
+    ways: list[str] = []
+    wide = DTYPE_BYTES[layout.dtype]
+    # Scales take a little more than half; one block of them is left as reserve.
+    if wide > 1 and needed / wide + layout.block_bytes <= available:
+        ways.append("set kv_cache_dtype fp8")
+    if weights is None:
+        return ways
+    # Each rank holds its share of all weights and of each block.
+    whole = weights.num_bytes * weights.num_ranks
+    if available + whole / 2 >= needed and weights.num_bytes:
+        ways.append("set quantization fp8")
+    if available + whole > 0:
+        count = -(-(whole + needed) * weights.num_ranks // (whole + available))
+        ways.append(f"divide the model over {count} such devices (pipeline_parallel_size)")
+    return ways
 
 
 def _gib(num_bytes: int) -> str:

@@ -27,7 +27,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "config_format": ("auto", "hf"),
     "cpu_offload_gb": (0, None),
     "data_parallel_size": (1,),
-    "distributed_executor_backend": (None, "mp", "uni"),
+    "distributed_executor_backend": (None, "mp", "uni", "ray", "external_launcher"),
     "enable_expert_parallel": (False,),
     "enable_log_requests": (False,),
     "max_num_partial_prefills": (1,),

@@ -68,6 +68,14 @@ class KVCacheBuilder:
         rows = self._limits.max_num_seqs * self._layout.state_blocks * self._layout.block_bytes
         return capacity.count_blocks(self._layout, available - rows, None)
 
+    def check_fit(self, num_usable: int, max_model_len: int) -> None:
+        """Log what fits. Raises `CapacityError`, with what would fit, if one request of full length does not."""
+        weights: capacity.DeviceWeights | None = None
+        # In host memory the weights take nothing from the cache.
+        if not devices.is_host(self._device):
+            weights = capacity.DeviceWeights(self._setup.weight_bytes, self._ranks.num_ranks)
+        capacity.check_fit(self._layout, num_usable, max_model_len, weights)
+
     def make_states(self, cache: KVCache) -> StateMemory:
         """Make the memory of the recurrent states of all batch slots."""
         # With several ranks the part of a block that a rank has in shared host memory is not contiguous. Models with

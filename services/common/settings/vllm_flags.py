@@ -92,7 +92,11 @@ _CERTAIN_VALUES = (
     ("steps do not wait for more prompts", "--scheduler-delay-factor", "0 0.0"),
     ("speculative decoding is not supported", "--num-lookahead-slots", "0"),
     ("preempted sequences are computed again", "--preemption-mode", "recompute"),
-    ("ranks are processes of one host, without Ray", "--distributed-executor-backend", "mp uni"),
+    (
+        "ranks are processes that the instance starts on its own host, for each of these backends",
+        "--distributed-executor-backend",
+        "mp uni ray external_launcher",
+    ),
     (
         "the tokenizer is read from tokenizer.json",
         "--tokenizer-mode",

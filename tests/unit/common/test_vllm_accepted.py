@@ -21,6 +21,8 @@ from tests.unit.common.test_vllm_flags import instance, serve
         ["--tokenizer-mode", "slow"],
         ["--quantization-param-path", "scales.json"],
         ["--distributed-executor-backend", "mp"],
+        ["--distributed-executor-backend", "ray"],
+        ["--distributed-executor-backend", "external_launcher"],
         ["--fully-sharded-loras"],
         ["--collect-detailed-traces", "all"],
         ["--num-scheduler-steps", "8"],
