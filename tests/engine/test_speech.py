@@ -18,6 +18,7 @@ from baton_serve.engine import ConfigError, Engine, RequestError
 from baton_serve.engine.core.outputs import FailedRequest
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS
+from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, hand_over, make_engine, make_work, run
 from tests.speech import (
     EOS_ID,
@@ -165,6 +166,18 @@ def test_blocks_of_sources_pass_through_the_host_tier(folder: Path, reference: R
             assert answers == {(name, 0): reference.answer(tones(number), COUNT)}
     # One run belongs to the start of the engine.
     assert encoded == [1, 1, 1]
+
+
+def test_captured_graphs_give_the_tokens_of_transformers(
+    folder: Path, reference: Reference, captured: FakeCapture
+) -> None:
+    with make_engine(folder, reads_images=True, max_num_seqs=4, async_scheduling=True) as engine:
+        assert len(captured.graphs) == 3  # for 4, 2 and 1 sequences; none for prompts
+        files = {f"g{number}": wav(tones(number)) for number in range(3)}
+        answers = ask(engine, files)
+        # Sequences whose tokens are sampled by rules replay graphs too, and read their logits.
+        assert sum(graph.replays for graph in captured.graphs) >= COUNT - 1
+    assert answers == {(f"g{n}", 0): reference.answer(tones(n), COUNT) for n in range(3)}
 
 
 def test_a_language_is_detected_by_one_token(engine: Engine, reference: Reference) -> None:

@@ -10,7 +10,7 @@ that read them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
 from baton_serve.engine.kernels import AttentionMetadata, argmax_kernel
 from baton_serve.engine.kernels.operations import Argmax
 from baton_serve.engine.kv.state_memory import StateViews
-from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
+from baton_serve.engine.model.batch_inputs import StepInputs, StepStates, cross_metadata, source_tables
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, sorted_rows
@@ -77,6 +77,8 @@ class DecodeArrays:
     """Changes of the block tables, as `BlockTables.take_changes` returns them; None: no change."""
     adapters: Sequence[str] = ()
     """The LoRA adapter of each sequence, by fingerprint; "" is none. Empty: no sequence has one."""
+    sources: NDArray[np.int32] | None = None
+    """[batch, blocks]: the blocks of each sequence's source; None for models without cross-attention."""
 
 
 def fits_decode_graph(plan: ScheduledBatch, *, with_adapters: bool) -> bool:
@@ -113,7 +115,36 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
     host[SLOTS] += indexes % block_tokens
     host[TABLE_ROWS] = rows
     host[CONTEXTS].view(np.int32)[:count] = indexes + 1
-    return DecodeArrays(host[TOKENS:], tables.take_changes(), adapters if any(adapters) else ())
+    named = adapters if any(adapters) else ()
+    return DecodeArrays(host[TOKENS:], tables.take_changes(), named, source_tables(plan, limits))
+
+
+class SourceTables:
+    """The blocks of the sources of a batch, for cross-attention in captured graphs, always in the same memory."""
+
+    def __init__(self, limits: SchedulerConfig, device: torch.device) -> None:
+        shape = (limits.max_num_seqs, limits.source_blocks)
+        # Two, because the device may still be copying the previous step's tables.
+        self._staging = [devices.staging(device, shape, torch.int32) for _ in range(2)]
+        # Padding reads block 0, which belongs to no source.
+        self._all = cross_metadata(torch.zeros(shape, dtype=torch.int32, device=device), limits.source_tokens)
+
+    def fill(self, rows: NDArray[np.int32]) -> None:
+        """Start copying the blocks of a step's sources to the device."""
+        self._staging.reverse()
+        staged = self._staging[0][: len(rows)]
+        staged.numpy()[:] = rows
+        self._all.block_tables[: len(rows)].copy_(staged, non_blocking=True)
+
+    def first(self, size: int) -> AttentionMetadata:
+        """Return the metadata of cross-attention for a batch of `size` sequences."""
+        return replace(
+            self._all,
+            query_starts=self._all.query_starts[: size + 1],
+            context_lens=self._all.context_lens[:size],
+            block_tables=self._all.block_tables[:size],
+            slots=self._all.slots[:size],
+        )
 
 
 class DecodeGraphs:
@@ -141,6 +172,7 @@ class DecodeGraphs:
         self._staging = [devices.staging(device, shape, torch.int64) for _ in range(2)]
         self._inputs = torch.zeros_like(self._staging[0], device=device)
         self.last_tokens = self._inputs[LAST]
+        self._sources = SourceTables(limits, device) if limits.source_tokens else None
         self._starts = torch.arange(limits.max_num_seqs + 1, dtype=torch.int32, device=device)
         self._greedy = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         parts = forward.parts
@@ -253,6 +285,8 @@ class DecodeGraphs:
         host[TOKENS:ADAPTERS, :count] = arrays.inputs
         self._fill_padding(host, count, bucket)
         self._tables.apply(arrays.changes)
+        if self._sources is not None and arrays.sources is not None:
+            self._sources.fill(arrays.sources)
         end, graphs = ADAPTERS, self._graphs
         if arrays.adapters:
             assert self._slots is not None
@@ -309,7 +343,9 @@ class DecodeGraphs:
         )
         tokens = self._inputs[: TOKENS + 1].view(-1).index_select(0, inputs[TOKEN_AT])
         rows = None if slots is None else slots.view(self._inputs[ADAPTERS:], size)
-        step = StepInputs(tokens, inputs[POSITIONS], None, meta, slot_rows=rows, states=self._step_states(inputs))
+        cross = None if self._sources is None else self._sources.first(size)
+        states = self._step_states(inputs)
+        step = StepInputs(tokens, inputs[POSITIONS], None, meta, slot_rows=rows, states=states, cross=cross)
         greedy = self._greedy[:size]
         if self._parts is not None:
             logits = self._parts.compute(step, self._layers)
