@@ -122,14 +122,18 @@ class _Sound:
 
     def __init__(self, library: Any, data: bytes) -> None:
         file: BinaryIO = BytesIO(data)
+        self._library = library
         self._file = library.SoundFile(file)
         if self._file.format not in FORMATS:
             raise AudioError(f"its format is {self._file.format}: send WAV, FLAC, OGG or MP3")
         self.rate_hz, self.channels, self.frames = self._file.samplerate, self._file.channels, self._file.frames
 
     def blocks(self) -> Iterator[NDArray[np.int16]]:
-        while len(block := self._file.read(READ_FRAMES, dtype="int16", always_2d=True)):
-            yield block
+        try:
+            while len(block := self._file.read(READ_FRAMES, dtype="int16", always_2d=True)):
+                yield block
+        except self._library.LibsndfileError as exc:
+            raise AudioError("it is damaged: only a part of it can be decoded") from exc
 
 
 def _opened(data: bytes) -> _Wav | _Sound:

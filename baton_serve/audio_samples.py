@@ -39,6 +39,7 @@ def resampled(samples: Samples, rate_hz: int, wanted_hz: int) -> Samples:
     """
     if rate_hz == wanted_hz:
         return samples
+    # The filters repeat after as many input samples as the two rates have in lowest terms.
     divisor = gcd(rate_hz, wanted_hz)
     step, phases = rate_hz // divisor, wanted_hz // divisor
     # Frequencies above half of the lower rate would be mirrored into the result.
@@ -47,7 +48,9 @@ def resampled(samples: Samples, rate_hz: int, wanted_hz: int) -> Samples:
     times = np.arange(-reach, reach + step)[:, None] - np.arange(phases)[None] * step / phases
     window = np.cos(np.clip(times, -reach, reach) * (pi / 2 / reach)) ** 2
     filters = (np.sinc(times * cutoff) * window * cutoff).astype(np.float32)
+    # Zeros before and after, so that the first and last samples have as many neighbours as all others.
     padded = np.pad(samples, (reach, reach + step))
+    # A view: the product copies one window of it at a time, not all.
     rows = np.lib.stride_tricks.sliding_window_view(padded, len(filters))[::step]
     found: Samples = (rows @ filters).reshape(-1)
     return found[: ceil(len(samples) * wanted_hz / rate_hz)]
@@ -63,6 +66,7 @@ def cuts(samples: Samples, rate_hz: int, window_s: float) -> list[int]:
         end = found[-1] + longest
         num_frames = max(1, int(longest * SEARCHED_RATIO) // frame)
         searched = samples[end - num_frames * frame : end].reshape(num_frames, frame)
+        # The loudness of a frame is enough: a pause between words is longer than a frame.
         quietest = int(np.square(searched).sum(axis=1).argmin())
         found.append(end - (num_frames - quietest) * frame + frame // 2)
     return [*found, len(samples)]

@@ -22,8 +22,9 @@ HEAD = f"# Made by tools/lock_requirements.py for Python {PYTHON_VERSION} on Lin
 def wanted() -> dict[str, list[str]]:
     """Return the requirements of pyproject.toml by image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    router = [*project["dependencies"], *project["optional-dependencies"]["otel"]]
-    worker = [line for line in project["optional-dependencies"]["worker"] if name_of(line) != "torch"]
+    extras = project["optional-dependencies"]
+    router = [*project["dependencies"], *extras["otel"], *extras["audio"]]
+    worker = [line for line in extras["worker"] if name_of(line) != "torch"]
     return {"router": router, "worker": [*router, *worker]}
 
 

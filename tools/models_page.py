@@ -71,6 +71,11 @@ family is one file beside `baton_serve/contracts/vision/registry.py` and one lin
 Of other vision models the text is served (see [below](#every-family-of-transformers)); an image that is sent to them
 gets status 400.
 
+## Models that transcribe audio
+
+Whisper, all sizes, in transformers' format (`openai/whisper-…`, Distil-Whisper), on one rank and without LoRA adapters.
+Tests compare tokens and timestamps with transformers (`tests/engine/test_speech.py`, `tests/e2e/test_speech.py`).
+
 ## Not served
 
 | Models | `model_type` | |

@@ -176,6 +176,21 @@ def test_streams_and_formats(whisper: Path) -> None:
     assert found["openai"].segments
 
 
+def test_a_window_that_is_not_good_enough_is_computed_again(whisper: Path) -> None:
+    """The words of a random model are unlikely, so that every temperature is tried; the last one is kept."""
+
+    async def run() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60), served(whisper, transport="usm", roles=("unified",)) as client:
+            await until_ready(client, 1)
+            options = {"response_format": "verbose_json", "seed": "3"}
+            several = await ask(client, wav(tones(0)), temperature=["0", "0.7"], **options)
+            return [several, await ask(client, wav(tones(0)), temperature="0.7", **options)]
+
+    several, one = asyncio.run(run())
+    assert {segment["temperature"] for segment in several["segments"]} == {0.7}
+    assert several == one
+
+
 async def _model(client: httpx.AsyncClient) -> str:
     return str((await client.get("/v1/models")).json()["data"][0]["id"])
 

@@ -400,9 +400,7 @@ class Scheduler:
             parent = sequence.block_hashes[full - 1] if full else None
             tail = sequence.token_ids[full * block_tokens :]
             work, at = request.work, full * block_tokens
-            block_hashes = block_hashes + hash_blocks(
-                work.root, tail, block_tokens, parent=parent, media=work.media, start=at
-            )
+            block_hashes += hash_blocks(work.root, tail, block_tokens, parent=parent, media=work.media, start=at)
         blocks = sequence.blocks[request.num_published : request.num_published + len(block_hashes)]
         named = [NamedBlock(name, block) for name, block in zip(block_hashes, blocks, strict=True)]
         return CompletedBlocks(request.work.request_id, named)

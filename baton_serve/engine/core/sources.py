@@ -37,6 +37,7 @@ class SourceBlocks:
         """Return the cached blocks of a request's source, in both tiers. It is empty if any part is missing."""
         names = self.hashes(work)
         found = self._pool.find(names)
+        # The encoder computes all positions together, so that a part of them saves nothing.
         return found if len(found) == len(names) else found.first(0)
 
     def num_needed(self, request: Request) -> int:
@@ -65,6 +66,7 @@ class SourceBlocks:
         """
         if sequence.request.is_source_published or not sequence.source_blocks:
             return []
+        # A preempted prompt is computed again, but its blocks are reported once.
         sequence.request.is_source_published = True
         names = self.hashes(sequence.request.work)
         return [NamedBlock(*named) for named in zip(names, sequence.source_blocks, strict=True)]

@@ -23,6 +23,10 @@ class FromVllm:
     notes: list[str] = field(default_factory=list)
 
 
+def _mib(text: str) -> str:
+    return str(int(text) << 20)
+
+
 def _gib(text: str) -> str:
     # 0 is vLLM's default, with which the memory decides.
     return str(int(float(text) * _GIB)) if float(text) > 0 else ""
@@ -52,6 +56,7 @@ EQUIVALENTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_LOGGING_LEVEL": ("log_level", lambda text: _LEVELS.get(text.upper(), "error")),
     "VLLM_CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes", _gib),
     "VLLM_CPU_OMP_THREADS_BIND": ("omp_threads_bind", _cores),
+    "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": ("max_audio_bytes", _mib),
     "VLLM_IMAGE_FETCH_TIMEOUT": ("image_fetch_timeout_s", _as_it_is),
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": ("engine_step_timeout_s", _as_it_is),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ("keep_alive_timeout_s", _as_it_is),
@@ -69,7 +74,7 @@ _REASONS = {
     "VLLM_ASSETS_CACHE": "no pictures or sounds are downloaded for tests; VLLM_CACHE_ROOT has all caches",
     "VLLM_TRACE_FUNCTION": "py-spy shows the functions of a running process",
     "VLLM_CPU_KVCACHE_SPACE": "it counts with --device cpu alone; see --kv-cache-memory-bytes",
-    "VLLM_AUDIO_FETCH_TIMEOUT": "no model with audio is served",
+    "VLLM_AUDIO_FETCH_TIMEOUT": "audio is uploaded with the request, never fetched",
     "VLLM_HOST_IP": "baton serve connects its processes by itself",
     "VLLM_PORT": "baton serve connects its processes by itself; --port is that of the API",
     "VLLM_ATTENTION_BACKEND": "each kind of device has one",

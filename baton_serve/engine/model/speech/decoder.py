@@ -84,17 +84,20 @@ class CrossAttentionForward:
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         assert inputs.cross is not None, "steps of models with cross-attention have the blocks of sources"
+        # Before any layer attends to them; a source may have been encoded for several sequences of the step.
         for source in inputs.sources:
             self._store_source(source, inputs.cross, layers)
         hidden = self._parts.embed(inputs.input_ids, inputs.position_ids)
         for number, (layer, cache, spec) in enumerate(zip(self._parts.layers, layers, self._specs, strict=True)):
             normed = layer.own_norm(hidden)
             self._store(layer.own, normed, cache, inputs.meta)
+            # The layer's blocks may be sent now: cross-attention writes nothing.
             if inputs.after_layer is not None:
                 inputs.after_layer(number)
             hidden = hidden + self._attend(layer.own, normed, cache, inputs.meta, spec)
             hidden = hidden + self._attend(layer.cross, layer.cross_norm(hidden), cache, inputs.cross, spec)
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        # The head is the largest product, and most rows of a prompt need no logits.
         if inputs.logit_rows is not None:
             hidden = hidden[inputs.logit_rows]
         return cast(Tensor, self._parts.head(self._parts.norm(hidden)))

@@ -62,6 +62,7 @@ def _load(config: EngineConfig, folder: Path, dtype: torch.dtype) -> nn.Module:
     """Load the encoder into host memory. transformers builds it with a decoder, which gets no layers here."""
     import transformers
 
+    # The config is shared with the decoder that was loaded before.
     alone = copy.deepcopy(read_config(folder, config))
     alone.decoder_layers = 0
     kind = cast(Any, transformers.AutoModel)

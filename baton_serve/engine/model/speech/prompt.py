@@ -43,6 +43,7 @@ class PromptAudio:
 
     def give(self, request: Request, pixels: Pixels) -> None:
         """Attach a window to a request. It is kept until the request ends: its blocks may be evicted meanwhile."""
+        # From now on the whole prompt can be computed here, whatever is cached.
         request.has_images = True
         self._windows[request] = pixels[request.work.media[0].digest].inputs["input_features"]
 

@@ -53,7 +53,7 @@ class TranscriptionEndpoint:
         service.limits()  # called for its errors, before the file is decoded
         profile.check_language(request.language)
         cut = await cutter.cut(form.file)
-        form.file = None
+        form.file = None  # the windows are kept instead, for replays
         with ImageReservation(service.image_memory) as memory:
             await memory.reserve(sum(len(window.file) for window in cut.windows))
             head = TranscriptChunk(

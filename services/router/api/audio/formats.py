@@ -94,6 +94,7 @@ def whole_answer(
     duration_s: float,
 ) -> WholeAnswer:
     """Return the answer to a request that is not streamed."""
+    # Windows follow each other as tokens of words do: each begins with its own space.
     text = "".join(detokenizer.text(text_tokens(window.token_ids, profile)) for window in windows).strip()
     usage = DurationUsage(seconds=ceil(duration_s))
     if request.response_format == "text":

@@ -60,6 +60,7 @@ class TranslationRequest(TranscriptionRequest):
 
 def read_request(form: Form, expected: type[TranscriptionRequest]) -> TranscriptionRequest:
     """Validate the fields of a form. Raises `BadRequestError`."""
+    # Clients of OpenAI's library send empty texts for parameters that were left out.
     values: dict[str, object] = {}
     for name, given in form.fields.items():
         if name in _LISTS:

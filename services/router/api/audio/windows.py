@@ -75,6 +75,7 @@ class FileTranscriber:
     async def detect_language(self) -> str:
         """Return the most likely language of the first window, which takes one token."""
         languages = self._profile.languages
+        # The model was trained to name the language first; the audio is encoded once for this and for the transcript.
         options = {"max_tokens": 1, "temperature": 0.0, "allowed_token_ids": sorted(languages.values())}
         prompt = [self._profile.start_token]
         found: list[int] = []
@@ -98,6 +99,7 @@ class FileTranscriber:
         prompt = await self._prompt(language, task)
         found: dict[int, TranscribedWindow] = {}
         for temperature in self._request.temperature:
+            # The first time, all windows wait.
             waiting = [number for number in range(len(self._windows)) if not self._is_good(found.get(number))]
             for first in range(0, len(waiting), MAX_WINDOWS):
                 group = waiting[first : first + MAX_WINDOWS]
@@ -181,6 +183,7 @@ class FileTranscriber:
         request = CompletionRequest.model_validate({"model": self._request.model, "prompt": "", **options})
         timing = service.timing(self._context, tokenizing_at=service.clock())
         generation: TextGeneration = service.generate(request, self._api_id, prompts, rules, limits, timing=timing)
+        # `abandon` cancels the generation that runs at that moment.
         with ended(generation):
             self._running = generation
             while not generation.is_done:
@@ -207,6 +210,7 @@ class OrderedText:
     def push(self, number: int, delta: TextDelta) -> str:
         """Return the text that can be sent after the next piece of window `number`."""
         self._held[number].append(self._decode(number, delta))
+        # Windows of a group are computed together, but the text is sent in order.
         self._is_over[number] = delta.finish_reason is not None
         found: list[str] = []
         while self._current < len(self._held):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import subprocess
 
@@ -80,6 +81,9 @@ class AudioCutter:
         return cut
 
     def _start(self) -> _Child:
+        # The process imports it; a router without a worker beside it may have been installed without.
+        if importlib.util.find_spec("numpy") is None:
+            raise UnavailableError("this router cannot decode audio: pip install 'baton-serve[audio]'")
         command = module_command(_MODULE, msgspec.json.encode(self.limits).decode())
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -153,6 +153,7 @@ def _whisper(folder: Path, config: _Config, tokenizer: TextTokenizer) -> SpeechP
         return int(found)
 
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    # Names are written as tokens, such as <|en|>.
     languages = {text.strip("<|>"): number for text, number in generation.lang_to_id.items()}
     return SpeechProfile(
         window_s=extractor.chunk_length,

@@ -59,6 +59,7 @@ def timed_tokens(token_ids: Sequence[int], duration_s: float, profile: SpeechPro
             text += [token] if token != profile.end_token else []
             continue
         at_s = (token - profile.first_timestamp) * profile.seconds_per_timestamp
+        # A timestamp ends the text before it, and begins the text after it.
         if text:
             found.append(TimedTokens(start_s, at_s, text))
             text = []
