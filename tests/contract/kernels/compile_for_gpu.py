@@ -44,7 +44,9 @@ EXPERTS = {
 POINTERS = {
     **dict.fromkeys(("output", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF),
     **dict.fromkeys(("query", "cache", "scales", "latents", "to", "gate", "active", "conv_states", "logits"), HALF),
-    **dict.fromkeys(("states", "totals", "log_rate", "step_bias", "partial", "stats", "cos", "sin", "factors"), WIDE),
+    **dict.fromkeys(
+        ("states", "totals", "log_rate", "step_bias", "units", "partial", "stats", "cos", "sin", "factors"), WIDE
+    ),
     **dict.fromkeys(("starts", "query_starts", "context_lens", "block_tables", "rows", "counts", "chosen"), INT),
     "weights": WIDE,
     "slots": LONG,
@@ -52,7 +54,10 @@ POINTERS = {
 FLOATS = {"scale", "softcap", "eps", "limit", "alpha"}
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *(
-        (convolution._convolve_kernel, {"is_single": single, "tokens": 4, "seqs": 16, "has_bias": single})
+        (
+            convolution._convolve_kernel,
+            {"is_single": single, "tokens": 1 if single else 4, "seqs": 16, "has_bias": single},
+        )
         for single in (False, True)
     ),
     (convolution._keep_kernel, {}),

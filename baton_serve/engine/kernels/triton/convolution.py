@@ -12,8 +12,10 @@ from torch import Tensor
 from baton_serve.engine.kernels.mixers import PackedSequences
 from baton_serve.engine.kernels.triton.tiles import padded
 
-TILE_TOKENS, TILE_CHANNELS = 16, 256
+TILE_TOKENS, TILE_CHANNELS = 32, 128
 """Tile of steps with prompts."""
+SINGLE_CHANNELS = 256
+"""Channels of a program in steps of one token for each sequence."""
 MAX_PADDED_SEQS = 256
 """Sequences for which the kernels are compiled once; more compile them again for each power of two."""
 
@@ -32,9 +34,11 @@ def convolve(
     num_seqs, is_single = sequences.slots.shape[0], sequences.max_len == 1
     output = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     # With one token each, programs are small, so that a single sequence occupies many processors.
-    tokens, columns = (1, min(TILE_CHANNELS, padded(channels))) if is_single else (TILE_TOKENS, TILE_CHANNELS)
-    grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(channels, columns))
-    _convolve_kernel[grid](
+    tokens, columns = (1, SINGLE_CHANNELS) if is_single else (TILE_TOKENS, TILE_CHANNELS)
+    columns = min(columns, padded(channels))
+    # No tile has tokens of two sequences.
+    num_tiles = num_tokens if is_single else num_tokens // tokens + num_seqs
+    _convolve_kernel[(num_tiles, triton.cdiv(channels, columns))](
         output,
         x,
         weight.contiguous(),
@@ -42,7 +46,6 @@ def convolve(
         states,
         sequences.starts,
         sequences.slots,
-        num_tokens,
         num_seqs,
         x.stride(0),
         states.stride(0),
@@ -54,11 +57,11 @@ def convolve(
         tokens=tokens,
         columns=columns,
         seqs=1 if is_single else padded_seqs(num_seqs),
-        num_warps=4 if not is_single else max(1, columns // 64),
+        num_warps=max(1, min(4, tokens * columns // 64)),
     )
     if not is_single:
         # In a launch of its own: all programs above have read the old inputs by then.
-        _keep_kernel[(num_seqs, triton.cdiv(channels, TILE_CHANNELS))](
+        _keep_kernel[(num_seqs, triton.cdiv(channels, columns))](
             x,
             states,
             sequences.starts,
@@ -67,13 +70,13 @@ def convolve(
             states.stride(0),
             channels=channels,
             taps=taps,
-            columns=TILE_CHANNELS,
+            columns=columns,
             num_warps=2,
         )
     return output
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs"])
 def _convolve_kernel(  # noqa: PLR0913
     output,
     x,
@@ -82,7 +85,6 @@ def _convolve_kernel(  # noqa: PLR0913
     states,
     starts,
     slots,
-    num_tokens,
     num_seqs,
     x_stride,
     state_stride,
@@ -95,53 +97,51 @@ def _convolve_kernel(  # noqa: PLR0913
     columns: tl.constexpr,
     seqs: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * tokens + tl.arange(0, tokens).to(tl.int64)
-    channel = tl.program_id(1) * columns + tl.arange(0, columns)
-    live = token < num_tokens
     if is_single:
-        slot = tl.load(slots + token, live, other=-1)
-        first = token
+        seq, start, number, length = tl.program_id(0), tl.program_id(0), 0, 1
     else:
-        seq_ids = tl.arange(0, seqs)
-        ends = tl.load(starts + 1 + seq_ids, seq_ids < num_seqs, other=2147483647)
-        seq = tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
-        live &= seq < num_seqs
-        first = tl.load(starts + seq, live, other=0).to(tl.int64)
-        slot = tl.load(slots + seq, live, other=-1)
+        ids = tl.arange(0, seqs)
+        begins = tl.load(starts + ids, ids < num_seqs, other=0)
+        tiles = (tl.load(starts + 1 + ids, ids < num_seqs, other=0) - begins + tokens - 1) // tokens
+        before = tl.cumsum(tiles, 0) <= tl.program_id(0)
+        seq = tl.sum(before.to(tl.int32), 0)
+        number = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)
+        if seq >= num_seqs:
+            return
+        start = tl.load(starts + seq)
+        length = tl.load(starts + seq + 1) - start
+    slot = tl.load(slots + seq)
+    first = number * tokens
+    place = first + tl.arange(0, tokens)
+    channel = tl.program_id(1) * columns + tl.arange(0, columns)
     kept = channel < channels
-    mask = (live & (slot >= 0))[:, None] & kept[None, :]
-    state = states + slot[:, None] * state_stride + channel[None, :] * taps
-    # Only the first tokens of a sequence need its old inputs.
-    needs_past = tl.min(tl.where(live, token - first, taps), 0) < taps - 1
+    mask = (place < length)[:, None] & kept[None, :]
+    rows = x + start.to(tl.int64) * x_stride + channel[None, :]
+    state = states + slot * state_stride + channel[None, :] * taps
+    has_state = slot >= 0
     acc = tl.zeros([tokens, columns], tl.float32)
     for tap in tl.static_range(taps):
         # Tap 0 is multiplied by the earliest input. Those before the first token of the step are in the state.
-        at = token - (taps - 1) + tap
-        is_new = mask & (at >= first)[:, None]
-        values = tl.load(x + at[:, None] * x_stride + channel[None, :], is_new, other=0.0)
-        if is_single or needs_past:
-            past = tl.load(state + (taps + at - first)[:, None], mask & (at < first)[:, None], other=0.0)
+        at = place - (taps - 1) + tap
+        values = tl.load(rows + at.to(tl.int64)[:, None] * x_stride, mask & (at >= 0)[:, None], other=0.0)
+        if first == 0:
+            past = tl.load(state + (taps + at)[:, None], mask & (at < 0)[:, None] & has_state, other=0.0)
             values += past.to(values.dtype)
-        if is_single:
-            # Each thread moves the inputs of its own channels, one place after another.
-            if tap < taps - 1:
-                tl.store(state + tap, past, mask)
-            else:
-                tl.store(state + tap, values.to(states.dtype.element_ty), mask)
+            if is_single:
+                # Each thread moves the inputs of its own channels, one place after another.
+                new = past if tap < taps - 1 else values.to(states.dtype.element_ty)
+                tl.store(state + tap, new, mask & has_state)
         factor = tl.load(weight + channel * taps + tap, kept, other=0.0).to(tl.float32)
         acc += values.to(tl.float32) * factor[None, :]
     if has_bias:
         acc += tl.load(bias + channel, kept, other=0.0).to(tl.float32)[None, :]
     dtype: tl.constexpr = output.dtype.element_ty
     # Round as if the convolution had been stored, as the twin does. Padding is zero.
-    acc = tl.where(mask, acc, 0.0).to(dtype).to(tl.float32)
+    acc = tl.where(has_state, acc, 0.0).to(dtype).to(tl.float32)
     if has_silu:
         acc = acc / (1.0 + tl.exp(tl.minimum(-acc, 80.0)))
-    tl.store(
-        output + token[:, None] * channels + channel[None, :],
-        acc.to(dtype),
-        (token < num_tokens)[:, None] & kept[None, :],
-    )
+    to = output + (start.to(tl.int64) + place.to(tl.int64))[:, None] * channels + channel[None, :]
+    tl.store(to, acc.to(dtype), mask)
 
 
 @triton.jit

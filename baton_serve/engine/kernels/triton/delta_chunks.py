@@ -24,6 +24,7 @@ MIN_SIZE = 16
 """Smallest operand of a matrix unit."""
 MAX_VALUES = 64
 """Values of a program that passes the state on, which is in registers."""
+SOLVE_WARPS, PASS_WARPS, PASS_STAGES = 4, 4, 1
 
 
 def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
@@ -34,6 +35,8 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
     output = torch.empty((num_tokens, num_heads, value_size), dtype=dtype, device=device)
     totals = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
     new_values, seen_keys = torch.empty_like(output), output.new_empty(num_tokens, num_heads, heads.key_size)
+    # The factors by which queries and keys get the length 1.
+    units = torch.empty((2, num_tokens, heads.num_key_heads), dtype=torch.float32, device=device)
     constants = {
         "num_heads": num_heads,
         "group": num_heads // heads.num_key_heads,
@@ -47,6 +50,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         new_values,
         seen_keys,
         totals,
+        units,
         heads.qkv,
         heads.beta,
         heads.step,
@@ -54,6 +58,8 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         heads.step_bias,
         sequences.starts,
         num_seqs,
+        num_tokens,
+        heads.key_size**-0.5,
         heads.qkv.stride(0),
         heads.beta.stride(0),
         heads.step.stride(0),
@@ -61,7 +67,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         seqs=padded_seqs(num_seqs),
         block=BLOCK_TOKENS,
         exact="ieee" if dtype == torch.float32 else "tf32x3",
-        num_warps=4,
+        num_warps=SOLVE_WARPS,
         **constants,
     )
     values = max(MIN_SIZE, min(MAX_VALUES, padded(value_size)))
@@ -70,33 +76,35 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         new_values,
         seen_keys,
         totals,
+        units,
         heads.qkv,
         states,
         sequences.starts,
         sequences.slots,
-        heads.key_size**-0.5,
+        num_tokens,
         heads.qkv.stride(0),
         states.stride(0),
         values=values,
-        num_warps=4,
-        num_stages=2,
+        num_warps=PASS_WARPS,
+        num_stages=PASS_STAGES,
         **constants,
     )
     return output
 
 
 @triton.jit
-def _unit_rows(at, mask, scale):
-    """Load rows and scale them to a length of `scale`, float32."""
-    rows = tl.load(at, mask, other=0.0).to(tl.float32)
-    return rows * (tl.rsqrt(tl.sum(rows * rows, 1) + 1e-6) * scale)[:, None]
+def _unit(rows, scale):
+    """Return the factors that scale rows to a length of `scale`, float32."""
+    wide = rows.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
-def _solve_kernel(  # noqa: PLR0913
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def _solve_kernel(  # noqa: PLR0913, PLR0915
     new_values,
     seen_keys,
     totals,
+    units,
     qkv,
     beta,
     step,
@@ -104,6 +112,8 @@ def _solve_kernel(  # noqa: PLR0913
     step_bias,
     starts,
     num_seqs,
+    num_tokens,
+    scale,
     qkv_stride,
     beta_stride,
     step_stride,
@@ -142,25 +152,30 @@ def _solve_kernel(  # noqa: PLR0913
         dim, column = tl.arange(0, keys), tl.arange(0, values)
         width: tl.constexpr = num_heads // group * key_size
         row = qkv + token[:, None] * qkv_stride
-        at_key = row + width + head // group * key_size + dim[None, :]
-        key = _unit_rows(at_key, live[:, None] & (dim < key_size)[None, :], 1.0)
-        # Matrix units read the model's dtype; sums, decays and the state stay float32.
-        narrow = key.to(dtype)
-        scores = tl.dot(narrow, tl.trans(narrow), input_precision=precision)
+        in_key = live[:, None] & (dim < key_size)[None, :]
+        at_query = row + head // group * key_size + dim[None, :]
+        # Matrix units read queries, keys and values as they are. Their factors scale rows or columns of results.
+        key = tl.load(at_query + width, in_key, other=0.0)
+        unit = _unit(key, 1.0)
+        if head % group == 0:
+            at_unit = units + token * (num_heads // group) + head // group
+            query = tl.load(at_query, in_key, other=0.0)
+            tl.store(at_unit, _unit(query, scale), live)
+            tl.store(at_unit + num_tokens.to(tl.int64) * (num_heads // group), unit, live)
+        scores = tl.dot(key, tl.trans(key), input_precision=precision)
         below = place[:, None] > place[None, :]
         # Above the diagonal the exponent is positive and might overflow.
         between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-        mixing = tl.where(below, scores * between * size[:, None], 0.0)
-        inverse = _inverse(mixing, place, chunk, block, exact).to(dtype)
+        mixing = tl.where(below, scores * between * (size * unit)[:, None] * unit[None, :], 0.0)
+        inverse = _inverse(mixing, place, chunk, block, exact)
         in_value = live[:, None] & (column < value_size)[None, :]
         value = tl.load(row + 2 * width + head * value_size + column[None, :], in_value, other=0.0)
-        value = (value.to(tl.float32) * size[:, None]).to(dtype)
-        key = (key * (size * tl.exp(total))[:, None]).to(dtype)
         at = token[:, None] * num_heads + head
-        solved = tl.dot(inverse, value, input_precision=precision)
+        solved = tl.dot((inverse * size[None, :]).to(dtype), value, input_precision=precision)
         tl.store(new_values + at * value_size + column[None, :], solved.to(dtype), in_value)
-        solved = tl.dot(inverse, key, input_precision=precision)
-        tl.store(seen_keys + at * key_size + dim[None, :], solved.to(dtype), live[:, None] & (dim < key_size)[None, :])
+        factor = size * unit * tl.exp(total)
+        solved = tl.dot((inverse * factor[None, :]).to(dtype), key, input_precision=precision)
+        tl.store(seen_keys + at * key_size + dim[None, :], solved.to(dtype), in_key)
 
 
 @triton.jit
@@ -193,17 +208,18 @@ def _inverse(mixing, place, chunk: tl.constexpr, block: tl.constexpr, exact: tl.
     return tl.dot(series, blocks, input_precision=exact)
 
 
-@triton.jit
-def _pass_kernel(  # noqa: PLR0913
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pass_kernel(  # noqa: PLR0913, PLR0915
     output,
     new_values,
     seen_keys,
     totals,
+    units,
     qkv,
     states,
     starts,
     slots,
-    scale,
+    num_tokens,
     qkv_stride,
     state_stride,
     num_heads: tl.constexpr,
@@ -228,33 +244,40 @@ def _pass_kernel(  # noqa: PLR0913
         at_state += dim[:, None] * value_size + column[None, :]
         in_state = in_key[:, None] & in_value[None, :]
         state = tl.load(at_state, in_state, other=0.0)
+        # Offsets within a chunk are narrow: wide ones for whole tiles would fill the registers.
+        in_row = place[:, None] * qkv_stride + dim[None, :]
+        in_keys = place[:, None] * (num_heads * key_size) + dim[None, :]
+        in_values = place[:, None] * (num_heads * value_size) + column[None, :]
+        key_heads: tl.constexpr = num_heads // group
         for first in range(start, end, chunk):
-            token = (first + place).to(tl.int64)
-            live = token < end
-            last = tl.minimum(first + chunk, end) - 1
-            total = tl.load(totals + token * num_heads + head, live, other=0.0)
-            final = tl.load(totals + last.to(tl.int64) * num_heads + head)
+            live = first + place < end
+            row, last = start.to(tl.int64) + (first - start), (tl.minimum(first + chunk, end) - 1).to(tl.int64)
+            total = tl.load(totals + row * num_heads + head + place * num_heads, live, other=0.0)
+            final = tl.load(totals + last * num_heads + head)
             rows = live[:, None] & in_key[None, :]
-            row = qkv + token[:, None] * qkv_stride + head // group * key_size + dim[None, :]
-            query = _unit_rows(row, rows, scale)
-            key = _unit_rows(row + width, rows, 1.0)
-            at = token[:, None] * num_heads + head
-            # The keys of the update, times the state, are what earlier chunks contribute to its values.
-            seen = tl.load(seen_keys + at * key_size + dim[None, :], rows, other=0.0)
+            at_query = qkv + row * qkv_stride + head // group * key_size
+            query = tl.load(at_query + in_row, rows, other=0.0)
+            key = tl.load(at_query + width + in_row, rows, other=0.0)
+            at_unit = units + row * key_heads + head // group + place * key_heads
+            query_unit = tl.load(at_unit, live, other=0.0)
+            key_unit = tl.load(at_unit + num_tokens.to(tl.int64) * key_heads, live, other=0.0)
+            # The keys of the update, times the state, are the part of earlier chunks in its values.
+            seen = tl.load(seen_keys + (row * num_heads + head) * key_size + in_keys, rows, other=0.0)
             mask = live[:, None] & in_value[None, :]
-            update = tl.load(new_values + at * value_size + column[None, :], mask, other=0.0).to(tl.float32)
+            from_row = (row * num_heads + head) * value_size
+            update = tl.load(new_values + from_row + in_values, mask, other=0.0).to(tl.float32)
+            # Matrix units read the model's dtype; sums, decays and the state stay float32.
             narrow = state.to(dtype)
             update -= tl.dot(seen, narrow, input_precision=precision)
             below = (place[:, None] >= place[None, :]) & live[:, None] & live[None, :]
             between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-            scores = tl.dot(query.to(dtype), tl.trans(key.to(dtype)), input_precision=precision)
-            scores = tl.where(below, scores * between, 0.0).to(dtype)
-            grown = (query * tl.exp(total)[:, None]).to(dtype)
-            result = tl.dot(grown, narrow, input_precision=precision)
+            scores = tl.dot(query, tl.trans(key), input_precision=precision)
+            scores = tl.where(below, scores * between * query_unit[:, None] * key_unit[None, :], 0.0).to(dtype)
+            result = tl.dot(query, narrow, input_precision=precision) * (query_unit * tl.exp(total))[:, None]
             result = tl.dot(scores, update.to(dtype), result, input_precision=precision)
-            tl.store(output + at * value_size + column[None, :], result.to(dtype), mask)
+            tl.store(output + from_row + in_values, result.to(dtype), mask)
             # A token's update decays until the end of the chunk.
-            rest = tl.where(live, tl.exp(final - total), 0.0)
-            key = tl.trans((key * rest[:, None]).to(dtype))
-            state = tl.dot(key, update.to(dtype), state * tl.exp(final), input_precision=precision)
+            rest = tl.where(live, tl.exp(final - total) * key_unit, 0.0)
+            update = (update * rest[:, None]).to(dtype)
+            state = tl.dot(tl.trans(key), update, state * tl.exp(final), input_precision=precision)
         tl.store(at_state, state, in_state)

@@ -20,6 +20,10 @@ from baton_serve.engine.kernels.triton.tiles import padded
 __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
 
 
+_ASSIGN_SIZES = ((1024, 1024, 4), (65536, 4096, 4), (1 << 62, 16384, 16))
+"""By the largest number of pairs: how many of them a program of `assign_kernel` looks at, and its warps."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """Tile sizes of the matrix products of all experts in one kernel (a grouped product)."""
@@ -96,8 +100,9 @@ def mix(
     else:
         rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=x.device)
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-        chunk = 1024 if pairs <= 1024 else 4096
-        assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
+        # Many warps for many pairs: there are too few programs to fill a device with a few each.
+        chunk, warps = next(sizes for limit, *sizes in _ASSIGN_SIZES if pairs <= limit)
+        assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=warps)
     active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     output = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k, "is_single": is_single}
