@@ -20,9 +20,9 @@ from baton_serve.engine.kernels.triton.tiles import padded
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 16
 """Tokens of a block on the diagonal of a chunk's system: a quarter of the chunk, as `_inverse` needs."""
-MIN_SIZE = 16
-"""Smallest operand of a matrix unit."""
-MAX_VALUES = 64
+MIN_SIZE = 64
+"""Smallest padded size of keys and values. Programs with 32 values left their memory (H100, Triton 3.6)."""
+PASS_VALUES = 64
 """Values of a program that passes the state on, which is in registers."""
 SOLVE_WARPS, PASS_WARPS, PASS_STAGES = 4, 4, 1
 
@@ -70,7 +70,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         num_warps=SOLVE_WARPS,
         **constants,
     )
-    values = max(MIN_SIZE, min(MAX_VALUES, padded(value_size)))
+    values = PASS_VALUES
     _pass_kernel[(triton.cdiv(value_size, values), num_heads, num_seqs)](
         output,
         new_values,

@@ -1,0 +1,73 @@
+"""Mixers that are wrong are found, named, and replaced by their twin."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from baton_serve.engine.kernels import DeltaHeads, PackedSequences
+from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers
+from baton_serve.engine.kernels.mixers import MixerKernels, MixerShapes
+from baton_serve.engine.kernels.proof import TWIN, KernelCandidate
+from baton_serve.engine.kernels.proved import KernelCandidates, ProvedKernels, prove_kernels
+from baton_serve.engine.kernels.reference import mixers as twin
+from baton_serve.engine.kernels.triton import mixers as triton_mixers
+from tests.contract.kernels.test_proof_triton import SHAPES
+from tests.contract.kernels.triton_batches import DEVICE
+
+SHAPES_OF_BOTH = replace(
+    SHAPES,
+    mixers=MixerShapes(
+        num_key_heads=1,
+        num_heads=2,
+        key_size=16,
+        value_size=16,
+        taps=4,
+        rank=32,
+        rotary_size=16,
+        num_latent_heads=4,
+    ),
+)
+
+
+class Perturbed:
+    """The twins, but the delta rule forgets what a prompt has left in the states."""
+
+    convolve = staticmethod(twin.convolve)
+    gated_norm = staticmethod(twin.gated_norm)
+    sigmoid_gate = staticmethod(twin.sigmoid_gate)
+    latent_rows = staticmethod(twin.latent_rows)
+
+    @staticmethod
+    def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        output = twin.delta_rule(heads, states, sequences)
+        if sequences.max_len > 1:
+            states.zero_()
+        return output
+
+
+def prove(mixers: MixerKernels) -> ProvedKernels:
+    candidates = KernelCandidates(mixers=(KernelCandidate("given", lambda: mixers),))
+    return prove_kernels(candidates, SHAPES_OF_BOTH, DEVICE, folder=None, is_timed=False)
+
+
+def test_right_mixers_serve_all_operations() -> None:
+    kernels = prove(triton_mixers)
+    assert kernels.mixers is triton_mixers
+    assert {verdict.operation for verdict in kernels.verdicts if verdict.is_chosen} == set(MIXER_OPERATIONS)
+
+
+def test_a_wrong_delta_rule_is_named_and_its_twin_serves(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        kernels = prove(Perturbed())
+    assert [verdict.operation for verdict in kernels.verdicts if not verdict.is_right] == ["delta rule"]
+    assert "the kernel for delta rule of given is wrong on this device" in caplog.text and TWIN in caplog.text
+    assert isinstance(kernels.mixers, ComposedMixers)
+    assert kernels.mixers.delta_rules is twin and isinstance(kernels.mixers.convolutions, Perturbed)
+
+
+def test_models_without_mixers_prove_none() -> None:
+    candidates = KernelCandidates(mixers=(KernelCandidate("given", Perturbed),))
+    kernels = prove_kernels(candidates, SHAPES, DEVICE, folder=None, is_timed=False)
+    assert not kernels.verdicts
