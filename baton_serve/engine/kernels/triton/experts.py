@@ -20,8 +20,8 @@ from baton_serve.engine.kernels.triton.tiles import padded
 __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
 
 
-_ASSIGN_SIZES = ((1024, 1024, 4), (65536, 4096, 4), (1 << 62, 16384, 16))
-"""By the largest number of pairs: how many of them a program of `assign_kernel` looks at, and its warps."""
+MAX_WIDE_TOKENS = 256
+"""Tokens up to which several warps choose one token's experts among many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ def route(
         picks=padded(top_k + num_shared),
         renormalize=renormalize,
         has_gate=has_gate,
-        num_warps=1 if num_experts <= 256 else 4,
+        # Several warps shorten the wait for one token, and take longer for many.
+        num_warps=4 if num_experts > 256 and num_tokens <= MAX_WIDE_TOKENS else 1,
     )
     return weights, chosen
 
@@ -100,9 +101,8 @@ def mix(
     else:
         rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=x.device)
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-        # Many warps for many pairs: there are too few programs to fill a device with a few each.
-        chunk, warps = next(sizes for limit, *sizes in _ASSIGN_SIZES if pairs <= limit)
-        assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=warps)
+        chunk = 1024 if pairs <= 1024 else 4096
+        assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
     active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     output = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k, "is_single": is_single}
