@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 
@@ -266,6 +267,11 @@ class Engine:
         read.
         """
         pinned = self._reservations.pin(names)
+        # Transports read at once, but the later stages of a pipeline may not have computed their layers yet.
+        unfinished = self._steps.unfinished_blocks()
+        complete = list(takewhile(lambda named: named.block not in unfinished, pinned))
+        self._reservations.unpin([name for name, _ in pinned[len(complete) :]])
+        pinned = complete
         self._pins[pin_id] = [name for name, _ in pinned]
         self._host.move()
         self.kv.mark(block for _, block in pinned)

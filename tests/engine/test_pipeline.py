@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.identity import RequestId
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.collectives.stage import Stage, partition_layers
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
@@ -108,13 +110,28 @@ def test_every_stage_has_a_step_while_prompts_have_chunks(references: References
         assert run(engine)["long", 0] == reference.answers[3]
 
 
+def test_only_blocks_that_all_stages_have_computed_are_shown_to_transports(references: References) -> None:
+    with make_engine(references("llama").folder, max_num_batched_tokens=16, pipeline_parallel_size=2) as engine:
+        work = make_work(engine, "long", references("llama").prompts[3])
+        engine.add(work)
+        engine.step()
+        # One chunk of a block is finished; the second is registered, and the last stage still computes it.
+        names = hash_blocks(work.root, work.token_ids[:96], 16)
+        assert len(engine.cached_block_hashes()) == 2
+        assert [name for name, _ in engine.pin(RequestId("pull"), names)] == names[:1]
+        engine.unpin(RequestId("pull"))
+        run(engine)
+        assert len(engine.pin(RequestId("pull"), names)) == len(names)
+        engine.unpin(RequestId("pull"))
+
+
 def test_cancelled_while_steps_are_in_the_stages(references: References) -> None:
     reference = references("llama")
     with make_engine(reference.folder, max_num_batched_tokens=16, pipeline_parallel_size=2) as engine:
         for number in range(2):
             engine.add(make_work(engine, f"{number}", reference.prompts[3 - number]))
         engine.step()
-        engine.cancel("0")  # type: ignore[arg-type]  # an id is a string
+        engine.cancel(RequestId("0"))
         assert run(engine)["1", 0] == reference.answers[2]
         assert engine.stats().free_blocks + engine.stats().cached_blocks >= engine.stats().total_blocks
 

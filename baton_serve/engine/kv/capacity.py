@@ -80,7 +80,7 @@ def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """What the weights take of one device, and how many devices there are."""
+    """Describes the weights on one of several devices."""
 
     num_bytes: int
     """Size in bytes of the weights that are not quantized."""

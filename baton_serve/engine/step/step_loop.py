@@ -125,6 +125,16 @@ class StepLoop:
         result.events = self._table.pool.take_events()
         return result
 
+    def unfinished_blocks(self) -> set[int]:
+        """Return the blocks that stages of a pipeline may still be writing, though their hashes are registered."""
+        size = self._table.limits.block_tokens
+        return {
+            block
+            for step in self._in_stages
+            for chunk in step.plan.chunks
+            for block in chunk.sequence.blocks[chunk.start // size : -(-(chunk.start + chunk.length) // size)]
+        }
+
     def _step_in_stages(self, result: StepResult) -> None:
         """Give every stage of a pipeline work as far as there is some, and finish the oldest step."""
         while len(self._in_stages) < self._table.limits.num_stages and self._begin_in_stages():
