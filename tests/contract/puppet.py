@@ -47,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
         case ["variable", name]:
             sys.stderr.write(f"{name}={os.environ[name]}\n")
         case ["drains", seconds]:
-            signal.signal(signal.SIGTERM, lambda *_: (time.sleep(float(seconds)), sys.exit(0)))
+
+            def drain(*_: object) -> None:
+                time.sleep(float(seconds))
+                sys.exit(0)
+
+            signal.signal(signal.SIGTERM, drain)
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say_ready()

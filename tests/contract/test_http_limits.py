@@ -310,7 +310,7 @@ def test_a_body_of_very_many_tiny_chunks_is_refused(run: Run, chunk: bytes, stat
             reader, writer = await connect()
             writer.write(CHUNKED + (b"%x\r\n%b\r\n" % (len(chunk), chunk)) * 10_000 + b"0\r\n\r\n")
             assert (await reader.readline()).split()[1] == status
-            # The count is that of a request: the next one on the connection begins anew.
+            # The count is that of a request: the next one on the connection begins at zero.
             if status == b"200":
                 await reader.readuntil(chunk * 10_000)
                 writer.write(CHUNKED + b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n")

@@ -13,7 +13,7 @@ class FixedImages(ImageFamily, frozen=True):
 
     @property
     def is_fixed(self) -> bool:
-        """Return True."""
+        """Return True: no size of an image changes the count."""
         return True
 
     def parts(self, *, width: int, height: int) -> Parts:

@@ -135,8 +135,8 @@ class HttpProtocol(asyncio.Protocol):
         if self._answering is None:
             self._start(exchange, scope)
         else:
-            # A pipelined request. Reading pauses, so that a client cannot queue requests without end. What was read
-            # already may be thousands of short heads, which would block the event loop.
+            # A pipelined request. Reading pauses, so that a client cannot queue requests without end. The bytes
+            # that have arrived already may hold thousands of short heads, which would block the event loop.
             if len(self._pipelined) >= _MAX_PIPELINED:
                 raise ValueError("too many requests before the first answer")
             self._pipelined.append((exchange, scope))

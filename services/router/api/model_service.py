@@ -106,7 +106,7 @@ class ModelService:
 
     @property
     def tokens_as_ids(self) -> bool:
-        """Whether tokens in logprobs are written as ids unless the request wants otherwise."""
+        """Return whether tokens in logprobs are written as ids unless the request wants otherwise."""
         return self.settings.return_tokens_as_token_ids or self.settings.skip_tokenizer_init
 
     @staticmethod

@@ -196,15 +196,15 @@ class MissingTokenizer(TextTokenizer):
         super().__init__(Tokenizer(BPE()), {})
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raise `BadRequestError`."""
+        """Refuse the text. Raises `BadRequestError`."""
         raise _no_tokenizer()
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Raise `BadRequestError`."""
+        """Refuse the words. Raises `BadRequestError`."""
         raise _no_tokenizer()
 
     def part(self, text: str, num_tokens: int, *, from_end: bool = False) -> Encoding:
-        """Raise `BadRequestError`."""
+        """Refuse the text. Raises `BadRequestError`."""
         raise _no_tokenizer()
 
 
