@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +23,11 @@ from typing import NoReturn
 def is_fit_to_fork() -> bool:
     """For the fork server, which may have imported this."""
     return True
+
+
+def drain(seconds: float, *_: object) -> None:
+    time.sleep(seconds)
+    sys.exit(0)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,12 +53,7 @@ def main(argv: Sequence[str]) -> int:
         case ["variable", name]:
             sys.stderr.write(f"{name}={os.environ[name]}\n")
         case ["drains", seconds]:
-
-            def drain(*_: object) -> None:
-                time.sleep(float(seconds))
-                sys.exit(0)
-
-            signal.signal(signal.SIGTERM, drain)
+            signal.signal(signal.SIGTERM, partial(drain, float(seconds)))
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say_ready()

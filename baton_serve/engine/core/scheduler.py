@@ -167,12 +167,12 @@ class Scheduler:
         """
         decoding: list[Sequence] = []
         unfinished: list[Sequence] = []
-        quota = self._decode_quota()
+        quota = _decode_quota(self._table)
         # Iterate over a copy: a preemption removes from `running`.
         for sequence in list(self._table.running):
             is_prompt = sequence.num_uncomputed_tokens > 1
             is_computed = prompts if is_prompt else decodes
-            if self._must_await(sequence) or (not is_prompt and len(decoding) >= quota):
+            if _must_await(sequence, self._table.limits) or (not is_prompt and len(decoding) >= quota):
                 continue
             if is_computed and not self._fits_max_loras(sequence):
                 continue
@@ -183,24 +183,6 @@ class Scheduler:
             elif sequence.state is SequenceState.RUNNING and (not decodes or self._allocate_next_block(sequence)):
                 decoding.append(sequence)
         return decoding, unfinished
-
-    def _must_await(self, sequence: Sequence) -> bool:
-        """Return whether a sequence cannot be scheduled yet, because its tokens are being computed.
-
-        Stages of a pipeline read only tokens that the host knows.
-        """
-        is_staged = self._table.limits.num_stages > 1
-        return sequence.must_await_tokens or (is_staged and sequence.num_output_placeholders > 0)
-
-    def _decode_quota(self) -> int:
-        """Return how many sequences may decode in the next step: an equal part for each stage of a pipeline, so that
-        all of them have work.
-        """
-        limits = self._table.limits
-        if limits.num_stages == 1:
-            return limits.max_num_seqs
-        num_decoding = sum(sequence.num_uncomputed_tokens <= 1 for sequence in self._table.running)
-        return max(1, -(-num_decoding // limits.num_stages))
 
     def _append_prompts(
         self, chunks: list[ScheduledChunk], unfinished: list[Sequence], budget: int, now: float
@@ -229,7 +211,8 @@ class Scheduler:
         active = self._table.running + self._table.ready
         # Each sequence whose last block is full needs one more.
         num_growing = sum(
-            s.num_computed_tokens == len(s.blocks) * block_tokens and not self._must_await(s) for s in active
+            s.num_computed_tokens == len(s.blocks) * block_tokens and not _must_await(s, self._table.limits)
+            for s in active
         )
         if num_growing > self._table.pool.num_free:
             return None
@@ -377,11 +360,12 @@ class Scheduler:
     def last_chunk_blocks(self, plan: ScheduledBatch) -> list[CompletedBlocks]:
         """Return the blocks that `advance` will report for `prefill` requests whose last chunk is in `plan`."""
         last = [chunk for chunk in plan.chunks if chunk.is_last and chunk.sequence.request.mode == "prefill"]
-        return [self._completed_by(chunk.sequence, chunk.start + chunk.length) for chunk in last]
+        block_tokens = self._table.limits.block_tokens
+        return [_completed_by(chunk.sequence, chunk.start + chunk.length, block_tokens) for chunk in last]
 
     def _publish(self, sequence: Sequence, result: StepResult) -> None:
         """Report the completed blocks of a `prefill` request that were not reported yet, including cached ones."""
-        completed = self._completed_by(sequence, sequence.num_computed_tokens)
+        completed = _completed_by(sequence, sequence.num_computed_tokens, self._table.limits.block_tokens)
         sequence.request.num_published += len(completed.blocks)
         if sequence.handoff_blocks and sequence.num_computed_tokens == len(sequence.token_ids):
             last = completed.blocks[-1].name if completed.blocks else sequence.block_hashes[-1]
@@ -389,21 +373,6 @@ class Scheduler:
         completed.blocks[:0] = self._table.sources.published(sequence)
         if completed.blocks:
             result.completed.append(completed)
-
-    def _completed_by(self, sequence: Sequence, num_computed_tokens: int) -> CompletedBlocks:
-        """Return the blocks that are complete with `num_computed_tokens` tokens and were not reported yet."""
-        request, block_tokens = sequence.request, self._table.limits.block_tokens
-        full = num_computed_tokens // block_tokens
-        block_hashes = sequence.block_hashes[request.num_published : full]
-        if num_computed_tokens == len(sequence.token_ids) and num_computed_tokens % block_tokens:
-            # The last block of a prompt is handed off even if it is partly filled; it has a hash only for the transfer.
-            parent = sequence.block_hashes[full - 1] if full else None
-            tail = sequence.token_ids[full * block_tokens :]
-            work, at = request.work, full * block_tokens
-            block_hashes += hash_blocks(work.root, tail, block_tokens, parent=parent, media=work.media, start=at)
-        blocks = sequence.blocks[request.num_published : request.num_published + len(block_hashes)]
-        named = [NamedBlock(name, block) for name, block in zip(block_hashes, blocks, strict=True)]
-        return CompletedBlocks(request.work.request_id, named)
 
     def _append_tokens(
         self, sequence: Sequence, plan: ScheduledBatch, rows: list[int], sampled: ModelRunnerOutput, result: StepResult
@@ -444,6 +413,41 @@ class Scheduler:
             table.finish(sequence)
         else:
             sequence.token_ids.append(chosen[sequence.index])
+
+
+def _completed_by(sequence: Sequence, num_computed_tokens: int, block_tokens: int) -> CompletedBlocks:
+    """Return the blocks that are complete with `num_computed_tokens` tokens and were not reported yet."""
+    request = sequence.request
+    full = num_computed_tokens // block_tokens
+    block_hashes = sequence.block_hashes[request.num_published : full]
+    if num_computed_tokens == len(sequence.token_ids) and num_computed_tokens % block_tokens:
+        # The last block of a prompt is handed off even if it is partly filled; it has a hash only for the transfer.
+        parent = sequence.block_hashes[full - 1] if full else None
+        tail = sequence.token_ids[full * block_tokens :]
+        work, at = request.work, full * block_tokens
+        block_hashes += hash_blocks(work.root, tail, block_tokens, parent=parent, media=work.media, start=at)
+    blocks = sequence.blocks[request.num_published : request.num_published + len(block_hashes)]
+    named = [NamedBlock(name, block) for name, block in zip(block_hashes, blocks, strict=True)]
+    return CompletedBlocks(request.work.request_id, named)
+
+
+def _must_await(sequence: Sequence, limits: SchedulerConfig) -> bool:
+    """Return whether a sequence cannot be scheduled yet, because its tokens are being computed.
+
+    Stages of a pipeline read only tokens that the host knows.
+    """
+    is_staged = limits.num_stages > 1
+    return sequence.must_await_tokens or (is_staged and sequence.num_output_placeholders > 0)
+
+
+def _decode_quota(table: RequestTable) -> int:
+    """Return how many sequences may decode in the next step: an equal part for each stage of a pipeline, so that
+    all of them have work.
+    """
+    if table.limits.num_stages == 1:
+        return table.limits.max_num_seqs
+    num_decoding = sum(sequence.num_uncomputed_tokens <= 1 for sequence in table.running)
+    return max(1, -(-num_decoding // table.limits.num_stages))
 
 
 def _around_images(sequence: Sequence, length: int, chunks: list[ScheduledChunk], limits: SchedulerConfig) -> int:
