@@ -63,7 +63,7 @@ TAIL = """
 They must be in transformers' format (`llava-hf/…`), and any decoder of transformers may follow the tower. Tests
 compare prompts and greedy answers with transformers (`tests/engine/test_image_families.py`, `test_grid_images.py`,
 `test_vision.py`, `tests/e2e/test_images.py`). Prefill and unified instances load the vision tower; decode instances,
-and instances with tensor parallelism, load only the decoder and serve text. The longer side of an image may be 100
+and instances with several stages, load only the decoder and serve text. The longer side of an image may be 100
 times the shorter one at most. Gemma 3 does not pan and scan, and one step must have room for all tokens of an image.
 LLaVA-OneVision reads each of several images with its tiles. [ADR 0013](../adr/0013-images.md) gives the reasons; a new
 family is one file beside `baton_serve/contracts/vision/registry.py` and one line in it.
@@ -75,6 +75,13 @@ gets status 400.
 
 Whisper, all sizes, in transformers' format (`openai/whisper-…`, Distil-Whisper), on one rank and without LoRA adapters.
 Tests compare tokens and timestamps with transformers (`tests/engine/test_speech.py`, `tests/e2e/test_speech.py`).
+
+## Over several devices
+
+`--tensor-parallel-size N` divides all families but those with recurrent states, for speech, and for vectors:
+heads, widths of MLPs and of experts; with `--enable-expert-parallel` whole experts. N must divide the heads, and
+divide the KV heads or be a multiple of them. In CI tiny models of each kind give transformers' tokens on two and
+four ranks (`tests/engine/test_rank_parts.py`).
 
 ## Not served
 

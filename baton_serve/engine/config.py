@@ -64,6 +64,8 @@ class EngineConfig:
     """Number of stages into which the layers are divided; each stage has `tensor_parallel_size` devices."""
     pipeline_layer_partition: str | None = None
     """Number of layers of each stage, such as "10,12,10"; None: in proportion to the memory of the devices."""
+    enable_expert_parallel: bool = False
+    """Give each rank whole experts of a mixture, instead of a part of each."""
     disable_custom_all_reduce: bool = False
     """Sum over ranks with the collective library alone, without kernels that access other devices' memory."""
     gpu_memory_utilization: float = 0.9
@@ -136,10 +138,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     """Largest rank of an adapter; loading a larger one fails."""
     reads_images: bool = False
-    """Load the model's vision tower if it has one, so that prompts may contain images.
-
-    Not supported with several ranks.
-    """
+    """Load the model's vision tower if it has one, so that prompts may contain images."""
     max_cpu_loras: int | None = None
     """Largest number of adapters that stay loaded.
 
@@ -255,11 +254,6 @@ class EngineConfig:
         names = [adapter.name for adapter in self.adapters_at_start]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"lora_modules: several adapters are named {sorted(repeated)[0]}")
-        if self.enable_lora and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"enable_lora keeps adapters whole, and tensor_parallel_size ({self.tensor_parallel_size}) splits the"
-                " layers that they change: use one of the two"
-            )
 
 
 def _lora_module(entry: str) -> LoRAModule:

@@ -95,6 +95,9 @@ class Engine:
         self.max_model_len = model.max_model_len
         report("packing weights", 0.0)
         setup = EngineSetup(config, model, self._device, self._ranks.group, self._ranks.links)
+        if setup.adapters is not None:
+            # From now on: each rank has loaded those of the settings itself.
+            setup.adapters.listener = self._ranks
         self.layout, self.limits, self._kernels = setup.layout, setup.limits, setup.kernels
         self._store, self._images, self.image_reader = setup.adapters, setup.images, setup.image_reader
         self._start(config, setup, report)

@@ -45,6 +45,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         pipeline_layer_partition=settings.pipeline_layer_partition,
+        enable_expert_parallel=settings.enable_expert_parallel,
         disable_custom_all_reduce=settings.disable_custom_all_reduce,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -327,7 +327,6 @@ def test_settings_that_cannot_be(model: Path) -> None:
         ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "missing required field `path`"),
         ({"enable_lora": True, "lora_modules": ('{"name": "a", "path": "b", "rank": 3}',)}, "unknown field `rank`"),
         ({"enable_lora": True, "lora_modules": ("a=b", '{"name": "a", "path": "c"}')}, "several adapters are named a"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, "enable_lora keeps adapters whole"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras"),
         ({"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras is 2"),
     ):

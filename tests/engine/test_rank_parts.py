@@ -1,13 +1,17 @@
 """Every family and every weight format gives the same tokens on several ranks as on one."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from baton_serve.engine import Engine
-from tests.engine.conftest import References
-from tests.engine.driving import make_engine, make_work, run
+from tests.adapters import write_adapter
+from tests.engine.conftest import ANSWER_TOKENS, References
+from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.engine.rank_threads import use_threads
+from tests.engine.test_adapters import PROMPT, adapted, expected_of, lora_engine
+from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +55,91 @@ FUSED = [
     "vaultgemma",
 ]
 """Families of which each differs from Llama in another way."""
+OWN = [
+    "bloom",
+    "deepseek_v2",
+    "deepseek_v3",
+    "falcon",
+    "falcon_alibi",
+    "falcon_gqa",
+    "gemma3n",
+    "gemma4",
+    "gemma4_moe",
+    "glm4_moe_lite",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "hunyuan_v1_moe",
+    "mimo_v2_flash",
+    "minicpm3",
+    "nemotron",
+    "opt",
+    "phi",
+]
+"""Families whose layers run through transformers."""
+FOUR = ["llama", "olmo3", "gemma4", "falcon_gqa"]
+"""Families with fewer KV heads than four, which several ranks hold."""
 
 
-@pytest.mark.parametrize(("family", "size"), [*((family, 2) for family in FUSED), ("llama", 4), ("olmo3", 4)])
+@pytest.mark.parametrize(
+    ("family", "size"), [*((family, 2) for family in (*FUSED, *OWN)), *((family, 4) for family in FOUR)]
+)
 def test_greedy_tokens_equal_transformers(family: str, size: int, references: References) -> None:
     reference = references(family)
     with make_engine(reference.folder, tensor_parallel_size=size, max_num_batched_tokens=48) as engine:
         assert answers_of(engine, reference.prompts) == reference.answers
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_adapters_change_the_parts_of_all_ranks(family: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", family)
+    targets = {"targets": ("q_proj", "dense", "fc1", "fc2")} if family == "phi" else {}
+    adapters = [write_adapter(tmp_path / name, model, rank=8, seed=seed, **targets) for seed, name in enumerate("ab")]
+    expected = expected_of(model, adapters, PROMPT)
+    assert len(set(map(tuple, expected.values()))) == 3
+    with lora_engine(model, adapters[0], tensor_parallel_size=2, max_loras=2, max_cpu_loras=2) as engine:
+        engine.adapters.load("b", str(adapters[1]))
+        for name in expected:
+            engine.add(adapted(engine, name, PROMPT, name))
+        assert run(engine) == {(name, 0): tokens for name, tokens in expected.items()}
+        engine.adapters.unload("b")
+        engine.adapters.collect()
+        engine.add(adapted(engine, "again", PROMPT, "a"))
+        assert run(engine)["again", 0] == expected["a"]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "qwen3_moe", "deepseek_v3", "hunyuan_v1_moe"])
+def test_ranks_hold_whole_experts(family: str, references: References) -> None:
+    reference = references(family)
+    with make_engine(reference.folder, tensor_parallel_size=2, enable_expert_parallel=True) as engine:
+        assert answers_of(engine, reference.prompts) == reference.answers
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_ranks_hold_whole_experts_in_few_bits(family: str, references: References) -> None:
+    folder, prompt = references(family).folder, references(family).prompts[3]
+    rounded = {"quantization": "sym_int4", "quantization_group_size": 32}
+    two_ranks = make_engine(folder, tensor_parallel_size=2, enable_expert_parallel=True, **rounded)
+    with make_engine(folder, **rounded) as one, two_ranks as two:
+        assert answers_of(two, [prompt]) == answers_of(one, [prompt])
+
+
+@pytest.mark.parametrize("family", ["gemma4", "deepseek_v3", "qwen3_moe"])
+def test_a_handoff_between_one_rank_and_two(family: str, references: References) -> None:
+    """With chunks, prefix hits, preemption and replay; the layers of Gemma 4 have KV of different shapes."""
+    reference = references(family)
+    prompts, answers = reference.prompts, reference.answers
+    small = {"num_gpu_blocks_override": 16, "max_model_len": 120, "block_size": 8, "max_num_batched_tokens": 24}
+    two_ranks = make_engine(reference.folder, tensor_parallel_size=2, **small)
+    with make_engine(reference.folder, block_size=8) as one, two_ranks as two:
+        assert one.layout == two.layout
+        for source, sink in ((one, two), (two, one)):
+            assert hand_over(source, sink, make_work(source, "over", prompts[3]))["over", 0] == answers[3]
+        for _ in range(2):  # again from the prefix cache
+            assert answers_of(two, prompts[:3] * 2) == answers[:3] * 2
+        is_full = all(len(answer) == ANSWER_TOKENS for answer in answers[:3])  # some end early, and need less
+        assert two.stats().preemptions > 0 or not is_full
+        replayed = make_work(two, "replay", prompts[1] + answers[1][:5], num_prompt_tokens=len(prompts[1]))
+        two.add(replayed)
+        assert run(two)["replay", 0] == answers[1][5:]

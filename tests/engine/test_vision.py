@@ -22,11 +22,11 @@ from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.loading.model_loader import load_model
-from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.prompt import FeatureCache
 from baton_serve.engine.model.vision.tower import VisionTower
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
+from tests.engine.rank_threads import use_threads
 from tests.images import Piece, Reference, picture, prompt_of, tokens_of
 from tests.tiny_models import IMAGE_TOKENS, write_tiny_llava
 
@@ -363,10 +363,11 @@ def newer_name(name: str) -> str:
     return "model." + name.replace("language_model.model.", "language_model.")
 
 
-def test_several_ranks_read_text_alone(llava: Llava, caplog: pytest.LogCaptureFixture) -> None:
+def test_several_ranks_have_the_embeddings_of_rank_0(llava: Llava, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    with reader(llava.folder, tensor_parallel_size=2, max_num_batched_tokens=24) as engine:
+        assert ask_all(engine) == llava.answers
     config = EngineConfig(model=str(llava.folder), reads_images=True, tensor_parallel_size=2)
-    assert load_images(config, torch.device("cpu"), torch.float32, max_image_tokens=16) is None
-    assert "text only" in caplog.text
     model = load_model(config, torch.device("cpu"), lambda what, fraction: None, Shard(rank=1, size=2))
     assert not any("vision" in name for name, _ in model.module.named_parameters())
 

@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 import torch
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.layout import KVLayout, KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.links import StageLinks
@@ -55,12 +55,14 @@ class EngineSetup:
         self.weight_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
         """Size of the weights of this rank that are not quantized, in bytes."""
         self.kv_heads = model.kv_heads
+        self.block_share = _block_share(model)
+        """The size of this rank's part of a block, as a fraction. Ranks may hold the same KV heads."""
         _check_chunks(model, self.layout)
         if model.states and config.num_ranks > 1:
             raise ConfigError(
                 f"{model.name} has recurrent states (linear attention or a state space), which cannot be divided over"
-                f" ranks: use tensor_parallel_size 1 instead of {config.tensor_parallel_size}, and"
-                " pipeline_parallel_size 1"
+                f" ranks: tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size is"
+                f" {config.pipeline_parallel_size}, and the largest that works is 1"
             )
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
@@ -68,7 +70,8 @@ class EngineSetup:
         self.sources = load_audio(config, model, self.layout.block_tokens, device)
         """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
         self.images: PromptImages | None = self.sources
-        if config.reads_images and self.sources is None:
+        # Rank 0 sends the embeddings of images to the others.
+        if config.reads_images and self.sources is None and model.parts.shard.rank == 0:
             self.images = load_images(config, device, model.dtype, max_image_tokens=batched - max_num_seqs)
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
         """Decodes images; usable from any thread. None: this instance has no vision tower."""
@@ -99,6 +102,7 @@ class EngineSetup:
                 model_dtype=model.dtype,
                 slots=_slot_settings(config, device),
                 device=device,
+                parts=model.parts,
             )
         chosen = choose_forward(
             model,
@@ -128,7 +132,8 @@ class EngineSetup:
         """Return the part of every block that this rank holds; None: all of it."""
         if self._is_alone:
             return None
-        return BlockPart(self._block_layers, None if self._is_whole else self.kv_heads[0].part)
+        heads = None if self._is_whole else tuple(heads.part for heads in self.kv_heads)
+        return BlockPart(self._block_layers, heads)
 
 
 def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
@@ -155,10 +160,28 @@ def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLa
         state_bytes=row_bytes(model.states),
         source_tokens=model.source_tokens,
     )
-    if len(set(model.block_shapes)) == 1:
+    # Ranks may hold equal parts of unequal numbers of heads.
+    if len(set(model.block_shapes)) == 1 and len({heads.total for heads in model.kv_heads}) == 1:
         return layout
-    # Models that ranks divide have equal layers (`check_shardable`).
-    return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=model.block_shapes)
+    if model.is_whole:
+        return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=model.block_shapes)
+    if model.stage_shapes:
+        raise ConfigError(
+            f"the layers of {model.name} have KV of different shapes, which tensor_parallel_size and"
+            " pipeline_parallel_size cannot divide together: set one of the two to 1"
+        )
+    pairs = zip(model.kv_heads, model.kv_shapes, strict=True)
+    layers = tuple(KVShape(heads.total, shape.head_dim, shape.num_planes) for heads, shape in pairs)
+    return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=layers)
+
+
+def _block_share(model: LoadedModel) -> float:
+    """Return the fraction of a block that this rank has."""
+    sizes = [
+        (heads.count * shape.head_dim * shape.num_planes, heads.total * shape.head_dim * shape.num_planes)
+        for heads, shape in zip(model.kv_heads, model.kv_shapes, strict=True)
+    ]
+    return sum(own for own, _ in sizes) / sum(whole for _, whole in sizes)
 
 
 def _slot_settings(config: EngineConfig, device: torch.device) -> SlotSettings | None:

@@ -71,6 +71,8 @@ class Experts:
     is_interleaved: bool = False  # gate and up rows are neighbours, not halves
     limit: float | None = None
     alpha: float = 1.0
+    is_part: bool = False
+    """True if other ranks hold more experts. Tokens may choose larger numbers than these, which add nothing here."""
 
     @property
     def num_experts(self) -> int:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.layout import KVLayout, KVShape
 from baton_serve.engine import device as devices
 
 DTYPES = {  # by `KVLayout.dtype`
@@ -33,30 +33,37 @@ KVMemoryKind = Literal["shared", "device", "mirrored"]
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The part of every block that one of several ranks holds: some layers of it, and some heads of these. None: all.
-
-    Only blocks whose layers are equal can be divided by heads.
+    """The part of every block that one of several ranks holds: some layers of it, and some heads of each of these.
+    None: all.
     """
 
     layers: slice | None = None
-    heads: slice | None = None
+    heads: tuple[slice, ...] | None = None
 
     def has_layer(self, number: int) -> bool:
         return self.layers is None or self.layers.start <= number < self.layers.stop
 
     def of(self, blocks: Tensor, layout: KVLayout) -> Tensor:
-        """Return the view of this part of whole blocks, in the shape of `KVCache.tensor`."""
+        """Return the view of this part of whole blocks, with all heads if the layers differ."""
         if blocks.dim() > 2:
-            return blocks[:, self.layers or slice(None), :, self.heads or slice(None)]
-        assert self.heads is None, "ranks divide the heads of equal layers"
+            return blocks[:, self.layers or slice(None), :, slice(None) if self.heads is None else self.heads[0]]
         return blocks[:, slice(*self._elements(layout))]
 
     def share(self, layout: KVLayout) -> float:
         """Return the size of this part, as a share of the whole block."""
         start, end = self._elements(layout)
         whole = sum(num_layers * shape.num_elements(layout) for num_layers, shape in layout.runs)
-        heads = 1.0 if self.heads is None else (self.heads.stop - self.heads.start) / layout.num_kv_heads
-        return (end - start) / whole * heads
+        if self.heads is None:
+            return (end - start) / whole
+        return sum(shape.num_elements(layout) for shape in self.own_shapes(layout)) / whole
+
+    def own_shapes(self, layout: KVLayout) -> list[KVShape]:
+        """Return the shape of this part of each layer that it has."""
+        shapes = [shape for num_layers, shape in layout.runs for _ in range(num_layers)][self.layers or slice(None)]
+        if self.heads is None:
+            return shapes
+        counts = [part.stop - part.start for part in self.heads]
+        return [KVShape(count, s.head_dim, s.num_planes) for count, s in zip(counts, shapes, strict=True)]
 
     def _elements(self, layout: KVLayout) -> tuple[int, int]:
         """Return the range of the layers' elements in a block, with all heads."""
@@ -111,14 +118,24 @@ class KVCache:
         Until they end, nothing else may read or write the block.
         """
         shape, dtype = (num_blocks, *_block_shape(layout)), DTYPES[layout.dtype]
+        self._own_layers: list[Tensor] | None = None
+        self._host_layers: list[Tensor] = []
         self._host = torch.empty(0)
         if place != "device":
             self._host = self._part.of(self._map().view(dtype).view(shape), layout)
+        own = self._part.own_shapes(layout)
         if place == "shared":
             self.tensor = self._host
         else:
             # Not `empty`: a kernel may read the unwritten end of a block, and 0 * NaN is NaN.
-            self.tensor = torch.zeros(shape if place == "device" else self._host.shape, dtype=dtype, device=device)
+            own_shape = (num_blocks, *_own_shape(layout, own, is_flat=len(shape) == 2))
+            self.tensor = torch.zeros(own_shape, dtype=dtype, device=device)
+        if self._part.heads is not None and len(shape) == 2:
+            whole_shapes = BlockPart(self._part.layers).own_shapes(layout)
+            mirrored = zip(_unequal_layers(self._host, layout, whole_shapes), self._part.heads, strict=True)
+            self._host_layers = [layer[:, :, part] for layer, part in mirrored]
+            is_shared = place == "shared"
+            self._own_layers = self._host_layers if is_shared else list(_unequal_layers(self.tensor, layout, own))
 
     @property
     def device_tensor(self) -> Tensor:
@@ -139,30 +156,22 @@ class KVCache:
         Scales of quantized KV lie behind each head's tokens (`kernels.kv_codes`). A single plane (MLA) appears as both
         K and V, with a stride of 0.
         """
-        parts = self.tensor.unbind(1) if self.tensor.dim() > 2 else self._unequal_layers()
+        if self._own_layers is not None:
+            parts: Iterable[Tensor] = self._own_layers
+        else:
+            shapes = self._part.own_shapes(self.layout)
+            is_equal = self.tensor.dim() > 2
+            parts = self.tensor.unbind(1) if is_equal else _unequal_layers(self.tensor, self.layout, shapes)
         return [part[:, :, :, : self.layout.block_tokens].expand(-1, 2, -1, -1, -1) for part in parts]
-
-    def _unequal_layers(self) -> Iterator[Tensor]:
-        """Yield the view of each layer with its scale rows, for layers of different shapes."""
-        start, number = 0, 0
-        for num_layers, shape in self.layout.runs:
-            rows = self.layout.block_tokens + shape.scale_rows(self.layout)
-            for _ in range(num_layers):
-                number += 1
-                if not self._part.has_layer(number - 1):
-                    continue
-                end = start + shape.num_elements(self.layout)
-                sizes = (shape.num_planes, shape.num_kv_heads, rows, shape.head_dim)
-                yield self.tensor[:, start:end].view(self.num_blocks, *sizes)
-                start = end
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy blocks on the device. Sources and targets must be disjoint."""
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
         # As bytes: index kernels do not support float8.
-        blocks = self.tensor.view(torch.uint8)
-        blocks[target] = blocks[source]
+        for part in [self.tensor] if self._own_layers is None else self._own_layers:
+            blocks = part.view(torch.uint8)
+            blocks[target] = blocks[source]
 
     def reached(self) -> devices.DeviceEvent | None:
         """Record an event behind the work that this thread has queued on the device so far, and return it; None if
@@ -196,13 +205,21 @@ class KVCache:
         """Copy this rank's part of the blocks to the mirror."""
         if self.is_mirrored:
             for block in blocks:
-                self._host[block].copy_(self.tensor[block])
+                for own, mirror in self._mirror():
+                    mirror[block].copy_(own[block])
 
     def from_host(self, blocks: Iterable[int]) -> None:
         """Copy this rank's part of the blocks from the mirror."""
         if self.is_mirrored:
             for block in blocks:
-                self.tensor[block].copy_(self._host[block])
+                for own, mirror in self._mirror():
+                    own[block].copy_(mirror[block])
+
+    def _mirror(self) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's memory on the device, and the same part of the mirror."""
+        if self._own_layers is None:
+            return [(self.tensor, self._host)]
+        return list(zip(self._own_layers, self._host_layers, strict=True))
 
     def forget_host(self, blocks: Iterable[int]) -> None:
         """Free the host memory of these blocks in the mirror. Nothing may be reading or writing them there."""
@@ -224,6 +241,7 @@ class KVCache:
             self.host_view = None
         self._ready.clear()
         self.tensor = self._host = torch.empty(0)
+        self._own_layers, self._host_layers = None, []
 
     def _map(self) -> Tensor:
         """Map the shared memory, after creating it if there is none yet. Return it as bytes."""
@@ -236,10 +254,38 @@ class KVCache:
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
 
+def _num_elements(layout: KVLayout) -> int:
+    return sum(num_layers * shape.num_elements(layout) for num_layers, shape in layout.runs)
+
+
+def _own_shape(layout: KVLayout, own: Sequence[KVShape], *, is_flat: bool) -> tuple[int, ...]:
+    """Return the shape of one block's tensor for these layers. `is_flat` says that layers of a block differ."""
+    if is_flat:
+        return (sum(shape.num_elements(layout) for shape in own),)
+    shape = own[0]
+    return (
+        len(own),
+        shape.num_planes,
+        shape.num_kv_heads,
+        layout.block_tokens + shape.scale_rows(layout),
+        shape.head_dim,
+    )
+
+
+def _unequal_layers(memory: Tensor, layout: KVLayout, shapes: Sequence[KVShape]) -> Iterator[Tensor]:
+    """Yield the view of each layer of blocks [num_blocks, elements], with its scale rows."""
+    start = 0
+    for shape in shapes:
+        end = start + shape.num_elements(layout)
+        rows = layout.block_tokens + shape.scale_rows(layout)
+        yield memory[:, start:end].view(len(memory), shape.num_planes, shape.num_kv_heads, rows, shape.head_dim)
+        start = end
+
+
 def _block_shape(layout: KVLayout) -> tuple[int, ...]:
     """Return the shape of one block's tensor: one dimension if the layers have different shapes."""
     if len(layout.runs) > 1:
-        return (sum(num_layers * shape.num_elements(layout) for num_layers, shape in layout.runs),)
+        return (_num_elements(layout),)
     ((num_layers, shape),) = layout.runs
     rows = layout.block_tokens + shape.scale_rows(layout)
     return (num_layers, shape.num_planes, shape.num_kv_heads, rows, shape.head_dim)

@@ -39,7 +39,7 @@ from baton_serve.engine.model.lora.checkpoint import target_modules
 from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.online import QuantizationPlan, tied_embedding
 from baton_serve.engine.model.quantized.parts import split_module
-from baton_serve.engine.model.rank_parts import RankParts, narrow, split
+from baton_serve.engine.model.rank_parts import WHOLE, RankParts, SplitRules, narrow, split
 from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
@@ -130,8 +130,9 @@ def _parts(
 ) -> RankParts:
     """Return the part of a model that a rank holds. Raises `ConfigError` or `UnsupportedModelError`."""
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
-    is_divided = not shard.is_whole or not stage.is_whole
-    if cross_port(hf_config) is not None and is_divided:
+    if shard.is_whole and stage.is_whole:
+        return WHOLE
+    if cross_port(hf_config) is not None:
         raise ConfigError(
             f"tensor_parallel_size is {shard.size}, but {name} has cross-attention, which cannot be split over devices;"
             " the largest number that works is 1, also for pipeline_parallel_size"
@@ -141,7 +142,8 @@ def _parts(
     # A quantized head that is the embedding too is looked up by all its rows.
     keeps_head = is_rounded and tied_embedding(skeleton) is not None
     keep_layers(skeleton, stage)
-    return replace(split(skeleton, name, shard, has_groups=is_rounded, keeps_head=keeps_head), stage=stage)
+    rules = SplitRules(is_rounded, keeps_head, config.enable_expert_parallel)
+    return replace(split(skeleton, name, shard, rules), stage=stage)
 
 
 def _fingerprint(

@@ -30,6 +30,7 @@ def load_parts(
     copies = tensor_copies(module, stored)
     if copies is None:
         return False
+    # Replacing a parameter ends its sharing, so who shares is noted first.
     owners = _first_names(module)
     pieces: list[TensorCopy] = []
     for name, copy in copies.items():

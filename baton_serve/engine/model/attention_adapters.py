@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.model import paged_attention as attention
+from baton_serve.engine.model.attention_parts import HeadRange
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
@@ -130,7 +131,7 @@ def _gpt_neo(module: Module) -> None:
 
 def _bloom(module: Module) -> None:
     """Replace the forward of a BLOOM attention module, which adds ALiBi biases itself."""
-    slopes = _slopes(module.num_heads, module.dense.weight.device)
+    slopes = _slopes(module, module.dense.weight.device)
 
     def forward(hidden_states: Tensor, residual: Tensor, **_: object) -> tuple[Tensor, None]:
         query, key, value = module._reshape(module.query_key_value(hidden_states))
@@ -146,7 +147,7 @@ def _falcon(module: Module) -> None:
     """Replace the forward of a Falcon attention module."""
     slopes: Tensor | None = None
     if module.config.alibi:  # Falcon adds the bias before it scales the scores, so the slopes are scaled here
-        steps = _slopes(module.num_heads, module.dense.weight.device)
+        steps = _slopes(module, module.dense.weight.device)
         slopes = steps.bfloat16().float() * module.inv_norm_factor  # Falcon rounds them to bfloat16
     rotate = importlib.import_module("transformers.models.falcon.modeling_falcon").apply_rotary_pos_emb
 
@@ -198,14 +199,18 @@ def _llama4(module: Module) -> None:
         module.baton_scales = scales
 
 
-def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """Return the ALiBi slopes, float32 [num_heads]: how much each head's scores change from one position
-    to the next.
+def _slopes(module: Module, device: torch.device) -> Tensor:
+    """Return the ALiBi slopes of a module's heads, float32 [num_heads]: how much each head's scores change from one
+    position to the next.
     """
+    # A rank has some of the heads.
+    heads: HeadRange | None = getattr(module, "baton_heads", None)
+    num_heads = int(module.num_heads) if heads is None else heads.total
     # Positions 0 and 1 give biases 0 and the slope.
     build = importlib.import_module("transformers.models.bloom.modeling_bloom").build_alibi_tensor
     biases: Tensor = build(torch.ones((1, 2), dtype=torch.int64, device=device), num_heads, torch.float32)
-    return biases.view(num_heads, 2)[:, 1].contiguous()
+    slopes = biases.view(num_heads, 2)[:, 1]
+    return (slopes if heads is None else slopes[heads.part]).contiguous()
 
 
 _ADAPTERS: dict[str, Callable[[Module], None]] = {

@@ -153,7 +153,7 @@ class StepArrays:
     adapters: Sequence[tuple[str, NDArray[np.int64] | None]] = ()
     """By fingerprint: the rows that an adapter changes; None: all rows."""
     images: Sequence[ImageRows] = ()
-    """Embeddings of images; they are on the device already. Only for engines with one rank."""
+    """Embeddings of images; they are on the device already. Rank 0 sends them to the others."""
     seen_ends: NDArray[np.int32] | None = None  # [num_tokens], as in AttentionMetadata
     batch_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[num_seqs]: the batch slot of each sequence, for recurrent states. Only for engines with one rank."""

@@ -100,13 +100,13 @@ class AdaptedForward(FusedForward):
                 device=store.device,
             )
 
-    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """Compute logits [num_logits, vocab_size], with the adapters of the step."""
+    def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        """Compute this rank's columns of the logits, with the adapters of the step."""
         if inputs.slot_rows is not None and self.adapter_slots is not None:
             return self._compute_slots(inputs, layers, self.adapter_slots, inputs.slot_rows)
         step = self._store.rows(inputs.adapters)
         if not step:
-            return super().__call__(inputs, layers)
+            return super().compute(inputs, layers)
         residual, rotations = self._begin(inputs)
         hidden = self._first_input(residual)
         for number, (layer, parts) in enumerate(zip(self._layers, self._parts, strict=True)):
@@ -125,7 +125,7 @@ class AdaptedForward(FusedForward):
         return self._logits(hidden)
 
     def _compute_slots(self, inputs: StepInputs, layers: list[Tensor], slots: AdapterSlots, rows: SlotRows) -> Tensor:
-        """Compute logits [num_logits, vocab_size] with the adapters in slots. The work depends on shapes only."""
+        """Compute this rank's logits with the adapters in slots. The work depends on shapes only."""
         residual, rotations = self._begin(inputs)
         hidden = self._first_input(residual)
         first = 0  # number of the layer's first product
@@ -158,7 +158,8 @@ class AdaptedForward(FusedForward):
         """
         product, slots = adapted.product, adapted.slots
         norm = join.next_norm
-        if not join.is_plain or norm is None:
+        # A sum over ranks comes between the product and the norm.
+        if not join.is_plain or norm is None or not self._is_alone:
             output = slots.product(adapted.number, x, adapted.rows, partial(self._linear_of, x, product))
             return self._join_rows(output, residual, join, last_rows)
         # The norm adds its input to the residual anyway. Adding the adapters' part there leaves product and norm fused.

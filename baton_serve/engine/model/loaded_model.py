@@ -12,7 +12,8 @@ from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.collectives.stage import Stage
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart
-from baton_serve.engine.model.rank_parts import WHOLE, HeadRange, RankParts
+from baton_serve.engine.model.attention_parts import HeadRange
+from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 
 LoadProgress = Callable[[str, float], None]
 """Called with the current phase of loading and its finished fraction, from 0 to 1."""

@@ -196,6 +196,8 @@ class Mixture:
     shared: SharedExpert | None = None
     appended: Appended = NONE_APPENDED
     """The shared expert as some of the `experts`, instead of `shared`."""
+    first: int = 0
+    """The number of the first expert that this rank holds."""
 
     def __call__(self, hidden: Tensor, kernels: LayerKernels) -> Tensor:
         """Compute the mixture for `hidden` [num_tokens, hidden]; return the same shape."""
@@ -203,8 +205,15 @@ class Mixture:
         if self.appended.has_gate:
             logits = logits[:, : self.experts.num_experts - self.appended.count + 1]
         weights, chosen = self.choose(logits, kernels, self.appended)
-        output = kernels.mix(hidden, weights, chosen, self.experts)
+        output = kernels.mix(hidden, weights, self._own_numbers(chosen), self.experts)
         return output if self.shared is None else output + self.shared(hidden, kernels)
+
+    def _own_numbers(self, chosen: Tensor) -> Tensor:
+        """Return the chosen experts as numbers among those of this rank; those of other ranks as one number more."""
+        if not self.experts.is_part:
+            return chosen
+        own, count = chosen - self.first, self.experts.num_experts
+        return torch.where((own >= 0) & (own < count), own, count)
 
 
 def shared_expert(mlp: Any) -> Any:
@@ -247,15 +256,20 @@ def pack_mixture(mlp: Any, pack_shared: Callable[[], SharedExpert | None]) -> Mi
             is_interleaved=is_transposed,
             limit=float(experts.limit) if is_transposed else None,
             alpha=float(experts.alpha) if is_transposed else 1.0,
+            is_part=hasattr(experts, "baton_first"),
         ),
         shared=None if appended.count else pack_shared(),
         appended=appended,
+        first=int(getattr(experts, "baton_first", 0)),
     )
 
 
 def _can_append(mlp: Any, gate_up: Tensor) -> bool:
     """Return whether the shared expert of a mixture can be some of its experts, with stacked weights `gate_up`."""
     shared, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
+    # A rank's own experts have numbers of their own, and those of all tokens would need some too.
+    if hasattr(mlp.experts, "baton_first"):
+        return False
     if shared is None or not all(hasattr(shared, name) for name in ("gate_proj", "up_proj", "down_proj")):
         return False
     products = [shared.gate_proj, shared.up_proj, shared.down_proj, *([] if gate is None else [gate])]

@@ -5,7 +5,6 @@ whole experts, the head by vocabulary. The last product of each has a part of th
 the ranks. A module of an unknown kind stays whole on each rank.
 """
 
-import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -17,6 +16,16 @@ from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard, step_of_width
 from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
+from baton_serve.engine.model.attention_parts import (
+    AttentionParts,
+    HeadRange,
+    attention_parts,
+    input_size,
+    is_linear,
+    is_turned,
+    narrow_attention,
+    output_size,
+)
 from baton_serve.engine.model.quantized.experts import TRANSPOSED, WEIGHTS
 from baton_serve.engine.model.quantized.modules import ReorderedLinear
 
@@ -24,18 +33,19 @@ Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
 GROUP_STEP = 32
 """Smallest group of inputs that shares a scale. Quantized weights are cut at multiples of it where that is possible."""
-OUTPUTS = ("o_proj", "dense", "out_proj")
-"""Names of the product after attention."""
 MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
     (("c_fc",), "c_proj"),
     (("fc1",), "fc2"),
     (("up_proj",), "down_proj"),
+    (("fc_in",), "fc_out"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
 )
 """Names of the products of an MLP: first the products that read its input, then the product of its output."""
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-_KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads")
+HEADS, KV_HEADS = "the attention heads", "the KV heads"
+WIDTH, EXPERTS = "the width of an MLP", "the experts"
+"""Kinds of numbers that are divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +72,6 @@ class TensorPart:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRange:
-    """The KV heads of a layer that a rank holds, and the number of all."""
-
-    total: int
-    part: slice
-
-    @property
-    def count(self) -> int:
-        """Return the number of this rank's heads."""
-        return int(self.part.stop - self.part.start)
-
-
-@dataclass(frozen=True, slots=True)
 class RankParts:
     """The parts of a decoder's weights that a rank holds. All other weights are whole."""
 
@@ -90,9 +87,13 @@ class RankParts:
     kv_heads: dict[int, HeadRange] = field(default_factory=dict)
     """The KV heads by the model's number of the layer."""
     widths: dict[str, int] = field(default_factory=dict)
-    """The numbers of inputs of all ranks, by linear layer that has a part of them."""
-    heads: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By attention module that is divided: this rank's numbers of heads and of KV heads."""
+    """The numbers of inputs or outputs of all ranks, by linear layer that has a part of them."""
+    attention: dict[str, AttentionParts] = field(default_factory=dict)
+    """The parts of attention modules by name."""
+    wide_norms: list[str] = field(default_factory=list)
+    """Norms over all heads of queries or keys, which fused layers alone compute over the ranks."""
+    experts: dict[str, slice] = field(default_factory=dict)
+    """The experts that this rank holds, by module with stacked experts that is not divided by width."""
 
     @property
     def is_whole(self) -> bool:
@@ -111,6 +112,7 @@ class RankParts:
 
     def of(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a parameter."""
+        # Rank 0 adds it.
         if name in self.zeros:
             return torch.zeros_like(whole)
         part = self.tensors.get(name)
@@ -121,15 +123,25 @@ WHOLE = RankParts()
 """The parts of a single rank."""
 
 
-def split(module: nn.Module, name: str, shard: Shard, *, has_groups: bool, keeps_head: bool) -> RankParts:
-    """Return the parts of a decoder `name` for one rank. The module may be on torch's meta device.
+@dataclass(frozen=True, slots=True)
+class SplitRules:
+    """How a decoder is divided."""
 
-    `has_groups` says that groups of inputs may share scales; `keeps_head` keeps the head whole. Raises
+    has_groups: bool = False
+    """Groups of inputs may share scales."""
+    keeps_head: bool = False
+    """The head stays whole."""
+    by_expert: bool = False
+    """Each rank has some of the experts, instead of a part of the width of each."""
+
+
+def split(module: nn.Module, name: str, shard: Shard, rules: SplitRules) -> RankParts:
+    """Return the parts of a decoder `name` for one rank. The module may be on torch's meta device. Raises
     `UnsupportedModelError`, or `ConfigError` with the largest number of ranks that works.
     """
     if shard.is_whole:
         return WHOLE
-    splitter = _Splitter(module, shard, GROUP_STEP if has_groups else 1)
+    splitter = _Splitter(module, shard, rules)
     splitter.split_layers()
     if not splitter.parts.sums:
         raise UnsupportedModelError(
@@ -137,7 +149,7 @@ def split(module: nn.Module, name: str, shard: Shard, *, has_groups: bool, keeps
             " number that works is 1"
         )
     splitter.check(name)
-    if not keeps_head:
+    if not rules.keeps_head:
         splitter.split_head()
     return replace(splitter.parts, zeros=frozenset(splitter.zeros))
 
@@ -145,11 +157,12 @@ def split(module: nn.Module, name: str, shard: Shard, *, has_groups: bool, keeps
 class _Splitter:
     """Collects the parts of one rank from the modules of a decoder."""
 
-    def __init__(self, module: nn.Module, shard: Shard, least_step: int) -> None:
+    def __init__(self, module: nn.Module, shard: Shard, rules: SplitRules) -> None:
         self._module = cast(Module, module)
         config = self._module.config
         self._config: Module = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self._shard, self._least_step = shard, least_step
+        self._shard, self._by_expert = shard, rules.by_expert
+        self._least_step = GROUP_STEP if rules.has_groups else 1
         self._counts: list[tuple[str, int, int]] = []  # what is divided, its number, and the number that may be less
         self.parts = RankParts(shard)
         self.zeros: set[str] = set()
@@ -158,8 +171,9 @@ class _Splitter:
         """Divide all attention modules, MLPs and mixtures."""
         sums: list[str] = []
         for name, part in self._module.named_modules():
-            if (found := _attention_output(part)) is not None:
-                self._split_attention(name, part, found)
+            if (own := attention_parts(part, self._config, self._shard)) is not None:
+                self._split_attention(name, part, own)
+                found: str | None = own.output
             elif (found := self._split_mlp(name, part)) is None:
                 found = self._split_experts(name, part)
             if found is not None:
@@ -169,12 +183,14 @@ class _Splitter:
     def split_head(self) -> None:
         """Divide the columns of the logits, if the ranks get equal numbers of them."""
         head = getattr(self._module, "lm_head", None)
+        # Logits are gathered in equal parts.
         if isinstance(head, nn.Linear) and head.out_features % self._shard.size == 0:
             self._cut("lm_head", head, 0, self._shard.part(head.out_features))
 
     def check(self, name: str) -> None:
         """Raise `ConfigError` if a number of heads or a width cannot be divided."""
         size = self._shard.size
+        # Only now: the ranges of numbers that cannot be divided are wrong, and nothing has used them.
         if (wrong := self._indivisible(size)) is not None:
             what, count = wrong
             largest = next(n for n in range(size - 1, 0, -1) if self._indivisible(n) is None)
@@ -186,60 +202,52 @@ class _Splitter:
     def _indivisible(self, size: int) -> tuple[str, int] | None:
         """Return what cannot be divided over `size` ranks and its number, or None."""
         for what, count, step in self._counts:
-            if what == "the width of an MLP":
+            if what in (WIDTH, EXPERTS):
                 is_divided = bool(step_of_width(count, size, step))
             else:
-                is_divided = count % size == 0 or (what == "the KV heads" and size % count == 0)
+                is_divided = count % size == 0 or (what == KV_HEADS and size % count == 0)
             if not is_divided:
                 return what, count
         return None
 
-    def _split_attention(self, name: str, module: Module, output: str) -> None:
+    def _split_attention(self, name: str, module: Module, own: AttentionParts) -> None:
         """Divide an attention module by heads. KV heads that are fewer than the ranks are on several of them."""
-        head_dim = int(module.head_dim)
-        num_heads = int(self._config.num_attention_heads)
-        packed = getattr(module, "qkv_proj", None)
-        if packed is None:
-            num_kv = int(module.k_proj.out_features) // head_dim
-        else:
-            num_kv = (packed.out_features - num_heads * head_dim) // 2 // head_dim
-        self._counts += [("the attention heads", num_heads, 1), ("the KV heads", num_kv, 1)]
-        own, kv = self._shard.part(num_heads), _kv_part(num_kv, self._shard)
-        self.parts.kv_heads[int(module.layer_idx)] = HeadRange(num_kv, kv)
-        self.parts.heads[name] = (own.stop - own.start, kv.stop - kv.start)
-        if packed is None:
-            self._cut(f"{name}.q_proj", module.q_proj, 0, _scaled(own, module.q_proj.out_features // num_heads))
-            for leaf in ("k_proj", "v_proj"):
-                if isinstance(linear := getattr(module, leaf, None), nn.Linear):
-                    self._cut(f"{name}.{leaf}", linear, 0, _scaled(kv, linear.out_features // num_kv))
-        else:
-            starts = (0, num_heads, num_heads + num_kv)
-            ranges = [_moved(part, start) for part, start in zip((own, kv, kv), starts, strict=True)]
-            self._cut(f"{name}.qkv_proj", packed, 0, *(_scaled(part, head_dim) for part in ranges))
-        last = getattr(module, output)
-        self._cut(f"{name}.{output}", last, 1, _scaled(own, last.in_features // num_heads))
+        self._counts.append((HEADS, own.heads.total, own.blocks))
+        # A single head, such as the latent of MLA, is on all ranks.
+        if own.kv_heads.total > 1:
+            self._counts.append((KV_HEADS, own.kv_heads.total, 0))
+        self.parts.kv_heads[own.layer] = own.kv_heads
+        self.parts.attention[name] = own
+        for leaf, ranges in own.rows.items():
+            self._cut(f"{name}.{leaf}", getattr(module, leaf), 0, *ranges)
+        last = getattr(module, own.output)
+        self._cut(f"{name}.{own.output}", last, 1, own.heads.scaled(input_size(last)))
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
-            self.parts.tensors[f"{name}.sinks"] = TensorPart(0, (own,))
-        self._split_norms(name, module, {"q_norm": own, "k_norm": kv}, head_dim)
+            self.parts.tensors[f"{name}.sinks"] = TensorPart(0, (own.heads.part,))
+        self._split_norms(name, module, {"q_norm": own.heads, "k_norm": own.kv_heads})
 
-    def _split_norms(self, name: str, module: Module, heads: dict[str, slice], head_dim: int) -> None:
+    def _split_norms(self, name: str, module: Module, heads: dict[str, HeadRange]) -> None:
         """Divide norms that have weights of their own for each head."""
-        for leaf, part in heads.items():
+        for leaf, own in heads.items():
             norm: Module = getattr(module, leaf, nn.Identity())
             for full, weight in norm.named_parameters(prefix=f"{name}.{leaf}"):
-                if weight.numel() > head_dim:
+                if weight.numel() > module.head_dim:
+                    if weight.dim() == 1:
+                        self.parts.wide_norms.append(full)
                     # [num_heads, head_dim], or all in one row.
-                    self.parts.tensors[full] = TensorPart(0, (part if weight.dim() > 1 else _scaled(part, head_dim),))
+                    part = own.part if weight.dim() > 1 else own.scaled(len(weight))
+                    self.parts.tensors[full] = TensorPart(0, (part,))
 
     def _split_mlp(self, name: str, module: Module) -> str | None:
         """Divide an MLP by its width. Return the name of its last product, or None for another module."""
         for firsts, last in MLPS:
-            if not all(isinstance(getattr(module, leaf, None), nn.Linear) for leaf in (*firsts, last)):
+            if not all(is_linear(getattr(module, leaf, None)) for leaf in (*firsts, last)):
                 continue
-            width = getattr(module, last).in_features
+            width = input_size(getattr(module, last))
             # Gate and up may be one product, with the gate's outputs first.
-            outputs = getattr(module, firsts[0]).out_features
-            if outputs not in (width, 2 * width):
+            outputs = output_size(getattr(module, firsts[0]))
+            # Gemma 3n keeps the gates that are large among all of a token, so it needs them all.
+            if outputs not in (width, 2 * width) or getattr(module, "activation_sparsity", 0) != 0:
                 return None
             part = self._width(width)
             ranges = (part,) if outputs == width else (part, _moved(part, width))
@@ -255,9 +263,15 @@ class _Splitter:
         if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or first.dim() != 3:
             return None
         is_transposed = type(module).__name__ in TRANSPOSED
+        if getattr(module, "is_transposed", is_transposed) != is_transposed:
+            return None
+        if self._by_expert:
+            self._split_by_expert(name, module)
+            return ""
         outputs, inputs = (2, 1) if is_transposed else (1, 2)
         width = last.shape[inputs]
         part = self._width(width)
+        # gpt-oss has the gate and the other product of a column as neighbours; all others have two halves.
         ranges = (_scaled(part, 2),) if is_transposed else (part, _moved(part, width))
         self.parts.tensors[f"{name}.{WEIGHTS[0]}"] = TensorPart(outputs, ranges)
         self.parts.tensors[f"{name}.{WEIGHTS[1]}"] = TensorPart(inputs, (part,))
@@ -266,18 +280,28 @@ class _Splitter:
             self._add_once(f"{name}.down_proj_bias")
         return ""
 
+    def _split_by_expert(self, name: str, module: Module) -> None:
+        """Give each rank some of the experts of a module, as equal numbers as possible."""
+        total = len(getattr(module, WEIGHTS[0]))
+        self._counts.append((EXPERTS, total, 1))
+        own = self._shard.part_of_width(total) if total >= self._shard.size else slice(0, total)
+        self.parts.experts[name] = own
+        for leaf, _ in module.named_parameters(recurse=False):
+            self.parts.tensors[f"{name}.{leaf}"] = TensorPart(0, (own,))
+
     def _width(self, width: int) -> slice:
+        # Other widths have groups that kernels do not support, so that they are not quantized in any case.
         step = self._least_step if width % self._least_step == 0 else 1
-        self._counts.append(("the width of an MLP", width, step))
+        self._counts.append((WIDTH, width, step))
         return self._shard.part_of_width(width, step) if step_of_width(width, self._shard.size, step) else slice(0, 0)
 
-    def _cut(self, name: str, linear: nn.Linear, dim: int, *ranges: slice) -> None:
+    def _cut(self, name: str, linear: Module, dim: int, *ranges: slice) -> None:
         """Note the part of a linear layer: of its outputs (`dim` 0) or its inputs (1)."""
-        self.parts.tensors[f"{name}.weight"] = TensorPart(dim, ranges)
+        self.parts.tensors[f"{name}.weight"] = TensorPart(1 - dim if is_turned(linear) else dim, ranges)
+        self.parts.widths[name] = output_size(linear) if dim == 0 else input_size(linear)
         if linear.bias is not None and dim == 0:
             self.parts.tensors[f"{name}.bias"] = TensorPart(0, ranges)
         elif dim == 1:
-            self.parts.widths[name] = linear.in_features
             self._add_once(f"{name}.bias")
 
     def _add_once(self, name: str) -> None:
@@ -286,14 +310,24 @@ class _Splitter:
 
 
 def sum_outputs(module: nn.Module, parts: RankParts, collectives: Collectives) -> None:
-    """Let the modules whose outputs are this rank's parts of sums add up those of all ranks."""
+    """Let the modules whose outputs are this rank's parts of sums add up those of all ranks. Raises
+    `UnsupportedModelError` for modules that would need sums within.
+    """
+    if parts.wide_norms:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {parts.shard.size}, but {type(module).__name__} has a norm over all heads"
+            f" ({parts.wide_norms[0]}), which is divided in fused layers only; the largest number that works is 1"
+        )
 
     def summed(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return collectives.all_reduce(output.contiguous())
 
+    # A hook needs no knowledge of how the module computes, with or without codes and adapters.
     for name in parts.sums:
-        layer = module.get_submodule(name)
+        layer: Module = module.get_submodule(name)
         layer.register_forward_hook(summed)
+        # An adapted layer has the original one inside.
+        layer = getattr(layer, "base", layer)
         if isinstance(layer, ReorderedLinear):
             ((own,),) = (parts.tensors[f"{name}.weight"].ranges,)
             layer.gather = partial(_gathered, own, parts.widths[name], collectives)
@@ -308,38 +342,26 @@ def _gathered(own: slice, width: int, collectives: Collectives, x: Tensor) -> Te
 
 
 def narrow(module: nn.Module, parts: RankParts) -> None:
-    """Change the numbers of heads that attention modules have noted to those of this rank."""
-    for name, (num_heads, num_kv_heads) in parts.heads.items():
-        attention: Module = module.get_submodule(name)
-        for names, count in ((_HEAD_COUNTS, num_heads), (_KV_HEAD_COUNTS, num_kv_heads)):
-            for attribute in names:
-                if isinstance(getattr(attention, attribute, None), int):
-                    setattr(attention, attribute, count)
-        if hasattr(attention, "num_key_value_groups"):
-            attention.num_key_value_groups = num_heads // num_kv_heads
-        if (config := getattr(attention, "config", None)) is not None:
-            own = copy.deepcopy(config)
-            # Before the number of heads, from which some configs compute it.
-            own.head_dim = attention.head_dim
-            own.num_attention_heads, own.num_key_value_heads = num_heads, num_kv_heads
-            attention.config = own
+    """Change the numbers of heads and experts that modules have noted to those of this rank."""
+    for name, own in parts.attention.items():
+        narrow_attention(module.get_submodule(name), own)
+    for name, held in parts.experts.items():
+        _narrow_experts(module.get_submodule(name), held)
 
 
-def _attention_output(module: Module) -> str | None:
-    """Return the name of the last product of an attention module, or None if it is none or of an unknown kind."""
-    has_parts = all(isinstance(getattr(module, leaf, None), nn.Linear) for leaf in ("q_proj", "k_proj"))
-    is_packed = isinstance(getattr(module, "qkv_proj", None), nn.Linear)
-    if not (has_parts or is_packed) or not hasattr(module, "head_dim") or not hasattr(module, "layer_idx"):
-        return None
-    return next((leaf for leaf in OUTPUTS if isinstance(getattr(module, leaf, None), nn.Linear)), None)
+def _narrow_experts(experts: Module, held: slice) -> None:
+    """Let a module with the experts `held` compute nothing for tokens that chose others."""
+    whole = experts.forward
+    count = held.stop - held.start
 
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Any:
+        own = chosen - held.start
+        is_here = (own >= 0) & (own < count)
+        return whole(hidden, torch.where(is_here, own, 0), torch.where(is_here, weights, 0.0), *rest)
 
-def _kv_part(total: int, shard: Shard) -> slice:
-    """Return the KV heads of a rank: an equal share, or one that several ranks have."""
-    if total >= shard.size:
-        return shard.part(total)
-    own = shard.rank * total // shard.size
-    return slice(own, own + 1)
+    experts.forward, experts.baton_first = forward, held.start
+    if hasattr(experts, "num_experts"):
+        experts.num_experts = count
 
 
 def _scaled(part: slice, factor: int) -> slice:

@@ -28,7 +28,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "cpu_offload_gb": (0, None),
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None, "mp", "uni", "ray", "external_launcher"),
-    "enable_expert_parallel": (False,),
     "enable_log_requests": (False,),
     "max_num_partial_prefills": (1,),
     "num_scheduler_steps": (1,),

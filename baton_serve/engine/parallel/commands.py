@@ -3,16 +3,20 @@
 A rank that fails answers with `CommandFailed`. Otherwise it answers only the commands whose docstrings say so.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from baton_serve.contracts.layout import KVShape
+from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.execution.decode_graphs import CONTEXTS, DecodeArrays
-from baton_serve.engine.model.batch_inputs import StepArrays
+from baton_serve.engine.model.batch_inputs import ImageRows, StepArrays
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +79,20 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     block_tables: memoryview
     logit_rows: memoryview | None
     pending: memoryview | None
+    adapters: list[tuple[str, memoryview | None]] = []
+    images: list["ImagePlace"] = []
+    """Places of embeddings, which rank 0 broadcasts afterwards, one image after another."""
+    seen_ends: memoryview | None = None
+
+
+class ImagePlace(msgspec.Struct, frozen=True, array_like=True):
+    """The place of an image's embeddings in a step, as in `ImageRows`, and their shape."""
+
+    first: int
+    count: int
+    width: int
+    dtype: str
+    rows: memoryview | None
 
 
 class FinishStep(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +106,7 @@ class Replay(msgspec.Struct, frozen=True, tag=True):
 
     inputs: memoryview
     changes: memoryview | None
+    adapters: list[str] = []
 
 
 class GatherLogits(msgspec.Struct, frozen=True, tag=True):
@@ -106,6 +125,20 @@ class StoreLastTokens(msgspec.Struct, frozen=True, tag=True):
     """Receive the last token of each of these slots; rank 0 broadcasts them."""
 
     slots: memoryview
+
+
+class KeepAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read the weights of a LoRA adapter and keep this rank's part of them, until `DropAdapter`."""
+
+    name: str
+    folder: str
+    fingerprint: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Free the weights of a LoRA adapter."""
+
+    fingerprint: str
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -140,6 +173,8 @@ Command = (
     | GatherLogits
     | SetSampledTokens
     | StoreLastTokens
+    | KeepAdapter
+    | DropAdapter
     | CopyBlocks
     | ToHost
     | FromHost
@@ -179,11 +214,14 @@ def compute_command(arrays: StepArrays) -> Compute:
         block_tables=_bytes(arrays.block_tables),
         logit_rows=None if arrays.logit_rows is None else _bytes(arrays.logit_rows),
         pending=None if arrays.pending is None else _bytes(arrays.pending),
+        adapters=[(one, None if rows is None else _bytes(rows)) for one, rows in arrays.adapters],
+        images=[_image_place(image) for image in arrays.images],
+        seen_ends=None if arrays.seen_ends is None else _bytes(arrays.seen_ends),
     )
 
 
-def step_arrays(command: Compute) -> StepArrays:
-    """Convert a command back to the input arrays of its step."""
+def step_arrays(command: Compute, images: Sequence[ImageRows] = ()) -> StepArrays:
+    """Convert a command back to the input arrays of its step. `images` have the embeddings of its images."""
     context_lens = _int32(command.context_lens)
     return StepArrays(
         tokens=_int64(command.tokens),
@@ -195,19 +233,37 @@ def step_arrays(command: Compute) -> StepArrays:
         block_tables=_int32(command.block_tables).reshape(len(context_lens), -1),
         logit_rows=None if command.logit_rows is None else _int64(command.logit_rows),
         pending=None if command.pending is None else _int64(command.pending).reshape(2, -1),
+        adapters=[(one, None if rows is None else _int64(rows)) for one, rows in command.adapters],
+        images=images,
+        seen_ends=None if command.seen_ends is None else _int32(command.seen_ends),
     )
+
+
+def _image_place(image: ImageRows) -> ImagePlace:
+    """Return the place and the shape of an image's embeddings."""
+    count, width = image.features.shape
+    rows = None if image.rows is None else _bytes(image.rows.cpu().numpy())
+    return ImagePlace(image.first, count, width, str(image.features.dtype).removeprefix("torch."), rows)
+
+
+def image_rows(place: ImagePlace, device: torch.device, receive: Callable[[Tensor], None]) -> ImageRows:
+    """Return the embeddings of an image with their place in the step. `receive` fills them with those of rank 0."""
+    features = torch.empty((place.count, place.width), dtype=devices.DTYPES[place.dtype], device=device)
+    receive(features)
+    rows = None if place.rows is None else torch.from_numpy(_int64(place.rows)).to(device)
+    return ImageRows(place.first, features, rows)
 
 
 def replay_command(arrays: DecodeArrays) -> Replay:
     """Convert the input arrays of a decode step to the command for the other ranks."""
     changes = None if arrays.changes is None else _bytes(arrays.changes)
-    return Replay(inputs=_bytes(arrays.inputs), changes=changes)
+    return Replay(inputs=_bytes(arrays.inputs), changes=changes, adapters=list(arrays.adapters))
 
 
 def decode_arrays(command: Replay) -> DecodeArrays:
     """Convert a command back to the input arrays of its decode step."""
     changes = None if command.changes is None else _int64(command.changes).reshape(2, -1)
-    return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes)
+    return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes, command.adapters)
 
 
 def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:

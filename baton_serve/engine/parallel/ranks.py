@@ -30,6 +30,7 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.loading.loader_choice import count_layers
 from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.lora.checkpoint import Adapter
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
     BuildCache,
@@ -38,7 +39,9 @@ from baton_serve.engine.parallel.commands import (
     CommandAnswer,
     CommandDone,
     CommandFailed,
+    DropAdapter,
     JoinGroup,
+    KeepAdapter,
     LoadRank,
     MeasureMemory,
     RankLoaded,
@@ -151,6 +154,14 @@ class Ranks:
     def send_command(self, command: Command, *, to_first_stage: bool = False) -> None:
         """Send a command to all other ranks, or to those of the first stage, without waiting. Raises `ChannelError`."""
         self._send(self._ranks[: self.place.shard.size - 1] if to_first_stage else self._ranks, command)
+
+    def kept(self, adapter: Adapter) -> None:
+        """Let the other ranks keep their parts of an adapter's weights. Implements `AdapterListener`."""
+        self.send_command(KeepAdapter(adapter.name, adapter.path, adapter.fingerprint))
+
+    def dropped(self, fingerprint: str) -> None:
+        """Let the other ranks free the weights of an adapter."""
+        self.send_command(DropAdapter(fingerprint))
 
     def query_ranks(self, command: Command, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
         """Send a command and return the answer of each other rank. Raises `EngineError`."""

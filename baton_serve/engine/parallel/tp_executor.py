@@ -58,6 +58,8 @@ class TPExecutor:
         # The command goes out first, so that all ranks start the step at about the same time.
         self._ranks.send_command(compute_command(arrays))
         with _run_on_all_ranks():
+            for image in arrays.images:
+                self._ranks.group.broadcast(image.features.contiguous())
             return self._own.compute(arrays, after_layer)
 
     def collect(self, computed: Tensor, num_rows: int) -> Tensor:

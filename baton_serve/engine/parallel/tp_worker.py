@@ -25,6 +25,7 @@ from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv.capacity import cache_bytes
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.loading.loader_choice import load
+from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.staged import StagedForward
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
@@ -35,10 +36,12 @@ from baton_serve.engine.parallel.commands import (
     CommandFailed,
     Compute,
     CopyBlocks,
+    DropAdapter,
     FinishStep,
     FromHost,
     GatherLogits,
     JoinGroup,
+    KeepAdapter,
     LoadRank,
     MeasureMemory,
     RankLoaded,
@@ -48,6 +51,7 @@ from baton_serve.engine.parallel.commands import (
     StoreLastTokens,
     ToHost,
     decode_arrays,
+    image_rows,
     kept_slots,
     step_arrays,
 )
@@ -100,7 +104,7 @@ class TPWorker:
             case Replay():
                 self._executor.replay(decode_arrays(command))
             case Compute():
-                self._executor.compute(step_arrays(command))
+                self._compute(command)
             case FinishStep():
                 self._finish(command)
             case GatherLogits():
@@ -122,8 +126,12 @@ class TPWorker:
                 self._prepare(command)
 
     def _prepare(self, command: Command) -> None:
-        """Execute a command of the start-up."""
+        """Execute a command of the start-up, or one that changes the adapters."""
         match command:
+            case KeepAdapter():
+                self._adapters.follow(command.name, command.folder, command.fingerprint)
+            case DropAdapter():
+                self._adapters.forget(command.fingerprint)
             case JoinGroup():
                 self._join(command)
             case BuildCache():
@@ -175,9 +183,19 @@ class TPWorker:
         self._executor = LocalExecutor(setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax)
 
     @property
+    def _adapters(self) -> AdapterStore:
+        assert self._setup.adapters is not None  # rank 0 has the same settings
+        return self._setup.adapters
+
+    @property
     def _blocks(self) -> KVCache:
         assert self._cache is not None
         return self._cache
+
+    @torch.inference_mode()
+    def _compute(self, command: Compute) -> None:
+        images = [image_rows(place, self._device, self._group.broadcast) for place in command.images]
+        self._executor.compute(step_arrays(command, images))
 
     def _receive_tokens(self, count: int) -> torch.Tensor:
         """Receive tokens that rank 0 broadcasts."""

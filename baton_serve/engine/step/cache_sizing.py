@@ -34,7 +34,7 @@ class KVCacheBuilder:
         self._layout = setup.layout
         self._limits = setup.limits
         self._states = setup.states
-        self._setup, self._heads = setup, setup.kv_heads[0]
+        self._setup = setup
         self._device = device
         self._ranks = ranks
         self._vocab_size = vocab_size
@@ -43,11 +43,6 @@ class KVCacheBuilder:
     def uses_graphs(self) -> bool:
         """True if steps will be captured in graphs."""
         return self._forward.is_capturable and not self._config.enforce_eager and devices.has_graphs(self._device)
-
-    @property
-    def _num_parts(self) -> int:
-        """The size of a block, over that of this rank's part of it. Ranks may hold the same KV heads."""
-        return self._heads.total // self._heads.count
 
     def count_blocks(self, masking: TokenMasker) -> int:
         """Return the number of usable blocks, without block 0 (padding). Run the largest step to measure its memory.
@@ -111,7 +106,7 @@ class KVCacheBuilder:
         size, shares = self._ranks.place.shard.size, self._setup.stage_shares()
         # All ranks have the same number of blocks, so the one with the least room for its part decides.
         least = min(num_bytes / shares[rank // size] for rank, num_bytes in enumerate(available))
-        return int(least * self._num_parts)
+        return int(least / self._setup.block_share)
 
     def _measure(self, masking: TokenMasker) -> list[int]:
         """Return the bytes that each rank can give to its part of the KV cache, after the weights and the largest

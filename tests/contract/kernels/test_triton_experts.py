@@ -1,5 +1,7 @@
 """Routing and grouped products against their plain-torch twins."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -74,6 +76,22 @@ def test_mixed_experts_equal_their_twin(num_tokens: int, like_gpt_oss: bool) -> 
     )
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_experts_of_other_ranks_add_nothing(num_tokens: int) -> None:
+    whole = make_experts(like_gpt_oss=False)
+    assert isinstance(whole.gate_up, Tensor) and isinstance(whole.down, Tensor)
+    x = draw(num_tokens, HIDDEN)
+    weights, chosen = reference_experts.route(draw(num_tokens, EXPERTS), 4, renormalize=True)
+    wanted, found = reference_experts.mix(x, weights, chosen, whole), torch.zeros_like(x)
+    for first in range(0, EXPERTS, 2):
+        own = Experts(whole.gate_up[first : first + 2], whole.down[first : first + 2], is_part=True)
+        numbers = torch.where((chosen >= first) & (chosen < first + 2), chosen - first, 2)
+        part = triton_experts.mix(x, weights, numbers, own)
+        torch.testing.assert_close(part, reference_experts.mix(x, weights, numbers, own), rtol=1e-4, atol=1e-4)
+        found += part
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_of_one_expert_span_several_blocks_in_half_precision() -> None:
     experts = make_experts(like_gpt_oss=False, dtype=torch.float16)
     x, logits = draw(100, HIDDEN).half(), draw(100, EXPERTS)
@@ -130,4 +148,9 @@ def test_experts_in_few_bits_equal_their_twin(name: Quantization, like_gpt_oss: 
     weights, chosen = reference_experts.route(draw(tokens, EXPERTS), 2, renormalize=True)
     wanted = reference_experts.mix(x, weights, chosen, experts)
     result = triton_layers.mix(x, weights, chosen, experts)
+    torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    # Some of the experts are on another rank.
+    part, elsewhere = replace(experts, is_part=True), torch.where(chosen < 3, chosen, EXPERTS)
+    wanted = reference_experts.mix(x, weights, elsewhere, part)
+    result = triton_layers.mix(x, weights, elsewhere, part)
     torch.testing.assert_close(result, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))

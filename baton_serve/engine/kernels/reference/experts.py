@@ -36,11 +36,15 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     """Return the weighted sum of each token's experts; see `LayerKernels.mix`. Rows are sorted by expert once, so that
     only experts with rows are computed.
     """
-    top_k = chosen.shape[1]
-    order = chosen.flatten().argsort(stable=True)
-    counts = chosen.flatten().bincount(minlength=experts.num_experts).tolist()
+    top_k, count_of_all = chosen.shape[1], experts.num_experts
+    numbers = chosen.flatten()
+    # Experts of other ranks come last, and are not computed.
+    if experts.is_part:
+        numbers = torch.where((numbers >= 0) & (numbers < count_of_all), numbers, count_of_all)
+    order = numbers.argsort(stable=True)
+    counts = numbers.bincount(minlength=count_of_all)[:count_of_all].tolist()
     rows, factors = x[order // top_k], weights.flatten()[order, None]
-    outputs = x.new_empty(rows.shape)
+    outputs = x.new_zeros(rows.shape)
     start = 0
     for expert, count in enumerate(counts):
         if count:

@@ -104,9 +104,13 @@ def mix(
         chunk = 1024 if pairs <= 1024 else 4096
         assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
     active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    output = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    output = new_output(experts, x, pairs)
     shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k, "is_single": is_single}
-    _gate_up_kernel[(num_blocks(pairs, num_experts, first.rows) * triton.cdiv(width, first.columns),)](
+    # One token may have more pairs than there are experts, if other ranks have most of them.
+    first_blocks, second_blocks = (
+        pairs if is_single else num_blocks(pairs, num_experts, tile.rows) for tile in (first, second)
+    )
+    _gate_up_kernel[(first_blocks * triton.cdiv(width, first.columns),)](
         active,
         x,
         experts.gate_up,
@@ -131,7 +135,7 @@ def mix(
         num_stages=first.stages,
         **shared,
     )
-    _down_kernel[(num_blocks(pairs, num_experts, second.rows) * triton.cdiv(hidden, second.columns),)](
+    _down_kernel[(second_blocks * triton.cdiv(hidden, second.columns),)](
         output,
         active,
         experts.down,
@@ -158,6 +162,12 @@ def mix(
         result, output, hidden=hidden, tile=tile, top_k=top_k, num_warps=4
     )
     return result
+
+
+def new_output(experts: Experts, x: Tensor, pairs: int) -> Tensor:
+    """Return memory for the outputs of all pairs [pairs, hidden]. No program writes those of other ranks' experts."""
+    make = torch.zeros if experts.is_part else torch.empty
+    return make((pairs, x.shape[1]), dtype=x.dtype, device=x.device)
 
 
 def num_blocks(pairs: int, num_experts: int, rows: int) -> int:

@@ -16,7 +16,7 @@ from baton_serve.engine.kernels.quantized import StackedWeight
 from baton_serve.engine.kernels.reference.experts import activated
 from baton_serve.engine.kernels.triton import experts as triton_experts
 from baton_serve.engine.kernels.triton.codes import code_operand
-from baton_serve.engine.kernels.triton.experts import assign_kernel, num_blocks, sum_kernel, tile_of
+from baton_serve.engine.kernels.triton.experts import assign_kernel, new_output, num_blocks, sum_kernel, tile_of
 from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, table_of, values, word_arguments
 from baton_serve.engine.kernels.triton.tiles import padded
 
@@ -36,9 +36,12 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     chunk = 1024 if pairs <= 1024 else 4096
     assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
-    gate_up = _product(x, experts.gate_up, experts.gate_up_bias, None, (rows, counts), top_k)
+    assigned = (rows, counts)
+    gate_up = x.new_empty((pairs, experts.gate_up.outputs))
+    _product(gate_up, x, experts.gate_up, experts.gate_up_bias, None, assigned)
     active = activated(gate_up, experts).contiguous()
-    output = _product(active, experts.down, experts.down_bias, weights, (rows, counts), 1)
+    output = new_output(experts, x, pairs)
+    _product(output, active, experts.down, experts.down_bias, weights, assigned)
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     tile = min(1024, padded(hidden))
     sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
@@ -48,18 +51,20 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
 
 
 def _product(
+    result: Tensor,
     x: Tensor,
     stacked: StackedWeight,
     bias: Tensor | None,
     factors: Tensor | None,
     assigned: tuple[Tensor, Tensor],
-    pairs_per_row: int,
-) -> Tensor:
-    """Return [pairs, outputs]: row `pair // pairs_per_row` of x times its expert's weight, times its factor."""
+) -> None:
+    """Store to `result` [pairs, outputs] the pair's row of x times its expert's weight, times its factor. A row of x
+    has one pair or more.
+    """
     weight, (rows, counts) = stacked.weight, assigned
     num_experts, num_tokens = rows.shape
-    pairs, outputs = x.shape[0] * pairs_per_row, stacked.outputs
-    result = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+    pairs, outputs = result.shape
+    pairs_per_row = pairs // max(1, x.shape[0])
     tile_rows = min(64, max(16, padded(pairs // num_experts)))
     is_words = weight.codebook in KINDS
     assert is_words or weight.group >= weight.inputs
@@ -95,7 +100,6 @@ def _product(
         precision="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
     )
-    return result
 
 
 _BYTES = {

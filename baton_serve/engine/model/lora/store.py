@@ -4,13 +4,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton_serve.contracts.instance import MAX_ADAPTERS, AdapterRecord
 from baton_serve.engine.errors import AdapterError
-from baton_serve.engine.model.lora.checkpoint import MERGE, Adapter, read_adapter
+from baton_serve.engine.model.lora.checkpoint import MERGE, Adapter, LowRank, read_adapter
+from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ class SlotSettings:
     run_beside: Callable[[Callable[[], None]], Callable[[], None]] | None
 
 
+class AdapterListener(Protocol):
+    """Learns about the weights in an `AdapterStore`."""
+
+    def kept(self, adapter: Adapter) -> None: ...
+    def dropped(self, fingerprint: str) -> None: ...
+
+
 class AdapterStore:
     """The names of adapters, and a cache of their weights on the device. Engine thread only, except `read`.
 
@@ -49,11 +58,15 @@ class AdapterStore:
         dtype: torch.dtype,
         model_dtype: torch.dtype,
         device: torch.device,
+        parts: RankParts = WHOLE,
     ) -> None:
         self.max_rank, self.max_adapters, self.slots = max_rank, max_adapters, slots
         self.dtype, self.device = dtype, device
         self._own_dtype = "" if dtype == model_dtype else str(dtype).removeprefix("torch.")
         """Part of the fingerprints: with another dtype an adapter computes another KV."""
+        self._parts = parts
+        self.listener: AdapterListener | None = None
+        """Learns which weights are on the device, so that other ranks have the same."""
         self._sizes: dict[str, tuple[int, int]] = {}
         self._by_name: dict[str, AdapterRecord] = {}
         self._weights: OrderedDict[str, Adapter] = OrderedDict()
@@ -74,13 +87,30 @@ class AdapterStore:
                 f"adapter {name} has rank {adapter.rank}, the limit is {self.max_rank} (--max-lora-rank)"
             )
         for module, product in adapter.products.items():
-            size = self._sizes.get(module)
-            if size is None:
+            if (size := self._whole_size(module)) is None:
                 raise AdapterError(f"adapter {name} changes {module}, {_why_fixed(module)}")
             if size != (product.down.shape[1], product.up.shape[0]):
                 raise AdapterError(f"adapter {name}: the matrices of {module} have other sizes than this model's layer")
         # Rounded weights compute other keys and values, so instances must not exchange their blocks.
-        return replace(adapter, fingerprint=adapter.fingerprint + self._own_dtype)
+        products = {module: self._part(module, product) for module, product in adapter.products.items()}
+        return replace(adapter, fingerprint=adapter.fingerprint + self._own_dtype, products=products)
+
+    def _whole_size(self, module: str) -> tuple[int, int] | None:
+        """Return the numbers of inputs and outputs of a module on all ranks, or None if adapters cannot change it."""
+        size, part = self._sizes.get(module), self._parts.tensors.get(f"{module}.weight")
+        if size is None or part is None:
+            return size
+        width = self._parts.widths[module]
+        return (size[0], width) if part.dim == 0 else (width, size[1])
+
+    def _part(self, module: str, product: LowRank) -> LowRank:
+        """Return the matrices of a module with this rank's outputs, or inputs."""
+        part = self._parts.tensors.get(f"{module}.weight")
+        if part is None:
+            return product
+        if part.dim == 0:
+            return LowRank(product.down, part.of(product.up).contiguous())
+        return LowRank(part.of(product.down).contiguous(), product.up)
 
     def register(self, adapter: Adapter) -> None:
         """Add the name of an adapter, or let it name other weights. Raises `AdapterError` if there are too many."""
@@ -106,8 +136,10 @@ class AdapterStore:
             while len(self._weights) >= self.max_adapters:
                 if (victim := self._victim(in_use, pinned)) is None:
                     return False
-                del self._weights[victim]
+                self._drop(victim)
             self._weights[adapter.fingerprint] = adapter.to(self.device)
+            if self.listener is not None:
+                self.listener.kept(adapter)
         return True
 
     def _victim(self, in_use: Collection[str], pinned: Collection[str]) -> str | None:
@@ -136,7 +168,23 @@ class AdapterStore:
         """Free the weights of adapters without a name, except those whose fingerprint is in `in_use`."""
         named = {record.fingerprint for record in self._by_name.values()}
         for fingerprint in self._weights.keys() - named - set(in_use):
-            del self._weights[fingerprint]
+            self._drop(fingerprint)
+
+    def _drop(self, fingerprint: str) -> None:
+        del self._weights[fingerprint]
+        if self.listener is not None:
+            self.listener.dropped(fingerprint)
+
+    def follow(self, name: str, folder: str, fingerprint: str) -> None:
+        """Keep the weights that rank 0 keeps. Raises `AdapterError` if the files have changed since it read them."""
+        adapter = self.read(name, folder)
+        if adapter.fingerprint != fingerprint:
+            raise AdapterError(f"adapter {name}: the files in {folder} have changed while the ranks read them")
+        self._weights[fingerprint] = adapter.to(self.device)
+
+    def forget(self, fingerprint: str) -> None:
+        """Free the weights that rank 0 has dropped."""
+        self._weights.pop(fingerprint, None)
 
     def record_of(self, fingerprint: str) -> AdapterRecord | None:
         """Return an adapter with these weights that has a name, or None."""

@@ -7,6 +7,7 @@ changes; if it falls into a group, all groups become smaller and repeat their sc
 import logging
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from baton_serve.engine.kernels.quantized import (
     pack_codes,
     unpack_codes,
 )
+from baton_serve.engine.model.attention_parts import is_linear
 from baton_serve.engine.model.quantized.experts import WEIGHTS, QuantizedExperts
 from baton_serve.engine.model.quantized.modules import EmptyLinear, QuantizedLinear, ReorderedLinear
 from baton_serve.engine.model.rank_parts import GROUP_STEP, RankParts, TensorPart
@@ -105,6 +107,8 @@ def set_part(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(layer, leaf, nn.Parameter(value, requires_grad=False))
     if isinstance(layer, nn.Linear) and leaf == "weight":
         layer.out_features, layer.in_features = value.shape
+    elif is_linear(layer) and leaf == "weight":
+        cast(Any, layer).nf = value.shape[1]
 
 
 def weight_part(weight: QuantizedWeight, part: TensorPart) -> QuantizedWeight | Tensor:
@@ -114,6 +118,7 @@ def weight_part(weight: QuantizedWeight, part: TensorPart) -> QuantizedWeight | 
         assert whole is not None  # all are of one weight
         return whole
     ((start, stop),) = ((columns.start, columns.stop) for columns in part.ranges)
+    # One scale for a row: it is the scale of each part of the row too.
     if weight.group >= weight.inputs:
         return replace(weight, inputs=stop - start, group=stop - start, codes=_columns(weight, start, stop))
     group = math.gcd(weight.group, start, stop)
@@ -152,6 +157,7 @@ def _expert_part(whole: StackedWeight, part: TensorPart, name: str, *, is_transp
 def _columns(weight: QuantizedWeight, start: int, stop: int) -> Tensor:
     """Return the codes of some inputs."""
     bits = code_bits(weight.codebook)
+    # Words of fewer bits hold inputs that are far from each other, so their codes are packed again.
     if bits == BITS_OF_BYTE:
         return weight.codes[:, start:stop].contiguous()
     return pack_codes(unpack_codes(weight.codes, bits)[:, start:stop].contiguous(), bits)

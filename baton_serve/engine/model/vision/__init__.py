@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def load_images(
     config: EngineConfig, target: torch.device, dtype: torch.dtype, *, max_image_tokens: int
 ) -> PromptImages | None:
-    """Load the vision tower. Return None if the model has none, or if several ranks compute it.
+    """Load the vision tower. Return None if the model has none. With several ranks, only rank 0 has it.
 
     `max_image_tokens` is the room of a step for an image that one step must compute. Raises `ModelError` or
     `ConfigError`.
@@ -32,8 +32,8 @@ def load_images(
     if reason := why_unread(ModelFacts.of(folder)):
         logger.warning("images are not read, only text: %s", reason)
         return None
-    if family_of(folder) is not None and config.num_ranks > 1:
-        logger.warning("images need an instance of one device: this one accepts text only")
+    if family_of(folder) is not None and config.pipeline_parallel_size > 1:
+        logger.warning("images need an instance of one stage: this one accepts text only")
         return None
     from baton_serve.engine.model.vision.prompt import (
         VisionPromptImages as Images,  # imports Pillow and transformers, which only models with a tower need

@@ -1,0 +1,198 @@
+"""Divides the attention modules of transformers by heads, from the names and sizes of their linear layers.
+
+Most have a product each for queries, keys and values. Others have one for all, whose outputs lie side by side, or head
+by head; latent attention has a product that makes the keys and values of every head.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from baton_serve.engine.collectives.shard import Shard
+
+Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
+
+OUTPUTS = ("o_proj", "dense", "out_proj", "c_proj")
+"""Names of the product after attention."""
+PACKED = ("qkv_proj", "query_key_value", "c_attn")
+"""Names of a product that makes queries, keys and values."""
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_WIDTHS, _KV_WIDTHS = ("embed_dim", "split_size"), ("kv_dim",)
+"""Attributes with the number of columns of all heads, and of all KV heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRange:
+    """The heads of a layer that a rank holds, and the number of all."""
+
+    total: int
+    part: slice
+
+    @property
+    def count(self) -> int:
+        """Return the number of this rank's heads."""
+        return int(self.part.stop - self.part.start)
+
+    def scaled(self, columns: int) -> slice:
+        """Return this rank's range of `columns`, which all heads share equally."""
+        size = columns // self.total
+        return slice(self.part.start * size, self.part.stop * size)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """The part of an attention module that a rank holds."""
+
+    layer: int
+    heads: HeadRange
+    kv_heads: HeadRange
+    """The heads in the KV cache: with latent attention the one latent, which each rank has."""
+    rows: Mapping[str, tuple[slice, ...]]
+    """Ranges of the outputs of linear layers."""
+    output: str
+    """The product after attention, of which the rank has the inputs of its heads."""
+    blocks: int = 0
+    """This rank's share of the blocks in which CodeGen stores heads; 0 for other models."""
+
+
+def output_size(linear: Module) -> int:
+    """Return the number of outputs of a linear layer; transformers' Conv1D has one too."""
+    return int(linear.nf if is_turned(linear) else linear.out_features)
+
+
+def input_size(linear: Module) -> int:
+    """Return the number of inputs of a linear layer."""
+    return int(linear.weight.shape[0] if is_turned(linear) else linear.in_features)
+
+
+def is_turned(linear: Module) -> bool:
+    """Return whether a linear layer stores its weight as [inputs, outputs]."""
+    return type(linear).__name__ == "Conv1D"
+
+
+def is_linear(module: object) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def attention_parts(module: Module, config: Module, shard: Shard) -> AttentionParts | None:
+    """Return a rank's part of an attention module; None for other modules, and for attention of an unknown kind.
+
+    `config` is that of the decoder. Numbers that cannot be divided give wrong ranges, which the caller must not use.
+    """
+    layer = getattr(module, "layer_idx", getattr(module, "layer_id", None))
+    output = next((leaf for leaf in OUTPUTS if is_linear(getattr(module, leaf, None))), None)
+    if not isinstance(layer, int) or output is None:
+        return None
+    # Layers of one model may have different numbers of heads, which the modules know.
+    total = int(getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", 0) or config.num_heads)
+    heads = HeadRange(total, shard.part(total))
+    if is_linear(getattr(module, "kv_b_proj", None)):
+        return _latent(module, layer, heads, output)
+    packed = next((leaf for leaf in PACKED if is_linear(getattr(module, leaf, None))), None)
+    if packed is not None:
+        return _packed(module, layer, heads, shard, (packed, output))
+    if is_linear(getattr(module, "q_proj", None)):
+        return _separate(module, layer, heads, config, shard, output)
+    return None
+
+
+def _latent(module: Module, layer: int, heads: HeadRange, output: str) -> AttentionParts | None:
+    """Divide latent attention (MLA): each rank has the latents whole, and the keys and values of its heads."""
+    query = next((leaf for leaf in ("q_b_proj", "q_proj") if is_linear(getattr(module, leaf, None))), None)
+    if query is None:
+        return None
+    rows = {leaf: (heads.scaled(output_size(getattr(module, leaf))),) for leaf in (query, "kv_b_proj")}
+    return AttentionParts(layer, heads, HeadRange(1, slice(0, 1)), rows, output)
+
+
+def _separate(
+    module: Module, layer: int, heads: HeadRange, config: Module, shard: Shard, output: str
+) -> AttentionParts | None:
+    """Divide attention with products of their own. Layers that read the KV of others have none for keys and values."""
+    if not hasattr(module, "head_dim"):
+        return None
+    key = getattr(module, "k_proj", None)
+    total = int(config.num_key_value_heads) if key is None else output_size(key) // int(module.head_dim)
+    kv = HeadRange(total, _kv_part(total, shard))
+    rows = {"q_proj": (heads.scaled(output_size(module.q_proj)),)}
+    for leaf in ("k_proj", "v_proj"):
+        if is_linear(linear := getattr(module, leaf, None)):
+            rows[leaf] = (kv.scaled(output_size(linear)),)
+    return AttentionParts(layer, heads, kv, rows, output)
+
+
+def _packed(
+    module: Module, layer: int, heads: HeadRange, shard: Shard, names: tuple[str, str]
+) -> AttentionParts | None:
+    """Divide attention with one product for queries, keys and values. `names` are those of this and the last one."""
+    kind, packed = type(module).__name__, names[0]
+    columns = output_size(getattr(module, packed))
+    head_dim = int(getattr(module, "head_dim", None) or module.head_size)
+    total = (columns // head_dim - heads.total) // 2
+    kv, blocks = HeadRange(total, _kv_part(total, shard)), 0
+    is_side_by_side = kind in ("Phi3Attention", "GPT2Attention") or getattr(module, "multi_query", False)
+    if kind == "FalconAttention" and module.new_decoder_architecture:
+        is_side_by_side = False
+    # The order of the outputs is not in their number, so these classes were read one by one.
+    if is_side_by_side:
+        starts = (0, heads.total, heads.total + total)
+        rows = tuple(
+            slice((part.start + start) * head_dim, (part.stop + start) * head_dim)
+            for part, start in zip((heads.part, kv.part, kv.part), starts, strict=True)
+        )
+    elif kind in ("BloomAttention", "FalconAttention", "GPTNeoXAttention", "GPTBigCodeAttention"):
+        # Each KV head follows its query heads.
+        rows = (kv.scaled(columns),)
+        if total < shard.size:
+            # This rank has some of the query heads before its KV head.
+            group, size = heads.total // total, columns // total
+            first = kv.part.start * size + (heads.part.start - kv.part.start * group) * head_dim
+            key = kv.part.start * size + group * head_dim
+            rows = (slice(first, first + heads.count * head_dim), slice(key, key + 2 * head_dim))
+    # CodeGen has the heads in blocks, as it was trained on four devices.
+    elif kind == "CodeGenAttention" and module.mp_num % shard.size == 0:
+        blocks = int(module.mp_num) // shard.size
+        rows = (heads.scaled(columns),)
+    else:
+        return None
+    return AttentionParts(layer, heads, kv, {packed: rows}, names[1], blocks)
+
+
+def _kv_part(total: int, shard: Shard) -> slice:
+    """Return the KV heads of a rank: an equal share, or one that several ranks have."""
+    if total >= shard.size:
+        return shard.part(total)
+    # Neighbouring ranks share a head, as the query heads that belong to it are neighbours.
+    own = shard.rank * total // shard.size
+    return slice(own, own + 1)
+
+
+def narrow_attention(module: Module, parts: AttentionParts) -> None:
+    """Change the numbers of heads and columns that an attention module has noted to those of this rank."""
+    heads, kv = parts.heads, parts.kv_heads
+    # Slopes of positions (ALiBi) belong to heads by their number among all.
+    module.baton_heads = heads
+    kinds = ((_HEAD_COUNTS, heads), (_KV_HEAD_COUNTS, kv), (_WIDTHS, heads), (_KV_WIDTHS, kv))
+    for name, own in ((name, own) for names, own in kinds for name in names):
+        if isinstance(whole := getattr(module, name, None), int):
+            setattr(module, name, whole // own.total * own.count)
+    if parts.blocks:
+        module.mp_num = parts.blocks
+    if hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = heads.count // kv.count
+    if getattr(module, "config", None) is not None and hasattr(module, "head_dim"):
+        module.config = _own_config(module, heads, kv)
+
+
+def _own_config(module: Module, heads: HeadRange, kv: HeadRange) -> Module:
+    """Return the config of a module with this rank's numbers of heads."""
+    own = copy.deepcopy(module.config)
+    # Before the number of heads, from which some configs compute it. Modules of Falcon do not read it.
+    if not isinstance(getattr(type(own), "head_dim", None), property):
+        own.head_dim = module.head_dim
+    own.num_attention_heads, own.num_key_value_heads = heads.count, kv.count
+    return own
