@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from baton_serve.engine.kernels import AttentionSpec, kv_codes
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
+from baton_serve.engine.kernels.triton import latent
 from baton_serve.engine.kernels.triton.attention import TritonAttention
 from baton_serve.engine.kernels.triton.decode import decode
 from baton_serve.engine.kernels.triton.prefill import prefill
@@ -155,6 +156,16 @@ def test_latents_give_what_the_twin_gives_in_mixed_batches(spec: AttentionSpec, 
     output = attention().attend(batch.query, batch.cache, batch.meta, spec)
     assert output.shape == (11, heads, spec.value_dim)
     torch.testing.assert_close(output, twin(batch, spec))
+
+
+@pytest.mark.parametrize(
+    ("row_size", "value_dim", "element_bytes", "are_aligned"),
+    [(576, 512, 2, True), (576, 512, 1, True), (33, 24, 4, False), (40, 32, 2, True), (40, 30, 2, False)],
+)
+def test_kernels_of_latents_get_rows_that_begin_at_whole_vectors(
+    row_size: int, value_dim: int, element_bytes: int, are_aligned: bool
+) -> None:
+    assert latent.rows_are_aligned(row_size, value_dim, element_bytes) == are_aligned
 
 
 def test_a_latent_context_of_many_splits_equals_the_twin() -> None:

@@ -30,8 +30,18 @@ MAX_VALUE_DIM = 512
 """Largest latent of the kernels: the sums of a tile of queries are in registers."""
 MAX_ROTATED_DIM = 128
 """Largest part of a row behind the latent."""
+VECTOR_BYTES = 16
+"""Largest load of one thread."""
 MIN_ROWS = 16
 """Rows of an operand of a matrix unit; fewer rows cost the same."""
+
+
+def rows_are_aligned(row_size: int, value_dim: int, element_bytes: int) -> bool:
+    """Return whether rows, and the latents in them, begin where a device loads a whole vector.
+
+    Triton 3.6 copies 16 bytes at a time from rows of 33 numbers too, which devices refuse; Triton 3.7 does not.
+    """
+    return row_size * element_bytes % VECTOR_BYTES == 0 and value_dim * element_bytes % VECTOR_BYTES == 0
 
 
 def fits(cache: Tensor, spec: AttentionSpec) -> bool:
@@ -39,6 +49,8 @@ def fits(cache: Tensor, spec: AttentionSpec) -> bool:
     if spec.value_dim is None or spec.alibi is not None or spec.sinks is not None or spec.sliding_window is not None:
         return False
     rotated = cache.shape[4] - spec.value_dim
+    if not rows_are_aligned(cache.shape[4], spec.value_dim, cache.element_size()):
+        return False
     return cache.shape[2] == 1 and padded(spec.value_dim) <= MAX_VALUE_DIM and 0 < rotated <= MAX_ROTATED_DIM
 
 
