@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -151,7 +151,9 @@ def test_streams_and_formats(whisper: Path) -> None:
             for form in ("text", "srt", "vtt", "verbose_json"):
                 found[form] = await post(client, file, response_format=form)
             found["stream"] = await post(client, file, stream="true", stream_include_usage="true")
-            api = openai.AsyncOpenAI(base_url=str(client.base_url) + "/v1", api_key="none", http_client=client)
+            api = openai.AsyncOpenAI(
+                base_url=str(client.base_url) + "/v1", api_key="none", http_client=cast(Any, client)
+            )
             asked = await api.audio.transcriptions.create(
                 file=("a.wav", file), model=await _model(client), language="en", response_format="verbose_json"
             )
@@ -214,7 +216,7 @@ def test_preempted_sequences_read_their_audio_again(whisper: Path, reference: Re
 
 def test_what_cannot_be_served_is_refused(whisper: Path) -> None:
     async def run() -> list[tuple[int, str]]:
-        limits = {"max_audio_bytes": 400_000, "max_audio_s": 10.0}
+        limits: dict[str, Any] = {"max_audio_bytes": 400_000, "max_audio_s": 10.0}
         async with asyncio.timeout(60), served(whisper, transport="usm", roles=("unified",), **limits) as client:
             await until_ready(client, 1)
             found = [

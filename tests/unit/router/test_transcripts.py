@@ -1,5 +1,7 @@
 """Tokens of transcribed windows become segments, and segments subtitles."""
 
+from typing import Any
+
 from baton_serve.services.router.text.speech.profile import SpeechProfile
 from baton_serve.services.router.text.speech.transcript import Segment, compression_ratio, srt, timed_tokens, vtt
 
@@ -45,7 +47,13 @@ def test_prompts_have_the_language_the_task_and_the_last_tokens_of_earlier_text(
 
 
 def test_subtitles() -> None:
-    values = {"seek": 0, "tokens": [], "temperature": 0.0, "avg_logprob": -0.1, "compression_ratio": 1.0}
+    values: dict[str, Any] = {
+        "seek": 0,
+        "tokens": [],
+        "temperature": 0.0,
+        "avg_logprob": -0.1,
+        "compression_ratio": 1.0,
+    }
     segments = [
         Segment(id=0, start=0.0, end=2.5, text=" One.", **values),
         Segment(id=1, start=3661.02, end=3662.0, text=" a --> b", **values),
