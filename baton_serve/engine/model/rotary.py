@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton_serve.engine.errors import UnsupportedModelError
 
@@ -103,6 +102,9 @@ def _freeze_one(part: nn.Module, kind: str, max_model_len: int) -> str:
     assert isinstance(old, torch.Tensor)
     # Long RoPE only knows short and long: any length above the native one gives the long frequencies.
     seq_len = native + 1 if kind == "longrope" else max_model_len
+    # Takes seconds: fused layers import this module for models that are loaded without transformers.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, old.device, seq_len=seq_len)
     part.register_buffer("inv_freq", frequencies.to(old.dtype), persistent=False)
     return f"{kind}:{seq_len}"
