@@ -19,7 +19,7 @@ FIXED = "fixed"
 """Rope type of modules whose frequencies are fixed; transformers changes none of this name."""
 
 
-_ALTERNATING = frozenset({"qwen3_vl_text"})
+_ALTERNATING = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"})
 """Model types in which one frequency after the other reads another row. In other models sections of them do."""
 
 
@@ -29,19 +29,31 @@ def set_axes(twin: Any, config: Any) -> None:
     `config` is the model's own.
     """
     stated = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
-    alternates = config.model_type in _ALTERNATING
-    sections = stated or ([24, 20, 20] if alternates else [16, 24, 24])  # transformers' defaults
+    sections = stated or ([24, 20, 20] if config.model_type in _ALTERNATING else [16, 24, 24])  # as in transformers
     half = (getattr(twin, "head_dim", None) or twin.hidden_size // twin.num_attention_heads) // 2
-    if alternates:
-        axes = [turn if turn and at < 3 * sections[turn] else 0 for at, turn in ((i, i % 3) for i in range(half))]
-    else:
-        axes = [number % 3 for number, length in enumerate(sections) for _ in range(length)]
-    twin.position_axes = axes
+    twin.position_axes = _axes(config.model_type, sections, half)
+
+
+def _axes(model_type: str, sections: list[int], half: int) -> list[int]:
+    """Return the row that each of `half` frequencies reads."""
+    if model_type in _ALTERNATING:
+        return [turn if turn and at < 3 * sections[turn] else 0 for at, turn in ((i, i % 3) for i in range(half))]
+    return [number % 3 for number, length in enumerate(sections) for _ in range(length)]
+
+
+def position_axes(module: Any) -> list[int] | None:
+    """Return the row of the positions that each frequency of a model reads; None for models without M-RoPE."""
+    stated: list[int] | None = getattr(module.config, "position_axes", None)
+    sections = getattr(module.model.rotary_emb, "mrope_section", None)
+    if stated is not None or sections is None:
+        return stated
+    return _axes(module.config.model_type, sections, len(module.model.rotary_emb.inv_freq))
 
 
 def adapt_positions(module: nn.Module) -> bool:
     """Let a loaded model accept positions with three rows, if it is one with M-RoPE. Return whether it is."""
-    axes = position_axes(module)
+    axes: list[int] | None = getattr(module.config, "position_axes", None)
+    # transformers' own classes of such models accept them already.
     if axes is None:
         return any(hasattr(part, "mrope_section") for part in module.modules())
     model: Any = module.model
@@ -59,12 +71,6 @@ def adapt_positions(module: nn.Module) -> bool:
 
     rotary.forward = forward
     return True
-
-
-def position_axes(module: Any) -> list[int] | None:
-    """Return the row of the positions that each frequency reads, as `set_axes` has stated it, or None."""
-    axes: list[int] | None = getattr(module.config, "position_axes", None)
-    return axes
 
 
 def row_angles(positions: Tensor, axes: list[int], frequencies: Tensor) -> Tensor:
