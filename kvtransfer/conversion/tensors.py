@@ -35,12 +35,12 @@ class _Heads:
     layout: KVLayout
 
     def tokens(self, first: int, count: int) -> Tensor:
-        """Return the bytes of `count` tokens, [..., num_heads, bytes]."""
+        """Return a view of `count` tokens from token `first` on, [..., num_heads, count * bytes of a row]."""
         row = self.shape.head_dim * DTYPE_BYTES[self.layout.dtype]
         return self.data[..., first * row : (first + count) * row]
 
     def scales(self, first: int, count: int) -> Tensor | None:
-        """Return the bytes of the scales of `count` tokens, or None without scales."""
+        """Return a view of the scales of `count` tokens from token `first` on, or None without scales."""
         if not self.shape.scale_rows(self.layout):
             return None
         # A code has one byte.
@@ -82,7 +82,10 @@ def _heads(blocks: Tensor, layout: KVLayout) -> Iterator[_Heads]:
 
 
 def _convert(here: _Heads, first: int, there: _Heads, start: int, count: int) -> None:
-    """Copy tokens between heads of the same shape."""
+    """Copy `count` tokens of `here`, from token `first` on, to `there`, from token `start` on.
+
+    The heads have equal shapes; KV dtypes may differ, and are converted.
+    """
     source, sink = here.layout, there.layout
     codes, scales = here.tokens(first, count), here.scales(first, count)
     new_codes, new_scales = there.tokens(start, count), there.scales(start, count)

@@ -205,11 +205,11 @@ class ConsumerSession:
         return self._retry(reason, now, demote=self.transport)
 
     def cancel(self) -> list[ConsumerStep]:
-        """End the fetch as cancelled by this node."""
+        """End the fetch because this node cancelled it. Return the steps that the caller must carry out."""
         return self._fail(Fault.CANCELLED, "cancelled") if self.state in LIVE else []
 
     def close(self) -> list[ConsumerStep]:
-        """End the fetch because the node is closed."""
+        """End the fetch because the node is closed. Return the steps that the caller must carry out."""
         return self._fail(Fault.CLOSED, "the node was closed") if self.state in LIVE else []
 
     def tick(self, now: float) -> list[ConsumerStep]:

@@ -52,10 +52,11 @@ class Ring:
         self._is_closed = False
 
     def stage(self, blocks: Sequence[int], parts: int = 1) -> list[int]:
-        """Copy blocks or parts from the device into free slots, and return their places. A slot holds `parts` parts of
-        one block.
+        """Copy blocks from the device into free slots of the ring, and return the places of the copies.
 
-        The window of the caller leaves room for them. Raises `TransportUnavailable` if the ring is full or closed.
+        With `parts` above 1, `blocks` counts parts of blocks, and a slot has that many places. The caller owns the
+        slots until it releases them; it announces no more than the ring holds. Raises `TransportUnavailable` if the
+        ring is closed or full nevertheless.
         """
         needed = -(-len(blocks) // parts)
         with self._lock:

@@ -117,7 +117,7 @@ def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind
 
 
 def _set_threads(settings: InstanceSettings) -> None:
-    """Bind the engine thread to its cores and set torch's number of threads."""
+    """Bind the calling thread, which is the engine thread, to its cores, and set torch's number of threads."""
     pin_to_cores(settings)
     # OMP_NUM_THREADS has no effect in a process that was forked after torch had read it, so torch gets the number
     # again.

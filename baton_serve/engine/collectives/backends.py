@@ -159,7 +159,10 @@ class TorchCollectives:
             self._group.abort()
 
     def _are_first(self, device: torch.device) -> bool:
-        """Return whether no rank's process has mapped memory for another group before. All ranks call it together."""
+        """Return whether this is the first group in which these processes map each other's device memory.
+
+        A process can do that for one group only, so later groups use the library. All ranks must call it together.
+        """
         # A sum over the ranks: all of them must come to the same decision.
         earlier = self.all_reduce(torch.tensor([next(_groups_that_map)], device=device)).item()
         if earlier:

@@ -138,8 +138,10 @@ class FusedAllReduceNorm:
         return made if _agree(arrived, weight.device) else None
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Return RMSNorm of the sum of all ranks' `x` and `residual` [rows, hidden], and store the sum in `residual`.
-        Return None, and do nothing, for an unsupported shape.
+        """Add the sum of `x` over all ranks to `residual` [rows, hidden], in place, and return its RMSNorm.
+
+        Every rank holds the same `residual`, which is added once. Return None, and do nothing, for an unsupported
+        shape.
         """
         if not self._inboxes.fits(x):
             return None

@@ -57,7 +57,10 @@ class StateCheckpoints:
         return checkpoint_hashes(block_hash, self._num_blocks)
 
     def find(self, block_hash: BlockHash) -> CachedPrefix:
-        """Return the cached checkpoint after a block, in both tiers. It is empty if any part is missing."""
+        """Return the cached checkpoint after a block. Each of its blocks may lie on the device or in the host tier.
+
+        The result is empty if any of them is in neither.
+        """
         names = self.hashes(block_hash)
         found = self._pool.find(names)
         return found if len(found) == len(names) else found.first(0)

@@ -358,7 +358,10 @@ class Scheduler:
             sequence.num_registered_blocks = full
 
     def last_chunk_blocks(self, plan: ScheduledBatch) -> list[CompletedBlocks]:
-        """Return the blocks that `advance` will report for `prefill` requests whose last chunk is in `plan`."""
+        """Return the blocks that `advance` will report for requests of mode `prefill` whose last chunk is in `plan`.
+
+        Blocks of earlier chunks that were reported already are left out.
+        """
         last = [chunk for chunk in plan.chunks if chunk.is_last and chunk.sequence.request.mode == "prefill"]
         block_tokens = self._table.limits.block_tokens
         return [_completed_by(chunk.sequence, chunk.start + chunk.length, block_tokens) for chunk in last]

@@ -69,8 +69,9 @@ class StepTimeModel:
             self._extra_s[size] *= DECAY_PER_DECODE_STEP
 
     def computed(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Record the prefill rate of a step with `num_prompt_tokens` prompt tokens, with or without decoding
-        sequences.
+        """Update the prefill rate with a step that computed `num_prompt_tokens` prompt tokens in `seconds`.
+
+        Decoding sequences in the step make no difference here: their share of its time is small.
         """
         # In smaller steps the fixed cost of a step dominates, and the rate would look too low.
         if num_prompt_tokens >= 32:

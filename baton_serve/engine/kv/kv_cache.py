@@ -273,7 +273,10 @@ def _own_shape(layout: KVLayout, own: Sequence[KVShape], *, is_flat: bool) -> tu
 
 
 def _unequal_layers(memory: Tensor, layout: KVLayout, shapes: Sequence[KVShape]) -> Iterator[Tensor]:
-    """Yield the view of each layer of blocks [num_blocks, elements], with its scale rows."""
+    """Yield each layer's view of `memory` [num_blocks, elements]: [num_blocks, planes, KV heads, rows, head_dim].
+
+    The last rows of a head hold the scales of its codes, if the KV dtype has scales.
+    """
     start = 0
     for shape in shapes:
         end = start + shape.num_elements(layout)

@@ -171,7 +171,10 @@ def _falcon(module: Module) -> None:
 
 
 def _masked_window(module: Module) -> None:
-    """Let a module pass the window that its model puts into the mask, which paged attention does not see."""
+    """Give an attention module its sliding window as an argument of attention.
+
+    Its model has the window in the mask alone, and paged attention ignores masks.
+    """
     # Modules of families with several types of layers have a window of their own, others only that of the config.
     module.baton_window = getattr(module, "sliding_window", None)
 

@@ -56,8 +56,10 @@ class LayerParts:
 
 
 def fits(module: Any) -> bool:
-    """Return whether fused layers support this model with adapters. Those of shared experts act on the module's own
-    products, which only transformers' layers compute.
+    """Return whether the model can use fused layers when it has LoRA adapters.
+
+    Models with shared experts cannot: fused layers compute a shared expert in one kernel, without a place to add the
+    adapter's product.
     """
     family = describe(module)
     if family is None or not fused.fits(module) or has_mixers(module, family):

@@ -91,8 +91,8 @@ class LayerGroupReporter:
             self._thread.start()
 
     def follow(self, completed: Sequence[CompletedBlocks]) -> Callable[[int], None] | None:
-        """Return the function to call in the step that completes these blocks, after each layer was given to the
-        device.
+        """Return a function to call with a layer's index once its kernels were enqueued, in the step that completes
+        these blocks. It reports each finished group of layers, so that its transfer starts before the step ends.
 
         Return None if the blocks are too few to be reported in groups.
         """

@@ -145,7 +145,7 @@ class PairReceiver:
             self.thread.close()
 
     def failed(self, reason: str) -> None:
-        """Give the pair up and abandon all waiting parcels with `reason`."""
+        """Close the channel to this sender, and fail all announced blocks that have not arrived with `reason`."""
         self._reason = reason
         self.close()
 

@@ -199,7 +199,10 @@ class _Reader:
         self._program = program
 
     def read(self, argv: Sequence[str], environ: Mapping[str, str], description: str) -> _Read:
-        """Return the checked values of all sources. Raises `ConfigurationError` or `OptionError`."""
+        """Return the checked values of command line, environment and the file of `--config`; the first one wins.
+
+        Raises `OptionError` for the command line and `ConfigurationError` for the other sources.
+        """
         line = CommandLine(
             list(self._options.values()),
             program=self._program,

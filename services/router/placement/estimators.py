@@ -51,8 +51,8 @@ class FirstGapQuantile:
 def first_token_hold_s(expected_s: float, *, itl_s: float, max_itls: float, ttft_budget_s: float) -> float:
     """Return for how many seconds to hold back a first token; 0 if it should be sent immediately.
 
-    `expected_s` is the expected first gap and `itl_s` the ITL SLO. The result is at most `max_itls` times that SLO, and
-    at most `ttft_budget_s`, the time that is left for the first token.
+    Holding it shortens the gap before the second token, which `expected_s` predicts, to a part of the ITL SLO `itl_s`.
+    The result is at most `max_itls` times that SLO, and at most `ttft_budget_s`, the time left within the TTFT SLO.
     """
     return max(0.0, min(expected_s - FIRST_GAP_ITL_RATIO * itl_s, max_itls * itl_s, ttft_budget_s))
 

@@ -64,11 +64,11 @@ class SlotState:
         return self
 
     def load(self) -> Tensor:
-        """Copy the states of the sequences."""
+        """Return a copy of this step's states, gathered from their slots, [sequences, *shape]."""
         return self.states.index_select(0, self.slots)
 
     def store(self, states: Tensor) -> None:
-        """Copy new states of the sequences to their slots."""
+        """Copy new states, [sequences, *shape], into the slots of this step's sequences."""
         self.states.index_copy_(0, self.slots, states.to(self.states.dtype))
 
 
