@@ -62,11 +62,13 @@ class StageLinks:
 
     def abort(self) -> None:
         """Make waiting ranks return, if the backend supports that. Callable from any thread."""
+        # On the host both directions are one group, which is aborted once.
         for group in {id(group): group for group in (self._forward, self._back)}.values():
             if hasattr(group, "abort"):
                 group.abort()
 
     def _received(self, group: Any, num_rows: int, peer: int) -> Tensor:
         hidden = torch.empty((num_rows, self._like.shape[1]), dtype=self._like.dtype, device=self._like.device)
+        # With nccl, `wait` holds up the device's stream only, and the host goes on.
         group.recv([hidden], peer, 0).wait()
         return hidden

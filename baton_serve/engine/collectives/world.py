@@ -73,6 +73,7 @@ class World:
         self._is_device = not devices.is_host(device)
         if self._is_device:
             kwargs = {"rank": place.rank, "world_size": place.world_size, "timeout": self._timeout, "device_id": device}
+            # With `device_id` the library connects the ranks here, and not within the first step.
             backend = devices.collective_backend(device)
             self._distributed.init_process_group(backend, store=self._store, **kwargs)
 
@@ -94,6 +95,7 @@ class World:
         if place.num_stages == 1:
             return None
         if self._is_device:
+            # The second group has the same ranks, because the operations of one group run in one order (see `links`).
             every = list(range(place.world_size))
             forward, back = self._distributed.group.WORLD, self._distributed.new_group(every)
         else:

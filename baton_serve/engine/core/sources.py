@@ -45,7 +45,9 @@ class SourceBlocks:
         return self.num_blocks if request.work.media else 0
 
     def give(self, sequence: Sequence, cached: list[int], fresh: list[int]) -> None:
-        """Give a sequence the blocks of its source: either cached ones, or fresh ones, which a step will fill."""
+        """Give a sequence the blocks of its source: either cached ones, or fresh ones, which a step will fill. They are
+        freed together with the sequence's other blocks.
+        """
         assert not (cached and fresh), "a source is cached as a whole or not at all"
         sequence.source_blocks, sequence.must_encode = cached + fresh, bool(fresh)
 
@@ -57,6 +59,8 @@ class SourceBlocks:
     def finish_encoding(self, sequence: Sequence) -> None:
         """Register the blocks that a launched step fills, so that other sequences find them."""
         if sequence.must_encode:
+            # Steps are computed in the order of their launch, so a later step may read the blocks although they are not
+            # filled yet.
             sequence.must_encode = False
             self._pool.register(self.hashes(sequence.request.work), sequence.source_blocks)
 
@@ -74,5 +78,6 @@ class SourceBlocks:
 
 def check_source(work: Work, source_blocks: int) -> None:
     """Check that a request for a model with cross-attention has one source. Raises `RequestError`."""
+    # A span with other bounds or with a grid was made for an image, which this model cannot read.
     if source_blocks and (len(work.media) != 1 or work.media[0] != source_span(work.media[0].digest)):
         raise RequestError("invalid", "the model reads one window of audio with each prompt, but the request has none")

@@ -141,6 +141,7 @@ def _latent_rows(own: MixerShapes, draw: Draw, *, is_interleaved: bool, keeps_or
     angles = draw.normal(ROWS, own.rotary_size // 2).repeat(1, 2)
     rows = LatentRows(
         draw.values(ROWS, width),
+        # The kernel skips the part that does not rotate, so its size (16) does not have to be the model's.
         draw.values(ROWS, heads, 16 + own.rotary_size),
         Norm(draw.values(own.rank), EPS),
         (angles.cos(), angles.sin()),

@@ -105,6 +105,7 @@ def _latent(module: Module, layer: int, heads: HeadRange, output: str) -> Attent
     query = next((leaf for leaf in ("q_b_proj", "q_proj") if is_linear(getattr(module, leaf, None))), None)
     if query is None:
         return None
+    # `q_a_proj` and `kv_a_proj_with_mqa` are not listed: all heads read their outputs.
     rows = {leaf: (heads.scaled(output_size(getattr(module, leaf))),) for leaf in (query, "kv_b_proj")}
     return AttentionParts(layer, heads, HeadRange(1, slice(0, 1)), rows, output)
 
@@ -116,6 +117,7 @@ def _separate(
     if not hasattr(module, "head_dim"):
         return None
     key = getattr(module, "k_proj", None)
+    # The size of the product comes before the config: layers of one model may have different numbers of KV heads.
     total = int(config.num_key_value_heads) if key is None else output_size(key) // int(module.head_dim)
     kv = HeadRange(total, _kv_part(total, shard))
     rows = {"q_proj": (heads.scaled(output_size(module.q_proj)),)}
@@ -132,6 +134,7 @@ def _packed(
     kind, packed = type(module).__name__, names[0]
     columns = output_size(getattr(module, packed))
     head_dim = int(getattr(module, "head_dim", None) or module.head_size)
+    # The product has the columns of all query heads, and of as many key heads as value heads.
     total = (columns // head_dim - heads.total) // 2
     kv, blocks = HeadRange(total, _kv_part(total, shard)), 0
     is_side_by_side = kind in ("Phi3Attention", "GPT2Attention") or getattr(module, "multi_query", False)
@@ -149,6 +152,7 @@ def _packed(
         rows = (kv.scaled(columns),)
         if total < shard.size:
             # This rank has some of the query heads before its KV head.
+            # The columns of a KV head are `group` queries, one key and one value, `head_dim` each.
             group, size = heads.total // total, columns // total
             first = kv.part.start * size + (heads.part.start - kv.part.start * group) * head_dim
             key = kv.part.start * size + group * head_dim
@@ -179,11 +183,13 @@ def narrow_attention(module: Module, parts: AttentionParts) -> None:
     kinds = ((_HEAD_COUNTS, heads), (_KV_HEAD_COUNTS, kv), (_WIDTHS, heads), (_KV_WIDTHS, kv))
     for name, own in ((name, own) for names, own in kinds for name in names):
         if isinstance(whole := getattr(module, name, None), int):
+            # For a number of heads `whole // own.total` is 1; for a number of columns it is the size of a head.
             setattr(module, name, whole // own.total * own.count)
     if parts.blocks:
         module.mp_num = parts.blocks
     if hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = heads.count // kv.count
+    # All layers share the config, so each module gets a copy before the numbers in it change.
     if getattr(module, "config", None) is not None and hasattr(module, "head_dim"):
         module.config = _own_config(module, heads, kv)
 

@@ -19,15 +19,18 @@ def chunked_batch(inputs: StepInputs, chunk: int, block_tokens: int) -> Attentio
     multiple of `block_tokens`.
     """
     meta = inputs.meta
+    # No sequence has left its first chunk, so the layer computes the same as all others.
     if meta.max_context_len <= chunk:
         return meta
     # Without lengths in host memory this waits for the device.
     starts, contexts = inputs.lengths or (meta.query_starts.cpu().numpy(), meta.context_lens.cpu().numpy())
     ends = contexts.astype(np.int64)
     begins = ends - np.diff(starts)
+    # Both divisions give numbers of chunks: that of the last new token and that of the first one.
     counts = (ends - 1) // chunk - begins // chunk + 1
     # One row for each chunk in which a sequence has new tokens, in the order of the tokens.
     sequence = np.repeat(np.arange(len(ends)), counts)
+    # `cumsum - counts` is the first row of each sequence, so the difference counts a sequence's rows from 0.
     number = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts) + begins[sequence] // chunk
     first, end = number * chunk, np.minimum(ends[sequence], (number + 1) * chunk)
     lengths, contexts = end - np.maximum(begins[sequence], first), end - first

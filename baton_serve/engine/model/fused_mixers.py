@@ -122,6 +122,7 @@ class GatedAttention:
         attention, layers, meta = self.tools.attention, self.tools.layers, step.inputs.meta
         if self.fused_norms is not None:
             new = NewHeads(heads, step.rotation, *self.fused_norms)
+            # It returns None for prompts, and where separate steps are as fast.
             attended = attention.attend_new(new, cache, meta, spec)
             if attended is not None:
                 return attended
@@ -149,6 +150,7 @@ class LatentAttention:
     def __call__(self, product: Tensor, step: MixerStep) -> Tensor:
         assert step.cache is not None and step.spec is not None
         attention, layers, meta = self.tools.attention, self.tools.layers, step.inputs.meta
+        # `width` is the rank and the rotary size together: the columns of a row of the cache.
         width, (_, size, rank) = step.cache.shape[4], self.keys.shape
         asked, latents = product[:, :-width], product[:, -width:]
         if self.query is not None and self.query_norm is not None:
@@ -158,18 +160,22 @@ class LatentAttention:
         rows = LatentRows(latents, asked, self.norm, step.rotation, self.is_interleaved, self.keeps_order)
         # The rotated parts of the query are stored directly where attention reads them.
         new = self.tools.mixers.latent_rows(rows, query)
+        # Keys and values are the same rows: the values are the first `rank` columns of the keys.
         attention.store(new, new, step.cache, meta)
         # The up-projection of the keys is applied to the query, and that of the values to the result.
         query[..., :rank] = (asked[..., :size].transpose(0, 1) @ self.keys).transpose(0, 1)
         attended = attention.attend(query, step.cache, meta, step.spec)
         output = attended.new_empty(len(attended), self.num_heads, self.values.shape[2])
+        # The result goes through a transposed view, so that `flatten` needs no copy.
         torch.matmul(attended.transpose(0, 1), self.values, out=output.transpose(0, 1))
         return output.flatten(1)
 
 
 def pack_mixer(module: Module, tools: MixerTools) -> PackedMixer | None:
-    """Pack the products of a mixer; None for modules that compute attention as Llama does. The weights of products
-    whose rows change their order are moved: the module cannot compute them afterwards.
+    """Join the products of a mixer that read its input; None for modules that compute attention as Llama does.
+
+    If the rows of the joined weight have another order than those of the module, the module loses its weights and
+    cannot compute any more. Otherwise its weights become views of the joined one.
     """
     make = _MIXERS.get(type(module).__name__)
     return None if make is None else make(module, tools)
@@ -188,6 +194,7 @@ def has_mixers(module: Module, family: FamilyDescription) -> bool:
 def can_pack_mixer(module: Module) -> bool:
     """Return whether the products of a mixer can be packed: none of them is quantized."""
     products = [part for name, part in module.named_modules() if name.endswith("proj") or "_proj_" in name]
+    # The type must be exact: subclasses of nn.Linear may compute something else.
     return all(type(part) is nn.Linear for part in products)
 
 
@@ -196,7 +203,9 @@ def _gated_delta(module: Module, tools: MixerTools) -> PackedMixer:
     mixer = GatedDelta(
         tools,
         layer=module.layer_idx,
+        # torch has the weight of a convolution of single channels as [channels, 1, taps].
         weight=module.conv1d.weight.data[:, 0],
+        # transformers computes the decay in float32 too.
         log_rate=module.A_log.data.float(),
         step_bias=module.dt_bias.data.float(),
         norm=Norm(module.norm.weight.data, module.norm.variance_epsilon),
@@ -215,6 +224,7 @@ def _gated_delta(module: Module, tools: MixerTools) -> PackedMixer:
         torch.arange(key_heads * 2 * (keys + values)).view(key_heads, -1), [keys, keys, values, values], dim=1
     )
     gates = torch.split(torch.arange(2 * heads).view(key_heads, -1), [group, group], dim=1)
+    # In the joined weight, the rows of `in_proj_ba` come after all rows of `in_proj_qkvz`.
     order = torch.cat(
         [*(part.flatten() for part in rows), *(part.flatten() + 2 * len(rows[0]) * (keys + values) for part in gates)]
     )
@@ -278,6 +288,7 @@ def _joined(parts: list[nn.Linear], order: Tensor | None) -> Linear:
         )
         bias = torch.cat(list(biases))
     if order is None:
+        # With views, the modules can still compute, and each weight is in memory once.
         for part, rows in zip(parts, torch.split(weight, [part.out_features for part in parts]), strict=True):
             part.weight.data = rows
         return Linear(weight, bias)

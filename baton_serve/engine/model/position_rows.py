@@ -38,14 +38,17 @@ def step_positions(
     """
     placed = [
         (int(first), chunk)
+        # `query_starts` has one entry more than there are chunks: the end of the last one.
         for chunk, first in zip(plan.chunks, query_starts, strict=False)
         if any(span.grid for span in chunk.sequence.request.work.media)
     ]
     if not placed:
         return indexes
     if not any(_holds_images(chunk) for _, chunk in placed):
+        # All tokens of a chunk without images have one shift, so their three rows are equal and one is enough.
         lengths = np.diff(query_starts)
         return indexes + np.repeat(first_shifts(plan), lengths)
+    # Sequences without grids keep their indexes in all three rows.
     rows = np.repeat(indexes[None], 3, axis=0)
     for first, chunk in placed:
         media, end = chunk.sequence.request.work.media, chunk.start + chunk.length
@@ -70,6 +73,7 @@ def positions_of(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np
         begin, stop = max(span.start, start), min(span.end, end)
         rows[:, at : begin - start] += shift
         inside = np.arange(begin - span.start, stop - span.start)
+        # Frame, row and column count from the image's first position, which is that of text at its place.
         rows[:, begin - start : stop - start] = _places(span.grid, inside) + span.start + shift
         at, shift = stop - start, position_shift(media, stop)
     rows[:, at:] += shift

@@ -106,8 +106,11 @@ class RankParts:
         return whole if part is None or part.dim != 0 else part.of(whole)
 
     def columns(self, name: str, own_rows: Tensor) -> Tensor:
-        """Return this rank's part of a result of `rows`."""
+        """Return this rank's part of a tensor that `rows` has returned: its columns, in memory of their own, or the
+        tensor itself if it is not divided by columns.
+        """
         part = self.tensors.get(name)
+        # The copy is needed: a view of some columns would keep the memory of all columns.
         return own_rows if part is None or part.dim == 0 else part.of(own_rows).contiguous()
 
     def of(self, name: str, whole: Tensor) -> Tensor:
@@ -136,8 +139,10 @@ class SplitRules:
 
 
 def split(module: nn.Module, name: str, shard: Shard, rules: SplitRules) -> RankParts:
-    """Return the parts of a decoder `name` for one rank. The module may be on torch's meta device. Raises
-    `UnsupportedModelError`, or `ConfigError` with the largest number of ranks that works.
+    """Return which part of each weight of a decoder one rank holds; nothing is cut yet. The module may be on torch's
+    meta device. `name` is the model's name in errors.
+
+    Raises `UnsupportedModelError`, or `ConfigError` with the largest number of ranks that works.
     """
     if shard.is_whole:
         return WHOLE
@@ -193,6 +198,7 @@ class _Splitter:
         # Only now: the ranges of numbers that cannot be divided are wrong, and nothing has used them.
         if (wrong := self._indivisible(size)) is not None:
             what, count = wrong
+            # The search always ends, since every number can be divided over one rank.
             largest = next(n for n in range(size - 1, 0, -1) if self._indivisible(n) is None)
             raise ConfigError(
                 f"tensor_parallel_size is {size}, which does not divide {what} ({count}) of {name}; the largest number"
@@ -231,6 +237,7 @@ class _Splitter:
         for leaf, own in heads.items():
             norm: Module = getattr(module, leaf, nn.Identity())
             for full, weight in norm.named_parameters(prefix=f"{name}.{leaf}"):
+                # A smaller norm has the same weights for all heads, and stays whole.
                 if weight.numel() > module.head_dim:
                     if weight.dim() == 1:
                         self.parts.wide_norms.append(full)
@@ -263,6 +270,7 @@ class _Splitter:
         if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or first.dim() != 3:
             return None
         is_transposed = type(module).__name__ in TRANSPOSED
+        # `TRANSPOSED` also decides how gate and up lie in the weight. A class that contradicts it was not compared.
         if getattr(module, "is_transposed", is_transposed) != is_transposed:
             return None
         if self._by_expert:
@@ -284,6 +292,7 @@ class _Splitter:
         """Give each rank some of the experts of a module, as equal numbers as possible."""
         total = len(getattr(module, WEIGHTS[0]))
         self._counts.append((EXPERTS, total, 1))
+        # If there are fewer experts than ranks, `check` fails later. Until then any range will do.
         own = self._shard.part_of_width(total) if total >= self._shard.size else slice(0, total)
         self.parts.experts[name] = own
         for leaf, _ in module.named_parameters(recurse=False):
@@ -293,6 +302,7 @@ class _Splitter:
         # Other widths have groups that kernels do not support, so that they are not quantized in any case.
         step = self._least_step if width % self._least_step == 0 else 1
         self._counts.append((WIDTH, width, step))
+        # The empty range stands for a width that cannot be divided, for which `check` raises an error.
         return self._shard.part_of_width(width, step) if step_of_width(width, self._shard.size, step) else slice(0, 0)
 
     def _cut(self, name: str, linear: Module, dim: int, *ranges: slice) -> None:
@@ -356,6 +366,7 @@ def _narrow_experts(experts: Module, held: slice) -> None:
 
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Any:
         own = chosen - held.start
+        # Shapes must not depend on what was chosen: experts of other ranks become expert 0 with the weight 0.
         is_here = (own >= 0) & (own < count)
         return whole(hidden, torch.where(is_here, own, 0), torch.where(is_here, weights, 0.0), *rest)
 

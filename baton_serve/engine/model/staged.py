@@ -41,6 +41,8 @@ class SkippedLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         """Return the input. Raises `StageEndError` with it behind the last layer of the stage."""
+        # It is an exception instead of a result, because the model would go on with its last norm, which only the last
+        # stage may apply.
         if self._is_after:
             raise StageEndError(hidden_states)
         return hidden_states
@@ -86,6 +88,7 @@ class LastHidden(nn.Module):
 def layer_list(module: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
     """Return the list of a model's layers and its name. Raises `UnsupportedModelError` if it is not clear."""
     found = [(n, part) for n, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    # The outermost list comes first: a vision tower within the model may have as many layers as the decoder.
     fitting = sorted(((n, part) for n, part in found if len(part) == num_layers), key=lambda entry: entry[0].count("."))
     if not fitting:
         raise UnsupportedModelError(
@@ -175,6 +178,7 @@ class StagedModule:
             # Before it, the model may have scaled the embeddings, which are none.
             layers[stage.layers.start].register_forward_pre_hook(self._replace_input, with_kwargs=True)
         # A copy of the model whose layers are replaced, so that its own code computes the head.
+        # The copy shares all weights. Its dictionary of modules is its own, so that the original keeps its layers.
         self._head: Any = copy.copy(module)
         self._head._modules = dict(module._modules)
         self._last = LastHidden()
@@ -187,6 +191,7 @@ class StagedModule:
         input of the first stage. Raises `UnsupportedModelError` if layers pass on more than one tensor.
         """
         if received is not None:
+            # The model needs an input for its masks, but may scale it: `_replace_input` gives the layers the original.
             self._received = received[None]
             read = {"inputs_embeds": self._received}
         try:
@@ -203,6 +208,7 @@ class StagedModule:
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits of these rows [num_rows, hidden]."""
         self._last.hidden = hidden
+        # Models demand token ids, which `LastHidden` does not read.
         return cast(
             Tensor, self._head(input_ids=hidden.new_zeros((1, 1), dtype=torch.int64), use_cache=False).logits[0]
         )

@@ -141,6 +141,7 @@ class Ranks:
         shapes: tuple[tuple[KVShape, ...], ...] = ()
         if self.place.num_stages > 1:
             every = [model.kv_shapes, *(answer.kv_shapes for answer in loaded if isinstance(answer, RankLoaded))]
+            # The ranks of a stage have equal shapes, so the first one stands for all.
             shapes = tuple(every[:: self.place.shard.size])
         store = str(self._folder / "store")
         # Send first: forming the group waits until every rank has joined.
@@ -157,6 +158,7 @@ class Ranks:
 
     def kept(self, adapter: Adapter) -> None:
         """Let the other ranks keep their parts of an adapter's weights. Implements `AdapterListener`."""
+        # No answer is needed: ranks execute commands in order, so the adapter is there before a step that uses it.
         self.send_command(KeepAdapter(adapter.name, adapter.path, adapter.fingerprint))
 
     def dropped(self, fingerprint: str) -> None:

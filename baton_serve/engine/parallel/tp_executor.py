@@ -118,6 +118,7 @@ class PipelineExecutor:
         self._not_yet = torch.empty((0, vocab_size))
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        # The command goes out before this stage computes, so that the other stages prepare the step meanwhile.
         self._ranks.send_command(compute_command(arrays))
         with _run_on_all_ranks():
             self._own.compute(arrays)

@@ -194,6 +194,7 @@ class TPWorker:
 
     @torch.inference_mode()
     def _compute(self, command: Compute) -> None:
+        # Rank 0 broadcasts one image after another, in the order in which the command lists them.
         images = [image_rows(place, self._device, self._group.broadcast) for place in command.images]
         self._executor.compute(step_arrays(command, images))
 

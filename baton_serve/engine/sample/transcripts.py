@@ -38,6 +38,8 @@ class TranscriptRules:
 
     def _limit_timestamps(self, allowed: NDArray[np.bool_], generated: Sequence[int]) -> None:
         """Exclude the tokens that would break the pairs or the order of the timestamps."""
+        # The rules are those of `WhisperTimeStampLogitsProcessor` in transformers: text stands between two times, and a
+        # segment begins with the second of two neighbouring times.
         first, spec = self._spec.first_timestamp, self._spec
         if not generated:
             allowed[:first] = False
@@ -50,6 +52,7 @@ class TranscriptRules:
             allowed[first:] = False
         elif ends_with_time:
             # The end of a segment: the next one begins, or the transcript ends.
+            # In the vocabulary all text comes before the end token, and all times come behind it.
             allowed[: spec.end_token] = False
         last = max((token for token in reversed(generated) if token >= first), default=None)
         if last is not None:

@@ -28,6 +28,7 @@ def convolve(
         new = x[rows].view(len(slots), -1, x.shape[1]).transpose(1, 2)
         joined = torch.cat([states[slots].to(x.dtype), new], dim=-1)
         states[slots] = joined[..., -taps:].to(states.dtype)
+        # The state has `taps` inputs. The convolution needs one less, since the new input takes the last tap.
         inputs = joined[..., -(taps - 1 + new.shape[-1]) :]
         found = functional.conv1d(inputs, weight[:, None], bias, groups=x.shape[1])
         output[rows] = found.transpose(1, 2).flatten(0, 1)
@@ -148,7 +149,9 @@ def _in_chunks(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, float("-inf")).exp()
     beta, grown = chunks.beta[..., None], total[..., None].exp()
     mixing = (chunks.key @ chunks.key.transpose(-1, -2)) * between * beta
+    # Values and keys are right-hand sides of one system: [..., chunk, value_size + key_size].
     both = torch.cat([chunks.value * beta, chunks.key * (beta * grown)], dim=-1)
+    # `unitriangular` means a diagonal of ones: the diagonal of `mixing` itself is not read.
     solved = torch.linalg.solve_triangular(mixing, both, upper=False, unitriangular=True)
     new_values, seen_keys = torch.split(solved, [chunks.value.shape[-1], chunks.key.shape[-1]], dim=-1)
     scores = (chunks.query @ chunks.key.transpose(-1, -2)) * between

@@ -42,6 +42,7 @@ def convolve(
         output,
         x,
         weight.contiguous(),
+        # Triton needs a pointer here even if the kernel does not read it.
         weight if bias is None else bias,
         states,
         sequences.starts,

@@ -46,6 +46,8 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         "chunk": CHUNK_TOKENS,
         "precision": "ieee" if dtype == torch.float32 else "tf32",
     }
+    # The host does not know the lengths. Each sequence has at most one chunk that is not full, which bounds the number
+    # of chunks; programs beyond the real number end at once.
     _solve_kernel[(num_tokens // CHUNK_TOKENS + num_seqs, num_heads)](
         new_values,
         seen_keys,
@@ -66,6 +68,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         values=max(MIN_SIZE, padded(value_size)),
         seqs=padded_seqs(num_seqs),
         block=BLOCK_TOKENS,
+        # The inverse enlarges errors of rounding. Three products of tf32 are almost as exact as float32.
         exact="ieee" if dtype == torch.float32 else "tf32x3",
         num_warps=SOLVE_WARPS,
         **constants,
@@ -96,6 +99,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
 def _unit(rows, scale):
     """Return the factors that scale rows to a length of `scale`, float32."""
     wide = rows.to(tl.float32)
+    # The epsilon is that of transformers' `l2norm`.
     return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
 
 
@@ -134,6 +138,7 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
     ends = tl.load(starts + 1 + ids, ids < num_seqs, other=0)
     chunks_of = (ends - begins + chunk - 1) // chunk
     if tl.program_id(0) < tl.sum(chunks_of, 0):
+        # It marks the sequences that end before this chunk. Their count is the number of this chunk's sequence.
         before = tl.cumsum(chunks_of, 0) <= tl.program_id(0)
         seq = tl.sum(before.to(tl.int32), 0)
         number = tl.program_id(0) - tl.sum(tl.where(before, chunks_of, 0), 0)
@@ -141,6 +146,7 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
         token = (tl.load(starts + seq) + number * chunk + place).to(tl.int64)
         live = token < tl.load(starts + seq + 1)
         dtype: tl.constexpr = new_values.dtype.element_ty
+        # `gates` loads without a mask, so rows behind the end read token 0.
         at_gates = tl.where(live, token, 0)
         decay, size = gates(
             beta + at_gates * beta_stride, step + at_gates * step_stride, log_rate, step_bias, head, dtype
@@ -157,6 +163,7 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
         # Matrix units read queries, keys and values as they are. Their factors scale rows or columns of results.
         key = tl.load(at_query + width, in_key, other=0.0)
         unit = _unit(key, 1.0)
+        # The value heads of one key head have the same factors, so the first of them stores them for all.
         if head % group == 0:
             at_unit = units + token * (num_heads // group) + head // group
             query = tl.load(at_query, in_key, other=0.0)
@@ -173,6 +180,7 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
         at = token[:, None] * num_heads + head
         solved = tl.dot((inverse * size[None, :]).to(dtype), value, input_precision=precision)
         tl.store(new_values + at * value_size + column[None, :], solved.to(dtype), in_value)
+        # `total` sums up logarithms since the chunk began: exp(total) is what is left of the state that entered it.
         factor = size * unit * tl.exp(total)
         solved = tl.dot((inverse * factor[None, :]).to(dtype), key, input_precision=precision)
         tl.store(seen_keys + at * key_size + dim[None, :], solved.to(dtype), in_key)

@@ -90,6 +90,7 @@ def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
         dims=padded(width - 2 * half),
         half=half,
         half_dims=padded(half),
+        # Pair i is read at i * step and `gap` behind it, and stored at i * step_to and `gap_to` behind it.
         step=2 if rows.is_interleaved else 1,
         gap=1 if rows.is_interleaved else half,
         step_to=2 if rows.keeps_order and rows.is_interleaved else 1,
@@ -184,6 +185,7 @@ def _latent_kernel(  # noqa: PLR0913
         factor = tl.load(weight + dim, dim < rank, other=0.0).to(tl.float32)
         at = output + token * (rank + 2 * half)
         tl.store(at + dim, (normed.to(dtype).to(tl.float32) * factor).to(dtype), dim < rank)
+        # The norm covers the latent only: the part that rotates is read as the product left it.
         first = tl.load(row + rank + pair * step, inside, other=0.0).to(tl.float32)
         second = tl.load(row + rank + pair * step + gap, inside, other=0.0).to(tl.float32)
         tl.store(at + rank + pair * step_to, (first * c - second * s).to(dtype), inside)

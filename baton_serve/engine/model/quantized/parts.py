@@ -34,6 +34,7 @@ BITS_OF_BYTE = 8
 
 def split_module(module: nn.Module, parts: RankParts) -> None:
     """Cut all weights of a module to the parts of a rank."""
+    # A list, because the loop replaces layers while it runs.
     for name, part in list(module.named_modules()):
         # The inner layer of a reordered one has no part of its own.
         if isinstance(part, (QuantizedLinear, ReorderedLinear, QuantizedExperts)):
@@ -54,6 +55,7 @@ def split_parameters(module: nn.Module, parts: RankParts) -> None:
 def split_layer(module: nn.Module, name: str, parts: RankParts) -> None:
     """Cut a quantized layer, which has replaced the linear layer or the experts `name`, with its biases."""
     split_weights(module, name, parts)
+    # It is looked up here and not above, because `split_weights` may have replaced the layer.
     found = module.get_submodule(name)
     layer = found.linear if isinstance(found, ReorderedLinear) else found
     biases = [(leaf, bias.data) for leaf, bias in layer.named_parameters(recurse=False)]
@@ -90,6 +92,7 @@ def split_weights(
         module.set_submodule(name, linear if own is None else ReorderedLinear(linear, own))
     else:
         if order is not None:
+            # The stored column i belongs to input order[i], so `argsort` puts the columns into the order of the inputs.
             cut = part.of(dequantize(layer.weight)[:, torch.argsort(order)])
         logger.info("%s is not quantized: the ranks cut its groups", name)
         module.set_submodule(name, _linear(cut.to(next(module.parameters()).dtype), layer.bias))
@@ -121,6 +124,7 @@ def weight_part(weight: QuantizedWeight, part: TensorPart) -> QuantizedWeight | 
     # One scale for a row: it is the scale of each part of the row too.
     if weight.group >= weight.inputs:
         return replace(weight, inputs=stop - start, group=stop - start, codes=_columns(weight, start, stop))
+    # No new group may lie in two old ones, because it has one scale.
     group = math.gcd(weight.group, start, stop)
     if group < GROUP_STEP:
         return dequantize(weight)[:, start:stop]
@@ -137,10 +141,12 @@ def weight_part(weight: QuantizedWeight, part: TensorPart) -> QuantizedWeight | 
 def _expert_part(whole: StackedWeight, part: TensorPart, name: str, *, is_transposed: bool) -> StackedWeight:
     """Return a part of the experts' weights. `part` is of the parameter [experts, outputs, inputs], or transposed."""
     if part.dim == 0:
+        # The codes of all experts are one matrix [experts * outputs, inputs], so experts are ranges of its rows.
         ranges = tuple(slice(own.start * whole.outputs, own.stop * whole.outputs) for own in part.ranges)
         cut = weight_part(whole.weight, TensorPart(0, ranges))
         count = part.size
     elif part.dim == (2 if is_transposed else 1):
+        # Each expert gives the same part of its own rows.
         starts = (number * whole.outputs for number in range(whole.count))
         rows = tuple(slice(own.start + start, own.stop + start) for start in starts for own in part.ranges)
         cut, count = weight_part(whole.weight, TensorPart(0, rows)), whole.count

@@ -40,7 +40,7 @@ class HFAudioReader:
             raise ModelError(f"cannot load a feature extractor from {folder}: {first_line(exc)}") from exc
 
     def read(self, images: Iterable[bytes]) -> Pixels:
-        """Return the features of windows, by digest.
+        """Return the features of windows by the digest of the file: float32 [mel bins, frames] in host memory.
 
         Raises `RequestError` for a file that is longer than a window, or not a WAV file with 16-bit samples.
         """

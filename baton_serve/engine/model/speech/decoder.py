@@ -104,6 +104,7 @@ class CrossAttentionForward:
 
     def _store_source(self, source: SourceRows, cross: AttentionMetadata, layers: list[Tensor]) -> None:
         """Store the keys and values of an encoder's output, of all layers."""
+        # Cross-attention of tokens stores nothing, so the slots of its metadata are all -1.
         meta = replace(cross, slots=source.slots)
         for layer, cache in zip(self._parts.layers, layers, strict=True):
             self._store(layer.cross, source.states, cache, meta)

@@ -68,6 +68,7 @@ def _load(config: EngineConfig, folder: Path, dtype: torch.dtype) -> nn.Module:
     kind = cast(Any, transformers.AutoModel)
     try:
         if config.load_format == "dummy":
+            # All instances with this seed must have the same encoder, because they exchange the KV of sources.
             torch.manual_seed(config.seed)
             return cast(nn.Module, kind.from_config(alone, dtype=dtype).encoder)
         with quiet_transformers():
@@ -81,6 +82,7 @@ def _load(config: EngineConfig, folder: Path, dtype: torch.dtype) -> nn.Module:
             )
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
+    # transformers fills missing weights with random numbers and only logs a warning.
     if missing := sorted(name for name in report["missing_keys"] if name.startswith("encoder.")):
         raise ModelError(f"{folder} lacks {len(missing)} weights of its encoder, such as {missing[0]}")
     return cast(nn.Module, module.encoder)

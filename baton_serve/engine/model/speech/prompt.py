@@ -24,6 +24,7 @@ class PromptAudio:
     def __init__(self, encoder: SpeechEncoder, block_tokens: int) -> None:
         self._encoder = encoder
         self._block_tokens = block_tokens
+        # Entries disappear with their requests, however these end.
         self._windows: WeakKeyDictionary[Request, Tensor] = WeakKeyDictionary()
 
     @property
@@ -52,7 +53,9 @@ class PromptAudio:
         return []
 
     def encoded(self, plan: ScheduledBatch) -> list[SourceRows]:
-        """Encode the sources whose blocks a step has to fill."""
+        """Return the encoder's output for each sequence of a step whose source is not cached, with the places in the KV
+        cache to which its keys and values belong; empty if all sources are cached.
+        """
         waiting = [chunk.sequence for chunk in plan.chunks if chunk.sequence.must_encode]
         if not waiting:
             return []
@@ -65,6 +68,7 @@ class PromptAudio:
     def _slots(self, sequence: Sequence, count: int) -> Tensor:
         """Return the places in the KV cache of the `count` positions of a sequence's source, int64 [count]."""
         blocks = np.array(sequence.source_blocks, dtype=np.int64)[:, None] * self._block_tokens
+        # The last block may have more places than there are positions left.
         slots = (blocks + np.arange(self._block_tokens)).reshape(-1)[:count]
         return torch.from_numpy(slots).to(self._encoder.device, non_blocking=True)
 
