@@ -41,6 +41,7 @@ def main() -> None:
     _prepare(limits)
     while (size := sys.stdin.buffer.read(8)) and len(size) == 8:
         data = sys.stdin.buffer.read(int.from_bytes(size, "little"))
+        # SIGPROF ends the process, even within a C function that never returns to Python.
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         answer = msgspec.msgpack.encode(_cut(data, limits))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -56,6 +57,7 @@ def _prepare(limits: CutterLimits) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A crash of a decoder must not fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The first number is the size of the address space in pages, and RLIMIT_AS bounds the same size.
     with open("/proc/self/statm", encoding="ascii") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory_bytes, used + limits.memory_bytes))
@@ -93,6 +95,7 @@ def _decoded(data: bytes, limits: CutterLimits) -> Samples:
     count = 0
     for block in opened.blocks() if frames <= longest else ():
         count += len(block)
+        # Each block is averaged at once, so that memory holds one channel of the whole file and not all.
         parts.append(mono(block))
         if count > longest:
             break
@@ -124,6 +127,7 @@ class _Sound:
         file: BinaryIO = BytesIO(data)
         self._library = library
         self._file = library.SoundFile(file)
+        # Opening a file reads its header only. A decoder of another format never gets its samples.
         if self._file.format not in FORMATS:
             raise AudioError(f"its format is {self._file.format}: send WAV, FLAC, OGG or MP3")
         self.rate_hz, self.channels, self.frames = self._file.samplerate, self._file.channels, self._file.frames

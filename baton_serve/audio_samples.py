@@ -23,11 +23,13 @@ SEARCHED_RATIO = 0.1
 
 def mono(samples: NDArray[np.int16]) -> Samples:
     """Return the mean of all channels. `samples` is [count, channels]."""
+    # The divisor is 32768 and not 32767: the lowest sample becomes exactly -1.
     return np.asarray(samples.mean(axis=1, dtype=np.float32) / 32768.0, dtype=np.float32)
 
 
 def pcm(samples: Samples) -> bytes:
     """Return samples as the bytes of 16-bit integers, little-endian."""
+    # A sample of exactly 1 would become 32768, which does not fit into 16 bits.
     whole: NDArray[np.int16] = np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2")
     return whole.tobytes()
 
@@ -45,8 +47,10 @@ def resampled(samples: Samples, rate_hz: int, wanted_hz: int) -> Samples:
     # Frequencies above half of the lower rate would be mirrored into the result.
     cutoff = PASS_BAND * min(1.0, wanted_hz / rate_hz)
     reach = ceil(FILTER_ZEROS / cutoff)
+    # [taps, phases]: the time from an output sample to each input sample around it, in input samples.
     times = np.arange(-reach, reach + step)[:, None] - np.arange(phases)[None] * step / phases
     window = np.cos(np.clip(times, -reach, reach) * (pi / 2 / reach)) ** 2
+    # The factor `cutoff` makes the sum of each filter about 1, so that the volume stays.
     filters = (np.sinc(times * cutoff) * window * cutoff).astype(np.float32)
     # Zeros before and after, so that the first and last samples have as many neighbours as all others.
     padded = np.pad(samples, (reach, reach + step))

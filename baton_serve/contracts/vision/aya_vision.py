@@ -22,8 +22,10 @@ class AyaImages(ImageFamily, frozen=True):
         """Return the parts of an image of this size."""
         found: list[str | int] = []
         mark = "<|START_OF_IMG|>"
+        # With several tiles the count includes the overview, which has a label without a number.
         for tile in range(1, self.tiles.count(width=width, height=height)):
             found += [f"{mark}TILE_{tile}", self.tokens_per_tile]
+            # The mark stands once in an image, before its first label.
             mark = ""
         return [*found, f"{mark}TILE_GLOBAL", self.tokens_per_tile, "<|END_OF_IMG|>"]
 
@@ -47,7 +49,9 @@ def family(facts: ModelFacts) -> ImageFamily:
     return AyaImages(
         image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,
         placeholder="<image>",
+        # The processor of the whole model cuts images, whatever preprocessor_config.json says.
         processor_settings={"crop_to_patches": True},
         tiles=tile_rules(facts, cuts=True),
+        # The projector joins squares of this many patches on each side to one token.
         tokens_per_tile=(tower.image_size // (tower.patch_size * known.downsample_factor)) ** 2,
     )

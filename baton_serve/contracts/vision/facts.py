@@ -24,6 +24,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
         """Read the files. A broken file is empty: loading the model reports what is wrong."""
         processor = _read(folder / "processor_config.json")
         nested = processor.get("image_processor")
+        # transformers prefers the nested settings too, in folders that have both.
         images = nested if isinstance(nested, dict) else _read(folder / "preprocessor_config.json")
         return cls(_read(folder / "config.json"), processor, images, _read(folder / "tokenizer_config.json"))
 

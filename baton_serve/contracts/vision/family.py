@@ -36,7 +36,9 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least(self) -> Parts:
-        """Return the parts of an image with at most as many tokens as any other, for early refusals."""
+        """Return parts with at most as many tokens as those of any image. A prompt that is too long even with them is
+        refused before its images are read.
+        """
         return self.parts(width=1, height=1)
 
     def parts(self, *, width: int, height: int) -> Parts:

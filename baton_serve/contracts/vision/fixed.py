@@ -37,5 +37,6 @@ def family(facts: ModelFacts) -> ImageFamily:
     """Return the family of a model. If the config states no number of tokens, each patch is one."""
     known = msgspec.convert(facts.config, _Config)
     token_id = known.image_token_index if known.image_token_id is None else known.image_token_id
+    # Configs of ViP-LLaVA state the number. Those of DeepSeek-VL do not.
     count = known.image_seq_length or (known.vision_config.image_size // known.vision_config.patch_size) ** 2
     return FixedImages(image_token_id=32000 if token_id is None else token_id, count=count)

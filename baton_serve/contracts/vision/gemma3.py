@@ -37,6 +37,7 @@ def family(facts: ModelFacts) -> ImageFamily:
     known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
     return Gemma3Images(
         image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,
+        # The chat template writes this mark for an image, and the parts contain it again.
         placeholder=tokens.boi_token,
         attends_both_ways=True,
         parts_of_all=(f"\n\n{tokens.boi_token}", known.mm_tokens_per_image, f"{tokens.eoi_token}\n\n"),

@@ -51,14 +51,18 @@ class ImageGrid(ImageFamily, frozen=True):
         if self.enlarges_first and (height < side or width < side):
             scale = max(side / height, side / width)
             height, width = int(height * scale), int(width * scale)
+        # Python rounds halves to even numbers, and so does transformers: rounding halves up would give other grids.
         rows, columns = round(height / side), round(width / side)
         pixels = self.frames * rows * columns * side * side
         if pixels > self.max_pixels:
+            # The factors follow from the real sides and not from the rounded ones. `floor` and `ceil` keep the result
+            # within the limits.
             factor = sqrt((self.frames * height * width) / self.max_pixels)
             rows, columns = max(1, floor(height / factor / side)), max(1, floor(width / factor / side))
         elif pixels < self.min_pixels:
             factor = sqrt(self.min_pixels / (self.frames * height * width))
             rows, columns = ceil(height * factor / side), ceil(width * factor / side)
+        # An image is one frame, although the tower reads it as two equal ones.
         return TokenGrid(1, rows, columns)
 
 
@@ -81,6 +85,7 @@ def qwen(facts: ModelFacts) -> ImageFamily | None:
     """Return the family of a Qwen model that reads images, or None if it does not scale them."""
     known, processor = _read(facts)
     size, limits = processor.size, _QWEN_LIMITS
+    # Older folders have `min_pixels` and `max_pixels`, newer ones have the limits within `size`.
     low = processor.min_pixels or size.get("shortest_edge") or limits[0]
     high = processor.max_pixels or size.get("longest_edge") or limits[1]
     return _grid(known, processor, low, high)
@@ -101,6 +106,7 @@ def _read(facts: ModelFacts) -> tuple[_Config, _Processor]:
 
 
 def _grid(known: _Config, processor: _Processor, low: int, high: int, *, frames: int | None = None) -> ImageGrid | None:
+    # Images that are not scaled may have sides that are not multiples of a token's side: then only text is served.
     if processor.do_resize is False:
         return None
     token_id = known.image_token_id

@@ -42,12 +42,16 @@ class Idefics3Images(ImageFamily, frozen=True):
             for column in range(columns):
                 found += [f"{line}{self.around}<row_{row + 1}_col_{column + 1}>", self.tokens_per_tile]
                 line = ""
+            # transformers ends each row with a line break. Here it begins the next text, since `write_parts_as_tokens`
+            # would tokenize two texts in a row apart from each other.
             line = "\n"
         return [*found, f"\n\n{self.around}{self.overview}", self.tokens_per_tile, self.around]
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Return how many rows and columns of tiles an image of this size becomes."""
         long_edge = min(self.longest_edge, _MAX_EDGE)
+        # The steps and their roundings are those of transformers' processor: one formula for all of them would give
+        # another grid for some sizes.
         width, height = _scaled(width, height, self.longest_edge)
         if max(width, height) > _MAX_EDGE:
             ratio = width / height
@@ -105,6 +109,7 @@ def family(facts: ModelFacts) -> ImageFamily:
     tower, tokens = known.vision_config, msgspec.convert(facts.tokenizer, _Tokens)
     return Idefics3Images(
         image_token_id=known.image_token_id,
+        # The connector joins squares of `scale_factor` patches on each side to one token (pixel shuffle).
         tokens_per_tile=int((tower.image_size // tower.patch_size) ** 2 / known.scale_factor**2),
         tile=images.max_image_size.longest_edge,
         longest_edge=images.size.longest_edge,

@@ -45,6 +45,7 @@ def family(facts: ModelFacts) -> ImageFamily:
     known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
     return InternVLImages(
         image_token_id=known.image_token_id,
+        # The processor of the whole model cuts images, whatever preprocessor_config.json says.
         processor_settings={"crop_to_patches": True},
         tiles=tile_rules(facts, cuts=True),
         tokens_per_tile=known.image_seq_length,

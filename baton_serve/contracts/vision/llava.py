@@ -104,6 +104,8 @@ def unpadded(rows: int, columns: int, *, width: int, height: int) -> tuple[int, 
     The tiles are padded to the shape of the arrangement, and transformers' `unpad_image` removes the tokens of the
     padding again.
     """
+    # Padding is removed in equal parts from both sides, so an even number of rows or columns goes. Rounding to 7 digits
+    # comes before `int`, which would make 23 of 23.9999999999.
     if width / height > columns / rows:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
     else:
@@ -120,6 +122,7 @@ def best_fit(grid: Sequence[Size], height: int, width: int) -> Size:
     best, most_shown, least_wasted = grid[0], 0, inf
     for tall, wide in grid:
         scale = min(wide / width, tall / height)
+        # Enlarging an image shows no more of it than its own pixels.
         shown = min(int(width * scale) * int(height * scale), width * height)
         wasted = wide * tall - shown
         if shown > most_shown or (shown == most_shown and wasted < least_wasted):

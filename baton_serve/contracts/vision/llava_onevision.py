@@ -33,9 +33,12 @@ class OneVisionImages(ImageFamily, frozen=True):
         rows, columns = unpadded(
             self.side * (tall // self.tile), self.side * (wide // self.tile), width=width, height=height
         )
+        # The bound and the roundings are those of `pack_image_features` in transformers. Rows and columns are reduced
+        # by the same factor, so that the image keeps its shape.
         ratio = sqrt(rows * columns / (self.max_tiles * self.side**2))
         if ratio > 1.1:
             rows, columns = int(rows // ratio), int(columns // ratio)
+        # The overview comes first, then the tiles with one more token at the end of each of their rows.
         return (self.side**2 + rows * columns + rows - self.num_dropped,)
 
 

@@ -31,11 +31,14 @@ class PixtralImages(ImageFamily, frozen=True):
         ratio = max(height / self.longest_edge, width / self.longest_edge)
         if ratio > 1:
             height, width = floor(height / ratio), floor(width / ratio)
+        # Sides are rounded up to whole patches before tokens are counted. `patch` and `side` are equal in models with
+        # marks.
         rows, columns = (-(-pixels // self.patch) * self.patch // self.side for pixels in (height, width))
         if rows * columns < self.least_tokens:
             raise UnfitImageError(f"an image of {width} x {height} pixels is too small for this model")
         if not self.row_end:
             return (rows * columns,)
+        # The last row ends with the mark of the whole image instead of the mark of a row.
         marks = [self.row_end] * (rows - 1) + [self.image_end]
         return [part for mark in marks for part in (columns, mark)]
 

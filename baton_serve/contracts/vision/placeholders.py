@@ -16,6 +16,7 @@ def write_parts(text: str, images: Sequence[Parts], placeholder: str, image_toke
 
     Raises `ValueError` if the text does not have one placeholder for each image.
     """
+    # The text is split once, so that placeholders within the parts stay: Gemma 3's parts contain its placeholder.
     around = text.split(placeholder)
     _check_count(len(around) - 1, len(images))
     found = [around[0]]
@@ -31,7 +32,12 @@ def write_parts_as_tokens(
     image_token_id: int,
     encode: Callable[[str], list[int]],
 ) -> list[int]:
-    """Do the same with a prompt of which only the tokens are known: texts of images are tokenized by themselves."""
+    """Return the tokens of a prompt with the parts of each image in the place of its token `placeholder_id`.
+
+    This is `write_parts` for a prompt whose text is not known. `encode` tokenizes each text of an image by itself, and
+    each run of image tokens is one token, as `expand_runs` takes it. Raises `ValueError` if the prompt does not have
+    one placeholder for each image.
+    """
     _check_count(token_ids.count(placeholder_id), len(images))
     found: list[int] = []
     rest = iter(images)
@@ -64,6 +70,8 @@ def expand_runs(
             found.append(token_id)
             continue
         image, length = next(following)
+        # An image of several tiles has several runs. Its place reaches from the first to the last one, and includes the
+        # texts between them.
         first.setdefault(image, len(found))
         found += repeat(image_token_id, length)
         last[image] = len(found)

@@ -52,13 +52,14 @@ def tile_rules(facts: ModelFacts, *, cuts: bool | None = None) -> TileRules:
 def closest_grid(rules: TileRules, width: int, height: int) -> tuple[int, int]:
     """Return the columns and rows of the arrangement whose ratio of sides is closest to the image's.
 
-    Of equally close ones the later with more tiles counts, as long as the tiles have less than twice as many pixels as
-    the image. Same as transformers' `get_optimal_tiled_canvas`.
+    Among equally close ones, the one with more tiles is taken if its tiles have less than twice as many pixels as the
+    image. Same as transformers' `get_optimal_tiled_canvas`.
     """
     best, best_difference = (1, 1), float("inf")
     for grid in _grids(rules.min_tiles, rules.max_tiles):
         columns, rows = grid
         difference = abs(width / height - columns / rows)
+        # The floats are compared exactly, as transformers does: a tolerance would choose other arrangements.
         is_as_close = difference == best_difference
         if difference < best_difference or (
             is_as_close and width * height > 0.5 * rules.height * rules.width * columns * rows
@@ -72,4 +73,6 @@ def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
     """Return all arrangements of `least` to `most` tiles as columns and rows, fewer tiles first."""
     sizes = range(1, most + 1)
     found = [(columns, rows) for columns in sizes for rows in sizes if least <= columns * rows <= most]
+    # Sorting is stable: of equally many tiles, fewer columns come first. The choice between equally close arrangements
+    # depends on this order.
     return tuple(sorted(found, key=lambda grid: grid[0] * grid[1]))

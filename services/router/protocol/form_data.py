@@ -112,6 +112,7 @@ class _FormReader:
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
+        # The size of the file is bounded with that of the body, which is read before it is parsed.
         if not self._is_file and len(self._value) > MAX_FIELD_BYTES:
             raise BadRequestError(f"a field of the form has more than {MAX_FIELD_BYTES} bytes")
 

@@ -36,6 +36,7 @@ class TranscriptionEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, context = self._service, RequestContext.of(scope)
+        # The origin is checked before the body is read, so that a foreign page cannot make the router hold files.
         check_origin(header(scope, b"origin"), header(scope, b"host"), service.settings.allowed_origins)
         form = parse_form(
             header(scope, b"content-type"), await read_form(scope, receive, service.settings.max_audio_bytes)
@@ -55,6 +56,7 @@ class TranscriptionEndpoint:
         cut = await cutter.cut(form.file)
         form.file = None  # the windows are kept instead, for replays
         with ImageReservation(service.image_memory) as memory:
+            # The windows stay in memory until the answer ends, and share the limit of images.
             await memory.reserve(sum(len(window.file) for window in cut.windows))
             head = TranscriptChunk(
                 id=f"{self._task}-{context.request_id}",
@@ -119,6 +121,7 @@ class _Answer:
         try:
             language = await self._language()
             async for number, delta in self._transcriber.deltas(language, self._task):
+                # If one window was cut off, the whole text is incomplete.
                 reason = delta.finish_reason if delta.finish_reason == "length" else reason
                 if text := ordered.push(number, delta):
                     await events.write(_chunk(head, text).event())

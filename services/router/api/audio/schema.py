@@ -69,6 +69,8 @@ def read_request(form: Form, expected: type[TranscriptionRequest]) -> Transcript
             raise BadRequestError(f"{name[:100]}: the form has this field several times", param=name)
         elif given[0] != "" or name == "prompt":
             values[name] = given[0]
+    # These are removed, because the model below forbids unknown fields. `auto` asks for what this server does in any
+    # case.
     for name in ("chunking_strategy", "include", "known_speaker_names", "known_speaker_references"):
         if name in values and values[name] != "auto":
             raise BadRequestError(f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")

@@ -27,6 +27,7 @@ from baton_serve.services.router.text.text_output import TextDelta
 
 MAX_WINDOWS = 16
 """Number of windows of one file that are computed at a time, so that a long file leaves room for other requests."""
+# Both limits are those of OpenAI's Whisper.
 MAX_COMPRESSION_RATIO = 2.4
 """A window whose text can be compressed more repeats itself. It is computed again at the next temperature."""
 MIN_AVERAGE_LOGPROB = -1.0
@@ -104,6 +105,7 @@ class FileTranscriber:
             for first in range(0, len(waiting), MAX_WINDOWS):
                 group = waiting[first : first + MAX_WINDOWS]
                 found |= await self._whole(group, prompt, temperature)
+        # A window that is not good at the last temperature either stays as it is, as with Whisper.
         return [found[number] for number in range(len(self._windows))]
 
     def _is_good(self, window: TranscribedWindow | None) -> bool:
@@ -180,6 +182,7 @@ class FileTranscriber:
             )
             for number in group
         ]
+        # The windows of a group are the prompts of one completion, whose code also retries and counts tokens.
         request = CompletionRequest.model_validate({"model": self._request.model, "prompt": "", **options})
         timing = service.timing(self._context, tokenizing_at=service.clock())
         generation: TextGeneration = service.generate(request, self._api_id, prompts, rules, limits, timing=timing)

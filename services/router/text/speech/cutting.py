@@ -35,10 +35,12 @@ class AudioCutter:
         self._idle: list[_Child] = []
         self._slots = asyncio.Semaphore(NUM_PROCESSES)
         # A process that sends more than the longest file needs has been taken over by a file.
+        # A sample has two bytes. The rest is room for the headers of the windows.
         self._max_answer_bytes = int(limits.max_s * limits.rate_hz * 4) + (1 << 20)
 
     async def cut(self, file: bytes) -> Cut:
-        """Return the windows of a file.
+        """Return the windows of a file in any format that `audio_cutter` accepts. Wait at most `WAIT_S` seconds for a
+        free process.
 
         Raises `BadRequestError` if it cannot be used, `RateLimitError` if too many files wait, and `UnavailableError`
         if no process can be started.

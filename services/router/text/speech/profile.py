@@ -43,11 +43,13 @@ class SpeechProfile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def first_timestamp(self) -> int:
         """Return the token of the time 0."""
+        # The times are the last tokens of Whisper's vocabulary, directly behind this one.
         return self.no_timestamps_token + 1
 
     @property
     def seconds_per_timestamp(self) -> float:
         """Return the time between two timestamps."""
+        # Whisper's times are as fine as the encoder's output: 30 s / 1500 positions = 0.02 s.
         return self.window_s / self.source_tokens
 
     def prompt(
@@ -59,8 +61,10 @@ class SpeechProfile(msgspec.Struct, frozen=True, kw_only=True):
         """
         found: list[int] = []
         if previous and self.previous_token is not None:
+            # Of a long text the end is kept, which is nearest to the audio.
             found += [self.previous_token, *previous[-self.max_previous_tokens :]]
         found.append(self.start_token)
+        # Models of one language were trained without tokens for language and task.
         if self.languages:
             found += [self._language_token(language), self.tasks[task]]
         elif task != "transcribe":

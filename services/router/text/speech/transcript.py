@@ -51,7 +51,9 @@ def text_tokens(token_ids: Iterable[int], profile: SpeechProfile) -> list[int]:
 
 
 def timed_tokens(token_ids: Sequence[int], duration_s: float, profile: SpeechProfile) -> list[TimedTokens]:
-    """Return the segments of a window with timestamps. Text whose end has no timestamp lasts until the window ends."""
+    """Return the segments of a window with timestamps; empty for a window without text. `duration_s` is the window's
+    length. Text whose end has no timestamp lasts until the window ends.
+    """
     found: list[TimedTokens] = []
     start_s, text = 0.0, list[int]()
     for token in token_ids:
@@ -65,6 +67,7 @@ def timed_tokens(token_ids: Sequence[int], duration_s: float, profile: SpeechPro
             text = []
         start_s = at_s
     if text:
+        # The model sees the last window filled with silence, so a time may lie behind the window's end.
         found.append(TimedTokens(start_s, max(start_s, duration_s), text))
     return found
 
@@ -103,6 +106,7 @@ def average_logprob(window: TranscribedWindow) -> float:
 
 def compression_ratio(text: str) -> float:
     """Return how far a text can be compressed. Text that repeats itself has a high ratio."""
+    # Whisper measures it with zlib too, and its limit is meant for zlib.
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0
 
