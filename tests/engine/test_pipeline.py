@@ -144,6 +144,8 @@ def test_cancelled_while_steps_are_in_the_stages(references: References) -> None
         ("llama", {"pipeline_layer_partition": "3"}, ConfigError, "set pipeline_parallel_size too"),
         ("llama", {"pipeline_parallel_size": 2, "enable_lora": True}, ConfigError, "enable_lora"),
         ("qwen3_5", {"pipeline_parallel_size": 2}, UnsupportedModelError, "have recurrent states"),
+        ("llama4_text", {"pipeline_parallel_size": 2}, UnsupportedModelError, "attend in chunks"),
+        ("glm_moe_dsa", {"pipeline_parallel_size": 2}, UnsupportedModelError, "through an indexer"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

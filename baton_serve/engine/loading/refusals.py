@@ -108,6 +108,8 @@ def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:
     types = set(getattr(text_config, "layer_types", None) or ())
     reasons = {
         "have recurrent states": bool(types & {"linear_attention", "conv", "hybrid"}),
+        # Their layers read values that the whole model prepares: chunks of the batch, or the tokens of an indexer.
+        "attend in chunks or through an indexer": bool(types & {"chunked_attention", "indexed_attention"}),
         "read the KV of other layers": bool(getattr(text_config, "num_kv_shared_layers", 0)),
         "read an embedding of their own": bool(getattr(text_config, "hidden_size_per_layer_input", 0)),
     }
