@@ -67,14 +67,16 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     num_planes: Annotated[int, Meta(ge=1)] = 2
     state_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of the recurrent states of one sequence in bytes; 0 for models whose layers all have KV."""
-    source_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Positions of one source (a window of audio) whose cross-attention KV lies in blocks of its own; 0 for models
-    without cross-attention."""
+    source_tokens: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+    """Positions of one source (a window of audio) whose cross-attention KV lies in blocks of its own; unset (0 becomes
+    that) for models without cross-attention, so that messages about them are those of older instances."""
     layers: tuple[KVShape, ...] | UnsetType = UNSET
     """The shape of each layer, if they are not all equal. Messages about other models do not contain this field, so
     that older instances read them."""
 
     def __post_init__(self) -> None:
+        if self.source_tokens == 0:
+            msgspec.structs.force_setattr(self, "source_tokens", UNSET)
         if self.layers is not UNSET and len(self.layers) != self.num_layers:
             raise ValueError(f"{len(self.layers)} shapes for {self.num_layers} layers")
 
@@ -99,7 +101,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def source_blocks(self) -> int:
         """Return how many blocks the cross-attention KV of one source fills; 0 for models without cross-attention."""
-        return -(-self.source_tokens // self.block_tokens)
+        return 0 if self.source_tokens is UNSET else -(-self.source_tokens // self.block_tokens)
 
     @property
     def token_bytes(self) -> int:
@@ -124,7 +126,7 @@ def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
         return "the sizes of the recurrent states differ"
     if source.state_bytes and source.dtype != sink.dtype:
         return "recurrent states are exchanged only between KV caches of equal data types"
-    if source.source_tokens or sink.source_tokens:
+    if source.source_blocks or sink.source_blocks:
         return "cross-attention KV is exchanged only between equal layouts (block size, data type)"
     if source.dtype != sink.dtype and DTYPE_BYTES[source.dtype] == DTYPE_BYTES[sink.dtype] == 1:
         return f"converting {source.dtype} to {sink.dtype} would round the values a second time"

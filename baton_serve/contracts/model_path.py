@@ -1,6 +1,7 @@
 """Finds the folder of a model from the value of `--model`."""
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,3 +49,8 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder of all caches but that of downloaded models: `baton` in VLLM_CACHE_ROOT or XDG_CACHE_HOME."""
     root = environ.get("VLLM_CACHE_ROOT") or environ.get("XDG_CACHE_HOME")
     return (Path(root).expanduser() if root else Path.home() / ".cache") / "baton"
+
+
+def process_cache_folder() -> Path:
+    """Return `cache_folder` of this process's environment. Raises RuntimeError if the user has no home folder."""
+    return cache_folder(os.environ)

@@ -8,7 +8,6 @@ which this package must not import.
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton_serve.contracts.model_path import cache_folder
+from baton_serve.contracts.model_path import process_cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def load_library(source: Path, *, cache: Path | None = None, flags: Sequence[str
     if compiler is None:
         raise LibraryUnavailableError("no C++ compiler (g++) was found")
     try:
-        directory = cache or cache_folder(os.environ) / "native"
+        directory = cache or process_cache_folder() / "native"
         directory.mkdir(parents=True, exist_ok=True)
         library = directory / f"{source.stem}_{_fingerprint(source, compiler, flags)}.so"
         if not library.exists():

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from baton_serve.contracts.instance import KernelVerdict
-from baton_serve.contracts.model_path import cache_folder
+from baton_serve.contracts.model_path import process_cache_folder
 from baton_serve.engine import device as devices
 from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
 from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, TwinDecoder, decoder_operations
@@ -140,7 +140,7 @@ def prove_kernels(
 def proof_folder() -> Path | None:
     """Return the folder of kept verdicts, or None if this user has no home folder."""
     try:
-        return cache_folder(os.environ) / "proofs"
+        return process_cache_folder() / "proofs"
     except RuntimeError:
         return None
 

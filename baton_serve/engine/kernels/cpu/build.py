@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from baton_serve.contracts.model_path import cache_folder
+from baton_serve.contracts.model_path import process_cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def load_kernels(cache: Path | None = None, compiler: str | None = None, *, wide
         raise KernelsUnavailableError("no C++ compiler (g++) was found")
     name = f"baton_{_fingerprint(compiler)}{_SUFFIXES[widens]}.so"
     try:
-        return _load_from(cache or cache_folder(os.environ) / "kernels", name, compiler, widens)
+        return _load_from(cache or process_cache_folder() / "kernels", name, compiler, widens)
     except (
         OSError,
         RuntimeError,
