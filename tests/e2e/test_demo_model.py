@@ -152,12 +152,15 @@ def _position(tokens: list[int], forms: list[list[int]]) -> tuple[int, int]:
 
 def _answer_with_lost_blocks(judge: Judge, prompt: list[int], *, lost: range) -> str:
     """Greedy decoding after a prefill whose KV of `lost` blocks arrived as zeros."""
+    # transformers 5.24 renamed `past_key_values` to `cache`, in the output and in the argument.
     tokens = torch.tensor([prompt])
     with torch.no_grad():
-        cache: Any = judge.model(tokens[:, :-1], use_cache=True).past_key_values
+        output = judge.model(tokens[:, :-1], use_cache=True)
+        name = "cache" if "cache" in output else "past_key_values"
+        cache: Any = output[name]
         for layer in cache.layers:
             for block in lost:
                 layer.keys[:, :, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS] = 0
                 layer.values[:, :, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS] = 0
-        ids = judge.model.generate(tokens, past_key_values=cache, do_sample=False, max_new_tokens=30)
+        ids = judge.model.generate(tokens, **{name: cache}, do_sample=False, max_new_tokens=30)
     return str(judge.tokenizer.decode(ids[0, len(prompt) :]))

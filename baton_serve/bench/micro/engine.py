@@ -42,7 +42,7 @@ from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
-from baton_serve.engine import Engine, EngineConfig, device
+from baton_serve.engine import Engine, EngineConfig, ModelError, device
 
 PEER = "vLLM 0.22.1, H200"
 PEER_VALUES = {
@@ -263,6 +263,8 @@ class Cases:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Start the engine and yield the rows of all cases."""
+    if options.model and not Path(options.model).exists():  # before the limits, which take long on a busy CPU
+        raise ModelError(f"{options.model} is not a folder; give a local folder in Hugging Face's format")
     target = device.select_device(options.device)
     interleaved = InterleavedRuns(options, target)
     limits = interleaved.first
