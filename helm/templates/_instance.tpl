@@ -11,7 +11,9 @@
 {{- $image := include "baton.image" (dict "root" $root "target" $target) }}
 {{- $settings := include "baton.pool.settings" . }}
 {{- $isCard := ne $values.gpu.device "cpu" }}
-{{- $cards := index $pool.engine "tensorParallelSize" | default $values.engine.tensorParallelSize }}
+{{- $ranks := index $pool.engine "tensorParallelSize" | default $values.engine.tensorParallelSize }}
+{{- $stages := index $pool.engine "pipelineParallelSize" | default $values.engine.pipelineParallelSize }}
+{{- $cards := mul $ranks $stages }}
 apiVersion: v1
 kind: ConfigMap
 metadata:

@@ -85,7 +85,8 @@ def test_torch_meets_the_requirement_and_is_in_no_lock() -> None:
 
 
 def test_the_router_image_has_neither_torch_nor_transformers() -> None:
-    assert {"torch", "transformers", "numpy", "safetensors"}.isdisjoint(locked("router"))
+    # numpy resamples audio in a process of its own; the router imports neither it nor torch.
+    assert {"torch", "transformers", "safetensors"}.isdisjoint(locked("router"))
     assert "huggingface-hub" in locked("router"), "the chart downloads models with `hf`"
 
 

@@ -99,7 +99,7 @@ def everything_set() -> list[Manifest]:
     engine = {"maxModelLen": 9, "maxNumSeqs": 8, "maxNumBatchedTokens": 7, "kvCacheMemoryBytes": "4G", "blockSize": 6}
     engine |= {"hostKvGb": 1.5, "numGpuBlocksOverride": 5, "threads": 3, "asyncScheduling": True}
     engine |= {"engineStepTimeoutS": 90, "modelLoaderExtraConfig": {"num_threads": 4}}
-    engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head"}
+    engine |= {"quantization": "sym_int4", "quantizationSkip": "lm_head", "pipelineLayerPartition": "20,12"}
     engine |= {"maxCpuLoras": 4, "enableLora": True, "loraModules": "poet=/adapters/poet,clerk=/adapters/clerk"}
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "allowedHosts": "*", "middleware": "a.B"}

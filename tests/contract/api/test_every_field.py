@@ -394,8 +394,10 @@ def test_every_field_of_the_document_is_among_them_and_has_a_row_with_a_test(ser
         schemas = document["components"]["schemas"]
         bodies: dict[str, str] = {}
         for path, operations in document["paths"].items():
-            if "requestBody" in operations.get("post", {}):
-                bodies[path] = operations["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+            # Forms with files have tests of their own.
+            if "application/json" in content:
+                bodies[path] = content["application/json"]["schema"]["$ref"]
         assert bodies.keys() == FIELDS.keys() | ELSEWHERE
         unlisted: list[str] = []
         for path in FIELDS:
