@@ -625,7 +625,6 @@ REFUSED: dict[str, str] = {
     "baichuan": "Baichuan, Baichuan 2",
     "chatglm": "ChatGLM 2 and 3, GLM-4-9B and CodeGeeX4 in their first format",
     "deci": "DeciLM",
-    "exaone": "EXAONE 3, 3.5",
     "internlm": "InternLM 1",
     "internlm2": "InternLM 2, 2.5",
     "jais": "Jais",

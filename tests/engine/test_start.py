@@ -186,29 +186,7 @@ def test_a_missing_device_is_reported(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4}),
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 64}),
-        (
-            "deepseek_v32",
-            {
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "moe_intermediate_size": 16,
-                "num_hidden_layers": 2,
-                "first_k_dense_replace": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "q_lora_rank": 8,
-                "kv_lora_rank": 8,
-                "index_n_heads": 2,
-                "index_head_dim": 16,
-                "index_topk": 8,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 8,
-                "vocab_size": 64,
-            },
-        ),
         (
             "zamba",
             {

@@ -6,7 +6,7 @@ transformers' modules would take longer than the products themselves. A mixture 
 other MLP stays transformers' module.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -38,6 +38,7 @@ from baton_serve.engine.model.fused_mixers import (
     can_pack_mixer,
     is_mixer,
     pack_mixer,
+    packed_parts,
 )
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.slots import AdapterSlots
@@ -108,7 +109,7 @@ def fits(module: nn.Module) -> bool:
     mixers = [found for layer in layers if is_mixer(found := family.attention_of(layer))]
     if not all(can_pack_mixer(mixer) for mixer in mixers):
         return False
-    if not all(can_merge(parts) for layer in layers for parts in _packed_parts(layer, family)):
+    if not all(can_merge(parts) for layer in layers for parts in packed_parts(layer, family)):
         return False
     return not any(isinstance(part, ReorderedLinear) for part in module.modules())
 
@@ -496,17 +497,6 @@ def _pack_shared(mlp: Any, kernels: LayerKernels) -> SharedExpert | None:
     module, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
     products = None if module is None else _pack_gated(module, kernels)
     return None if products is None else SharedExpert(*products, None if gate is None else _linear(gate, kernels))
-
-
-def _packed_parts(layer: Any, family: FamilyDescription) -> Iterator[list[nn.Linear]]:
-    """Return the linear layers of a layer that are joined into one product."""
-    attention = family.attention_of(layer)
-    if not is_mixer(attention) and not hasattr(attention, "qkv_proj"):
-        yield [attention.q_proj, attention.k_proj, attention.v_proj]
-    mlp = getattr(layer, family.mlp)
-    for part in (mlp, shared_expert(mlp)):
-        if hasattr(part, "gate_proj") and hasattr(part, "up_proj"):
-            yield [part.gate_proj, part.up_proj]
 
 
 def _packed(parts: list[nn.Linear], kernels: LayerKernels) -> Linear:

@@ -5,7 +5,7 @@ All products of a mixer that read its input are one, whose rows are put into the
 outputs. A mixer takes the outputs of that product, and returns the input of the layer's output product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -26,6 +26,7 @@ from baton_serve.engine.kernels import (
 )
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.families import FamilyDescription
+from baton_serve.engine.model.mixture_of_experts import shared_expert
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
@@ -310,3 +311,14 @@ _MIXERS: dict[str, Callable[[Module, MixerTools], PackedMixer]] = {
     "Qwen3_5MoeGatedDeltaNet": _gated_delta,
 }
 """Packs the modules of these classes, which were compared with transformers."""
+
+
+def packed_parts(layer: Any, family: FamilyDescription) -> Iterator[list[nn.Linear]]:
+    """Return the linear layers of a layer that are joined into one product."""
+    attention = family.attention_of(layer)
+    if not is_mixer(attention) and not hasattr(attention, "qkv_proj"):
+        yield [attention.q_proj, attention.k_proj, attention.v_proj]
+    mlp = getattr(layer, family.mlp)
+    for part in (mlp, shared_expert(mlp)):
+        if hasattr(part, "gate_proj") and hasattr(part, "up_proj"):
+            yield [part.gate_proj, part.up_proj]
