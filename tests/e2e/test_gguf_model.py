@@ -59,7 +59,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PACKS_CODES = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-"""Whether this CPU multiplies bf16. Others multiply decoded weights in float32, which takes longer than to
+"""True if this CPU multiplies bf16. Others multiply decoded weights in float32, which takes longer than to
 load safetensors."""
 
 
