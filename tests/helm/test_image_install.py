@@ -89,7 +89,7 @@ def test_what_the_image_installs_serves(router: str) -> None:
 
 
 def test_it_has_no_torch(installed: Path) -> None:
-    code = "import importlib.util as u; raise SystemExit(any(map(u.find_spec, ('torch', 'transformers', 'numpy'))))"
+    code = "import importlib.util as u; raise SystemExit(any(map(u.find_spec, ('torch', 'transformers'))))"
     assert subprocess.run([str(installed / "python"), "-c", code], env=clean(), cwd="/", check=False).returncode == 0
 
 
