@@ -10,10 +10,6 @@ from baton_serve.services.instance.settings.process import NetworkSettings
 class ParallelSettings(NetworkSettings, frozen=True, kw_only=True):
     """Holds the numbers of parts into which the model of an instance is divided."""
 
-    enable_expert_parallel: Annotated[
-        bool,
-        Meta(description="give each device whole experts of a mixture (MoE), instead of a part of each"),
-    ] = False
     tensor_parallel_size: Annotated[
         int,
         Meta(
@@ -38,6 +34,10 @@ class ParallelSettings(NetworkSettings, frozen=True, kw_only=True):
             " (default: even, or in proportion to the memory of the devices)"
         ),
     ] = None
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(description="give each device whole experts of a mixture (MoE), instead of a part of each"),
+    ] = False
 
     @property
     def num_devices(self) -> int:

@@ -1,5 +1,6 @@
-"""Parse a form with a file (multipart/form-data) that is in memory, and refuse forms that pages of other sites send."""
+"""Parse forms with a file (multipart/form-data), and refuse forms that pages of other sites send."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Container
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ MAX_HEADER_BYTES = 1024
 """Largest size of a header of a field."""
 MAX_FIELD_BYTES = 64 * 1024
 """Largest size of a field without a filename."""
+SEVERAL_FILES = "the form has several files: send one in each request"
 
 
 class Form(msgspec.Struct):
@@ -29,19 +31,22 @@ def parse_form(content_type: str | None, body: bytes) -> Form:
 
     Raises `MediaTypeError` for another type of body, and `BadRequestError` for a form that is malformed or incomplete.
     """
+    reader = _FormInMemory(form_boundary(content_type, "-F file=@speech.wav -F model=NAME"))
+    reader.feed(body)
+    reader.check_complete()
+    return reader.form
+
+
+def form_boundary(content_type: str | None, example: str) -> bytes:
+    """Return the boundary between the parts of a form, from the header `Content-Type`.
+
+    `example` is the options of curl that the message of `MediaTypeError` names, for any other type of body.
+    """
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
-        raise MediaTypeError("the file must be sent as multipart/form-data (curl: -F file=@speech.wav -F model=NAME)")
-    reader = _FormReader(boundary)
-    try:
-        reader.parser.write(body)
-    except FormParserError as exc:
-        raise BadRequestError(f"the form is malformed: {exc}") from exc
-    # A client that disconnects ends the body early. Half a file must not look like a whole one.
-    if not reader.is_complete:
-        raise BadRequestError("the form is not complete: its closing boundary is missing")
-    return reader.form
+        raise MediaTypeError(f"the file must be sent as multipart/form-data (curl: {example})")
+    return boundary
 
 
 def check_origin(origin: str | None, host: str | None, allowed_origins: Container[str]) -> None:
@@ -56,37 +61,72 @@ def check_origin(origin: str | None, host: str | None, allowed_origins: Containe
         raise PermissionDeniedError(f"pages of {origin[:100]} may not send files (--allowed-origins)")
 
 
-class _FormReader:
-    """Takes the events of the parser for one form."""
+class FormReader(ABC):
+    """Parses one form, piece by piece. A subclass keeps the content of its file and its other fields.
 
-    def __init__(self, boundary: bytes) -> None:
-        self.form = Form()
+    Each limit is checked before more of the form is kept. Parts are named by their header `Content-Disposition`.
+    """
+
+    def __init__(self, boundary: bytes, *, max_parts: int, max_field_bytes: int) -> None:
         self.is_complete = False
+        """Whether the closing boundary was read. Without it the form was cut, and half a file looks like a whole one."""
+        self._max_parts = max_parts
+        self._max_field_bytes = max_field_bytes
         self._num_parts = 0
         self._header: tuple[bytearray, bytearray] = (bytearray(), bytearray())
         self._disposition = b""
         self._name = ""
         self._is_file = False
         self._value = bytearray()
-        self.parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._on_part_begin,
-                "on_header_begin": self._on_header_begin,
-                "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
-                "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),
-                "on_header_end": self._on_header_end,
-                "on_headers_finished": self._on_headers_finished,
-                "on_part_data": self._on_part_data,
-                "on_part_end": self._on_part_end,
-                "on_end": self._on_end,
-            },
-        )
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_begin": self._on_header_begin,
+                    "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
+                    "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
+        except FormParserError as exc:
+            raise BadRequestError(f"the form cannot be read: {exc}") from exc
+
+    def feed(self, piece: bytes) -> None:
+        """Parse the next piece of the body. Raises `ApiError`."""
+        try:
+            self._parser.write(piece)
+        except FormParserError as exc:
+            raise BadRequestError(f"the form is malformed: {exc}") from exc
+
+    def check_complete(self) -> None:
+        """Raise `BadRequestError` if the form has no end: the client disconnected while it sent the form."""
+        if not self.is_complete:
+            raise BadRequestError("the form is not complete: its closing boundary is missing")
+
+    @abstractmethod
+    def begin_part(self, name: str, filename: str | None) -> bool:
+        """Begin a part with this name. `filename` is None if its header names no file.
+
+        Return whether the part is the file: its content goes to `add_to_file`, that of other parts to `add_field`.
+        """
+
+    @abstractmethod
+    def add_to_file(self, data: bytes) -> None:
+        """Keep the next piece of the file's content."""
+
+    @abstractmethod
+    def add_field(self, name: str, value: str) -> None:
+        """Keep a field that is no file. `value` has at most `max_field_bytes` bytes."""
 
     def _on_part_begin(self) -> None:
         self._num_parts += 1
-        if self._num_parts > MAX_PARTS:
-            raise BadRequestError(f"the form has more than {MAX_PARTS} fields")
+        if self._num_parts > self._max_parts:
+            raise BadRequestError(f"the form has more than {self._max_parts} fields")
         self._disposition = b""
         self._value = bytearray()
 
@@ -106,23 +146,50 @@ class _FormReader:
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode(errors="replace")
-        self._is_file = self._name == "file"
-        if self._is_file and self.form.file is not None:
-            raise BadRequestError("the form has several files: send one in each request", param="file")
+        filename = options.get(b"filename")
+        self._is_file = self.begin_part(self._name, None if filename is None else filename.decode(errors="replace"))
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self.add_to_file(data[start:end])
+            return
         self._value += data[start:end]
-        # The size of the file is bounded with that of the body, which is read before it is parsed.
-        if not self._is_file and len(self._value) > MAX_FIELD_BYTES:
-            raise BadRequestError(f"a field of the form has more than {MAX_FIELD_BYTES} bytes")
+        if len(self._value) > self._max_field_bytes:
+            raise BadRequestError(f"a field of the form has more than {self._max_field_bytes} bytes")
 
     def _on_part_end(self) -> None:
-        if self._is_file:
-            self.form.file = bytes(self._value)
-        else:
-            # Lists are sent as several fields whose names end in brackets.
-            name = self._name.removesuffix("[]")
-            self.form.fields.setdefault(name, []).append(self._value.decode(errors="replace"))
+        if not self._is_file:
+            self.add_field(self._name, self._value.decode(errors="replace"))
 
     def _on_end(self) -> None:
         self.is_complete = True
+
+
+class _FormInMemory(FormReader):
+    """Keeps the content of the file in memory. The size of the body was bounded before it was read."""
+
+    def __init__(self, boundary: bytes) -> None:
+        super().__init__(boundary, max_parts=MAX_PARTS, max_field_bytes=MAX_FIELD_BYTES)
+        self._file: bytearray | None = None
+        self._fields: dict[str, list[str]] = {}
+
+    @property
+    def form(self) -> Form:
+        """Return the form that was read."""
+        return Form(None if self._file is None else bytes(self._file), self._fields)
+
+    def begin_part(self, name: str, filename: str | None) -> bool:
+        if name != "file":
+            return False
+        if self._file is not None:
+            raise BadRequestError(SEVERAL_FILES, param="file")
+        self._file = bytearray()
+        return True
+
+    def add_to_file(self, data: bytes) -> None:
+        assert self._file is not None, "begin_part creates it"
+        self._file += data
+
+    def add_field(self, name: str, value: str) -> None:
+        # Lists are sent as several fields whose names end in brackets.
+        self._fields.setdefault(name.removesuffix("[]"), []).append(value)

@@ -120,7 +120,6 @@ def test_the_name_of_a_group_shows_that_group(capsys: pytest.CaptureFixture[str]
     assert sections(text) == ["lora"]
     assert listed(text) == [
         "--enable-lora", "--lora-modules", "--lora-dtype", "--max-loras", "--max-lora-rank", "--max-cpu-loras",
-        "--enable-expert-parallel",
     ]  # fmt: skip
 
 
