@@ -69,7 +69,7 @@ class FormReader(ABC):
 
     def __init__(self, boundary: bytes, *, max_parts: int, max_field_bytes: int) -> None:
         self.is_complete = False
-        """Whether the closing boundary was read. Without it the form was cut, and half a file looks like a whole one."""
+        """True after the closing boundary. Without it the form was cut, and half a file looks like a whole one."""
         self._max_parts = max_parts
         self._max_field_bytes = max_field_bytes
         self._num_parts = 0
@@ -121,7 +121,7 @@ class FormReader(ABC):
 
     @abstractmethod
     def add_field(self, name: str, value: str) -> None:
-        """Keep a field that is no file. `value` has at most `max_field_bytes` bytes."""
+        """Keep a field other than the file. `value` has at most `max_field_bytes` bytes."""
 
     def _on_part_begin(self) -> None:
         self._num_parts += 1
