@@ -25,22 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class Collectives(Protocol):
-    """The operations that all ranks execute together. Every rank must call them in the same order."""
+    """The operations that the ranks of one tensor-parallel group execute together, such as all-reduce. Every rank must
+    call them in the same order.
+    """
 
     def prepare(self, weight: Tensor) -> None:
-        """Set up the memory that `sum_norm` needs for weights of this shape. All ranks call it together."""
+        """Allocate the memory that `sum_norm` needs for norm weights of the shape of `weight`, [hidden]. All ranks must
+        call it together, before the first step.
+        """
         ...
 
     def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Return RMSNorm of the sum of the ranks' `values` and `residual`, both [rows, hidden], and store the sum in
-        `residual`.
+        """Set `residual` to `residual` + the sum of `values` over the ranks, both [rows, hidden], and return the
+        RMSNorm of the new `residual`.
 
-        Return None, and do nothing, if no single kernel does all of it.
+        Return None, and change nothing, if this backend has no single kernel for it: the caller then uses `all_reduce`.
         """
         ...
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks. `values` may be overwritten."""
+        """Return the sum of `values` over the ranks, of the same shape. The memory of `values` may be overwritten."""
         ...
 
     def gather_columns(self, values: Tensor) -> Tensor:
@@ -53,18 +57,21 @@ class Collectives(Protocol):
         ...
 
     def argmax(self, values: Tensor, out: Tensor) -> None:
-        """Store the argmax of each row of `gather_columns(values)` to `out`, int64 [rows].
+        """Write to `out`, int64 [rows], the argmax of each row of `gather_columns(values)`, without gathering.
 
-        Among equals the first is taken. A row with NaN gets the number of all columns.
+        Among equal values the first column is taken. A row with NaN gets the number of all columns. Call it only for at
+        most `argmax_rows` rows.
         """
         ...
 
     def broadcast(self, values: Tensor) -> None:
-        """Overwrite every rank's `values` with those of rank 0."""
+        """Overwrite the tensor `values` of every rank with that of rank 0."""
         ...
 
     def abort(self) -> None:
-        """Make waiting ranks return, if the backend supports that. Callable from any thread."""
+        """Make operations return that wait for a rank that has exited, if the backend supports that. Callable from any
+        thread.
+        """
         ...
 
 
@@ -72,7 +79,7 @@ class SingleRank:
     """Implements `Collectives` for one rank: nothing is exchanged."""
 
     def prepare(self, weight: Tensor) -> None:
-        """Do nothing: a single rank has no peers."""
+        """Do nothing: a single rank exchanges nothing, so it needs no memory for that."""
 
     def sum_norm(self, values: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
@@ -89,21 +96,21 @@ class SingleRank:
         raise AssertionError("argmax_rows is 0")
 
     def broadcast(self, values: Tensor) -> None:
-        """Do nothing: a single rank has no peers."""
+        """Do nothing: a single rank has the values of rank 0 already."""
 
     def abort(self) -> None:
-        """Do nothing: a single rank has no peers."""
+        """Do nothing: a single rank never waits for another one."""
 
 
 class TorchCollectives:
-    """Collectives of torch.distributed: nccl on cuda, xccl on xpu, gloo on CPUs.
+    """Implements `Collectives` with torch.distributed: nccl on cuda, xccl on xpu, gloo on CPUs.
 
     Device calls go to the current stream.
     """
 
     def __init__(self, group: Any, shard: Shard, device: torch.device, *, maps_memory: bool = False) -> None:
-        """Use a group of `World`. `maps_memory` allows kernels that write into other ranks' memory, for which the group
-        must be that of all ranks of the process.
+        """Connect to the other ranks of `group`, a process group that `World` has made. `maps_memory` allows kernels
+        that write directly into other ranks' device memory; then `group` must be that of all ranks of the engine.
         """
         self._distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
         self._group, self._shard = group, shard
@@ -161,7 +168,8 @@ class TorchCollectives:
     def _are_first(self, device: torch.device) -> bool:
         """Return whether this is the first group in which these processes map each other's device memory.
 
-        A process can do that for one group only, so later groups use the library. All ranks must call it together.
+        A process can do that for one group only, so later groups get False and use the collective library. All ranks
+        must call it together.
         """
         # A sum over the ranks: all of them must come to the same decision.
         earlier = self.all_reduce(torch.tensor([next(_groups_that_map)], device=device)).item()
@@ -173,6 +181,8 @@ class TorchCollectives:
 
 
 def _wait(work: Any) -> None:
-    """Wait for an operation. Some backends order a synchronous one by the stream, and return nothing to wait for."""
+    """Wait for an operation of a process group. `work` is what the operation returned: None from backends that order a
+    synchronous operation by the stream, for which nothing has to be done.
+    """
     if work is not None:
         work.wait()

@@ -28,7 +28,9 @@ class OneShotAllReduce:
     """
 
     def __init__(self, group_name: str, device: torch.device) -> None:
-        """Allocate and map the buffers. Raises `RuntimeError` if the devices cannot map each other's memory."""
+        """Allocate this rank's buffer and map those of the other ranks. Raises `RuntimeError` if the devices cannot map
+        each other's memory.
+        """
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self._buffer: Tensor = memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
         memory.rendezvous(self._buffer, group_name)
@@ -37,8 +39,8 @@ class OneShotAllReduce:
 
     @classmethod
     def make(cls, group: Any, device: torch.device) -> "OneShotAllReduce | None":
-        """Create the object on every rank if the kernel works there; otherwise return None on every rank. All ranks
-        call it together.
+        """Create the object on every rank if the kernel works on all of them; otherwise return None on every rank. All
+        ranks of the process group `group` must call it together.
         """
         made: OneShotAllReduce | None = None
         try:
@@ -54,7 +56,9 @@ class OneShotAllReduce:
         return made if agreed.item() else None
 
     def fits(self, values: Tensor) -> bool:
-        """Return whether the kernel supports a tensor of this size and dtype."""
+        """Return whether `all_reduce` supports `values`: contiguous, bf16 or float32, at most `BUFFER_BYTES`, and a
+        multiple of 16 bytes.
+        """
         size = values.numel() * values.element_size()
         return (
             size <= BUFFER_BYTES
@@ -64,7 +68,7 @@ class OneShotAllReduce:
         )
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
+        """Return the sum of `values` over the ranks as a new tensor. Call it only if `fits`."""
         buffer = self._buffer[: values.numel() * values.element_size()].view(values.dtype).view_as(values)
         summed: Tensor = self._sum(buffer, values, "sum", self._name)
         return summed
@@ -89,12 +93,14 @@ ERRORS = (ImportError, AttributeError, RuntimeError, NotImplementedError, ValueE
 
 
 class FusedAllReduceNorm:
-    """Runs the kernels of one rank that combine an exchange between ranks with a norm or an argmax. It owns the rank's
-    inbox, the memory that the other ranks write to.
+    """Runs one rank's kernels that combine an exchange between ranks with a norm or an argmax. It owns the rank's
+    inbox: device memory into which the other ranks write their values.
     """
 
     def __init__(self, group_name: str, shard: Shard, weight: Tensor) -> None:
-        """Map the inboxes and compile the kernels; the result of this first run is ignored. Raises one of `ERRORS`."""
+        """Map the inboxes of all ranks and run the kernels once, which compiles them; the result of this run is
+        ignored. Raises one of `ERRORS` if the device or torch cannot do that.
+        """
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self._kernels: Any = importlib.import_module("baton_serve.engine.kernels.triton.exchange")
         self._shard = shard
@@ -119,8 +125,9 @@ class FusedAllReduceNorm:
 
     @classmethod
     def make(cls, group: Any, shard: Shard, weight: Tensor) -> "FusedAllReduceNorm | None":
-        """Create the object on every rank if the kernels work there; otherwise return None on every rank. `weight` has
-        the shape of the norms' weights, [hidden].
+        """Create the object on every rank if the kernels give right results on all of them; otherwise return None on
+        every rank. All ranks call it together. `weight` has the shape, dtype and device of the norms' weights,
+        [hidden].
         """
         made: FusedAllReduceNorm | None = None
         try:
@@ -138,10 +145,11 @@ class FusedAllReduceNorm:
         return made if _agree(arrived, weight.device) else None
 
     def sum_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Add the sum of `x` over all ranks to `residual` [rows, hidden], in place, and return its RMSNorm.
+        """Add the sum of `x` over all ranks to `residual`, both [rows, hidden], in place, and return the RMSNorm of the
+        new `residual` with `weight` [hidden].
 
-        Every rank holds the same `residual`, which is added once. Return None, and do nothing, for an unsupported
-        shape.
+        Every rank holds the same `residual`, which is counted once. Return None, and do nothing, if `x` has an
+        unsupported shape, such as too many rows.
         """
         if not self._inboxes.fits(x):
             return None
@@ -149,16 +157,18 @@ class FusedAllReduceNorm:
         return normed
 
     def argmax(self, logits: Tensor, out: Tensor) -> None:
-        """Store the argmax of each row of all ranks' `logits` [rows, columns], side by side, to `out`, int64 [rows].
+        """Write to `out`, int64 [rows], the argmax of each row of the logits of all ranks, put side by side. `logits`
+        are this rank's columns, [rows, columns].
 
         Among equals the first is taken; a row with NaN gets the number of all columns. At most `MAX_ARGMAX_ROWS` rows.
         """
         self._kernels.argmax(logits, out, self._largest)
 
     def _try(self, weight: Tensor, polls: int) -> bool:
-        """Return whether sums and argmax of known numbers are right, in every row.
+        """Return whether `sum_norm` and `argmax` give the right result for known numbers, in every row of the inbox.
+        `polls` is the largest number of reads for which a kernel waits for other ranks.
 
-        Run twice: the inbox has two halves.
+        Each is run twice, because an inbox has two halves that are used alternately.
         """
         rows, hidden, size = self._inboxes.max_rows, weight.numel(), self._shard.size
         column = torch.arange(hidden, device=weight.device) % 64
@@ -177,7 +187,7 @@ class FusedAllReduceNorm:
 
 
 def _agree(mine: bool, device: torch.device) -> bool:
-    """Return whether `mine` is True on all ranks. All ranks call it, and it returns when all have."""
+    """Return whether `mine` is True on all ranks, by an all-reduce on `device`. All ranks must call it together."""
     distributed: Any = importlib.import_module("torch.distributed")
     agreed = torch.tensor([1.0 if mine else 0.0], device=device)
     distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN)

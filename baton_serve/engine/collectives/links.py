@@ -18,7 +18,9 @@ MAX_RUNNING_SENDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks with which this one exchanges activations; None if it has no such neighbour."""
+    """The ranks of the neighbouring pipeline stages with which one rank exchanges activations. `before` is None on the
+    first stage, and `after` on the last one.
+    """
 
     before: int | None
     after: int | None
@@ -29,18 +31,22 @@ class Peers:
 
 
 class StageLinks:
-    """One rank's connections to the other stages. All ranks must use them in the same order of steps."""
+    """One rank's connections to the other stages of the pipeline. All ranks must send and receive for the same steps in
+    the same order.
+    """
 
     def __init__(self, forward: Any, back: Any, peers: Peers, like: Tensor, *, is_first: bool) -> None:
-        """`forward` and `back` are process groups of torch.distributed. `like` is an empty tensor [0, hidden_size] with
-        device and dtype of the activations.
+        """Use two process groups of torch.distributed: `forward` sends to the next stage, `back` from the last stage to
+        the first. `like` is an empty tensor [0, hidden_size] with device and dtype of the activations.
         """
         self._forward, self._back, self._peers, self._like = forward, back, peers, like
         self._is_first = is_first
         self._running: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, hidden: Tensor) -> None:
-        """Send activations [rows, hidden] to the next stage, or from the last one to the first. Return at once."""
+        """Send activations [rows, hidden] to the next stage, or from the last stage to the first one. Return without
+        waiting, unless too many earlier sends are still running.
+        """
         group, peer = self._forward, self._peers.after
         if peer is None:
             group, peer = self._back, self._peers.first
@@ -52,16 +58,22 @@ class StageLinks:
             work.wait()
 
     def receive(self, num_rows: int) -> Tensor | None:
-        """Return the activations of the stage before this one; None on the first stage."""
+        """Return the activations [num_rows, hidden] of the stage before this one, in the order in which it sent them;
+        None on the first stage.
+        """
         return None if self._peers.before is None else self._received(self._forward, num_rows, self._peers.before)
 
     def receive_result(self, num_rows: int) -> Tensor:
-        """Return the rows that the last stage has sent. For ranks of the first stage."""
+        """Return the next activations [num_rows, hidden] that the last stage has sent to the first. Call it on ranks of
+        the first stage only.
+        """
         assert self._is_first
         return self._received(self._back, num_rows, self._peers.last)
 
     def abort(self) -> None:
-        """Make waiting ranks return, if the backend supports that. Callable from any thread."""
+        """Make `send` and `receive` return if they wait for a rank that has exited, if the backend supports that.
+        Callable from any thread.
+        """
         # On the host both directions are one group, which is aborted once.
         for group in {id(group): group for group in (self._forward, self._back)}.values():
             if hasattr(group, "abort"):

@@ -8,7 +8,7 @@ STEPS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Identifies one rank of a tensor-parallel model: its number among `size` ranks."""
+    """Identifies one rank of a tensor-parallel group: its number `rank`, from 0, among `size` ranks."""
 
     rank: int = 0
     size: int = 1
@@ -18,7 +18,9 @@ class Shard:
         return self.size == 1
 
     def part(self, total: int) -> slice:
-        """Divide `total` items, such as heads, into equal ranges, and return the range of this rank."""
+        """Return this rank's range of `total` items, such as heads: each rank gets `total // size` of them, one range
+        after another. The caller must know that `size` divides `total`.
+        """
         share = total // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -36,7 +38,9 @@ class Shard:
 
 
 def step_of_width(total: int, size: int, least_step: int = 1) -> int:
-    """Return the largest multiple at which `total` columns can be cut into ranges for `size` ranks; 0: none."""
+    """Return the step at which `total` columns are cut for `size` ranks: the largest of `STEPS`, at least `least_step`,
+    that divides `total` and leaves each rank one step or more. Return 0 if there is none.
+    """
     steps = (step for step in STEPS if step >= least_step)
     return next((step for step in steps if not total % step and total // step >= size), 0)
 

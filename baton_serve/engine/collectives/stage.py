@@ -15,8 +15,8 @@ MEMORY_TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a pipeline: its number, and how many layers each stage has. Without `num_layers` it is the only
-    stage.
+    """One stage of a pipeline: its number, from 0, and how many layers each of the stages has. If `num_layers` is
+    empty, the model is not divided: the only stage has all layers.
     """
 
     number: int = 0
@@ -28,7 +28,7 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this stage has the embedding and the head."""
+        """Return whether this is the first stage, which also has the embedding and the output head."""
         return self.number == 0
 
     @property
@@ -38,7 +38,9 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """Return the numbers of this stage's layers. Not for the only stage, which has all."""
+        """Return the model's numbers of this stage's layers, as a range. Do not call it without a pipeline
+        (`num_layers` empty).
+        """
         first = sum(self.num_layers[: self.number])
         return range(first, first + self.num_layers[self.number])
 
@@ -50,11 +52,11 @@ WHOLE_PIPELINE = Stage()
 def partition_layers(
     num_layers: int, count: int, stated: str | None, memory: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Divide `num_layers` layers into `count` stages.
+    """Return the number of layers of each of `count` pipeline stages, for a model of `num_layers` layers.
 
-    `stated` is a list such as "10,12,10". Without it, layers are divided evenly, or in proportion to `memory`, the
-    bytes that each stage has for them. The first stage also has the embedding and the head, so it gets none of the
-    layers that are left over. Raises `ConfigError`.
+    `stated` is the user's list, such as "10,12,10". If it is None, layers are divided evenly, or in proportion to
+    `memory`, the bytes that each stage has for them. The first stage also has the embedding and the head, so it is the
+    last to get a layer that is left over. Raises `ConfigError` if `stated` or `count` does not fit the model.
     """
     if count > num_layers:
         raise ConfigError(
@@ -81,7 +83,9 @@ def partition_layers(
 
 
 def _stated(num_layers: int, count: int, stated: str) -> tuple[int, ...]:
-    """Return the sizes that the setting states. Raises `ConfigError`."""
+    """Return the number of layers of each stage from the setting `stated`, such as "10,12,10". Raises `ConfigError` if
+    these are not `count` numbers of at least 1 with the sum `num_layers`.
+    """
     try:
         sizes = tuple(int(part) for part in stated.split(","))
     except ValueError as exc:

@@ -21,7 +21,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a rank among all ranks of an engine: its part of each layer, and its layers."""
+    """The place of a rank among all ranks of an engine: `shard`, its number in the tensor-parallel group, and `stage`,
+    its pipeline stage.
+    """
 
     shard: Shard
     stage: Stage = WHOLE_PIPELINE
@@ -32,7 +34,7 @@ class RankPlace:
 
     @property
     def rank(self) -> int:
-        """Return the number of the rank among all."""
+        """Return the number of this rank among all ranks of the engine, over all stages."""
         return self.stage.number * self.shard.size + self.shard.rank
 
     @property
@@ -40,7 +42,9 @@ class RankPlace:
         return self.num_stages * self.shard.size
 
     def peers(self) -> Peers:
-        """Return the ranks of other stages that have the same part of each layer."""
+        """Return the ranks of the other pipeline stages with which this rank exchanges activations: those with the same
+        number in their tensor-parallel group.
+        """
         size, rank = self.shard.size, self.rank
         return Peers(
             before=None if self.stage.is_first else rank - size,
@@ -51,7 +55,9 @@ class RankPlace:
 
 
 def place_of(rank: int, tensor_parallel_size: int, num_layers: tuple[int, ...]) -> RankPlace:
-    """Return the place of a rank by its number. `num_layers` are those of each stage; () for one stage."""
+    """Return the shard and the stage of the rank with the number `rank` among all ranks. `num_layers` is the number of
+    layers of each stage; () without a pipeline.
+    """
     stage, part = divmod(rank, tensor_parallel_size)
     return RankPlace(Shard(part, tensor_parallel_size), Stage(stage, num_layers))
 
@@ -60,10 +66,10 @@ class World:
     """The process groups of one engine, as one rank sees them. All ranks must call its methods in the same order."""
 
     def __init__(self, store: str, place: RankPlace, device: torch.device) -> None:
-        """Join the other ranks. `store` is where they find each other: a path, or tcp://HOST:PORT if they are on
-        several hosts.
+        """Connect this process with the other ranks. `store` is how they find each other: the path of a file, or
+        tcp://HOST:PORT if they are on several hosts.
 
-        Raises `RuntimeError` if the group cannot be formed.
+        Raises `RuntimeError` if the connection fails.
         """
         self._place, self._device = place, device
         self._distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
@@ -78,8 +84,8 @@ class World:
             self._distributed.init_process_group(backend, store=self._store, **kwargs)
 
     def collectives(self, *, maps_memory: bool) -> Collectives:
-        """Return the collectives of this rank's stage. `maps_memory` allows kernels that write into the memory of other
-        ranks.
+        """Return the collectives of the tensor-parallel group to which this rank belongs. `maps_memory` allows kernels
+        that write directly into the device memory of other ranks.
         """
         place = self._place
         if place.shard.is_whole:
@@ -90,7 +96,9 @@ class World:
         return TorchCollectives(group, place.shard, self._device, maps_memory=maps_memory and is_world)
 
     def links(self, like: Tensor) -> StageLinks | None:
-        """Return the connections to the other stages, or None for a single one. See `StageLinks` for `like`."""
+        """Return this rank's connections to the other pipeline stages, or None if there is only one stage. `like` is an
+        empty tensor [0, hidden_size] with device and dtype of the activations.
+        """
         place = self._place
         if place.num_stages == 1:
             return None
@@ -103,13 +111,17 @@ class World:
         return StageLinks(forward, back, place.peers(), like, is_first=place.stage.is_first)
 
     def close(self) -> None:
-        """Leave the groups without waiting for other ranks, which may have exited already, if torch supports that."""
+        """Leave the process groups, if torch supports that without waiting for the other ranks, which may have exited
+        already.
+        """
         if self._is_device:
             end = getattr(self._distributed, "_abort_process_group", self._distributed.destroy_process_group)
             end()
 
     def _stage_group(self) -> Any:
-        """Return the group of the ranks of this stage."""
+        """Return the torch.distributed process group of the ranks of this rank's pipeline stage. All ranks must call it
+        together.
+        """
         place, size = self._place, self._place.shard.size
         if not self._is_device:
             return self._gloo(f"stage-{place.stage.number}", place.shard.rank, size)
@@ -121,7 +133,9 @@ class World:
         return groups[place.stage.number]
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
-        """Return a group on the host. It is not the global one, because a process may have several engines (tests)."""
+        """Return a gloo process group of `size` ranks for CPU tensors, under a `name` of its own in the store. It is
+        not torch's global group, because a process may have several engines (tests).
+        """
         options = self._distributed.ProcessGroupGloo._Options()
         options._timeout = self._timeout
         options._devices = [self._distributed.ProcessGroupGloo.create_device(hostname=self._address)]
@@ -130,7 +144,7 @@ class World:
 
 
 def _open_store(store: str, world_size: int, timeout: timedelta) -> Any:
-    """Return the store in which the ranks find each other."""
+    """Return the torch.distributed store by which the ranks find each other: at a path, or at tcp://HOST:PORT."""
     distributed = importlib.import_module("torch.distributed")
     if store.startswith("tcp://"):
         host, _, port = store.removeprefix("tcp://").rpartition(":")
@@ -142,7 +156,9 @@ def _open_store(store: str, world_size: int, timeout: timedelta) -> Any:
 
 
 def _own_address(store: str) -> str:
-    """Return the address at which other ranks reach this process."""
+    """Return the IP address at which other ranks reach this process: that of the interface towards the host in `store`,
+    or the loopback address if `store` is a path.
+    """
     if not store.startswith("tcp://"):
         return LOOPBACK
     host, _, port = store.removeprefix("tcp://").rpartition(":")

@@ -42,7 +42,7 @@ those of `sorted_rows`.
 
 
 class Graph(Protocol):
-    """The interface of a captured graph, which `replay` launches."""
+    """The interface of a captured device graph, such as a CUDA graph; `replay` launches it."""
 
     def replay(self) -> None: ...
 
@@ -53,16 +53,16 @@ CaptureGraph = Callable[[Callable[[], None]], Graph]
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """The result of a decode step, on the device. The next step overwrites it."""
+    """The result of a decode step, in device memory: the greedy token of each sequence. The next step overwrites it."""
 
     greedy: Tensor  # int64 [batch]; of a row with NaN vocab_size
     vocab_size: int
 
 
 def batch_size_buckets(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture, up to `max_num_seqs`.
+    """Return the batch sizes, ascending, for which decode graphs are captured. The last one is `max_num_seqs`.
 
-    Small sizes are close together, where padding costs most.
+    Small sizes are close together, because padding to the next size costs most there.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max(65, max_num_seqs), 16)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
@@ -70,7 +70,7 @@ def batch_size_buckets(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeArrays:
-    """The inputs of a decode step for the device, in host memory."""
+    """The inputs of a decode step that replays a captured graph, in host memory."""
 
     inputs: NDArray[np.int64]  # [6, batch], rows TOKENS to CONTEXTS, the last one int32
     changes: NDArray[np.int64] | None
@@ -82,9 +82,10 @@ class DecodeArrays:
 
 
 def fits_decode_graph(plan: ScheduledBatch, *, with_adapters: bool) -> bool:
-    """Return whether a step can be replayed: one token and one sample per sequence, no prompt logprobs.
+    """Return whether a captured decode graph can compute this step: each sequence has one new token and samples one,
+    and no request wants prompt logprobs or, unless `with_adapters` is True, has a LoRA adapter.
 
-    `with_adapters` says that there are graphs for steps with LoRA adapters.
+    `with_adapters` says that graphs were captured for steps with LoRA adapters too.
     """
     return 0 < len(plan.chunks) == len(plan.rows) and all(
         c.length == 1
@@ -95,9 +96,10 @@ def fits_decode_graph(plan: ScheduledBatch, *, with_adapters: bool) -> bool:
 
 
 def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerConfig) -> DecodeArrays:
-    """Build the inputs of a decode step.
+    """Return the input arrays of the decode step `plan`, and bring `tables` up to date for its sequences.
 
-    A token that the host does not know yet is read from its slot on the device.
+    A token that was sampled but has not been copied to the host yet is read on the device, from the sequence's batch
+    slot.
     """
     chunks, block_tokens = plan.chunks, limits.block_tokens
     count, width = len(chunks), limits.max_num_seqs + 1
@@ -120,7 +122,9 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
 
 
 class SourceTables:
-    """The blocks of the sources of a batch, for cross-attention in captured graphs, always in the same memory."""
+    """The block tables of the encoder outputs (sources) of a batch, for cross-attention in captured graphs. They stay
+    in the same device memory.
+    """
 
     def __init__(self, limits: SchedulerConfig, device: torch.device) -> None:
         shape = (limits.max_num_seqs, limits.source_blocks)
@@ -130,14 +134,18 @@ class SourceTables:
         self._all = cross_metadata(torch.zeros(shape, dtype=torch.int32, device=device), limits.source_tokens)
 
     def fill(self, rows: NDArray[np.int32]) -> None:
-        """Start copying the blocks of a step's sources to the device."""
+        """Start copying to the device the blocks of the source of each sequence of a step, `rows` [num_seqs,
+        blocks].
+        """
         self._staging.reverse()
         staged = self._staging[0][: len(rows)]
         staged.numpy()[:] = rows
         self._all.block_tables[: len(rows)].copy_(staged, non_blocking=True)
 
     def first(self, size: int) -> AttentionMetadata:
-        """Return the metadata of cross-attention for a batch of `size` sequences."""
+        """Return the metadata for cross-attention of the first `size` sequences of a batch, as views of the same device
+        memory.
+        """
         return replace(
             self._all,
             query_starts=self._all.query_starts[: size + 1],
@@ -188,8 +196,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, capture: CaptureGraph) -> None:
-        """Capture a graph for each batch size. The largest comes first, since it determines the size of the scratch
-        memory that all share. Raises `RuntimeError` if something cannot be captured.
+        """Capture a graph for each batch size with the function `capture`. The largest size comes first, since it
+        determines the size of the scratch memory that all graphs share. Raises `RuntimeError` if something cannot be
+        captured.
         """
         sizes = batch_size_buckets(self._limits.max_num_seqs)
         self._fill_padding(self._staging[0].numpy(), 0, self._limits.max_num_seqs)
@@ -200,10 +209,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture_with_adapters(self, capture: CaptureGraph) -> None:
-        """Capture a second graph for each batch size, for batches with adapters. Do nothing if the model has no slots.
+        """Capture a second graph for each batch size, for batches with LoRA adapters. Do nothing if the model's forward
+        does not support adapters in graphs.
 
         Call it after `capture`. Raises `RuntimeError` if something cannot be captured, or if the kernel that adds the
-        adapters' products is wrong on this device.
+        adapters' products gives wrong results on this device.
         """
         if self._slots is None:
             return
@@ -220,7 +230,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def proof_cases(self, blocks: ProofBlocks) -> Iterator[GraphCase]:
-        """Iterate over all graphs, with random inputs for each. The caller uses one before it takes the next."""
+        """Iterate over all captured graphs, each with random inputs, for `prove_graphs`. The KV of these inputs is in
+        `blocks`. Use one case before you take the next: they share the memory of the inputs.
+        """
         for size, graph in self._graphs.items():
             host = self._staging[0].numpy()
             self._fill_padding(host, 0, size)
@@ -238,7 +250,9 @@ class DecodeGraphs:
             view.zero_()
 
     def _with_equal_states(self, work: Callable[[], None]) -> None:
-        """Do the work with the same recurrent states each time: it changes them."""
+        """Set all recurrent states to the same fixed numbers, and call `work`, which changes them. So two calls get
+        equal states.
+        """
         for view in self._state_views():
             numbers = torch.linspace(-0.5, 0.5, view[0].numel(), device=view.device)
             view.copy_(numbers.view(view.shape[1:]))
@@ -252,7 +266,9 @@ class DecodeGraphs:
         return self._logits[:count]
 
     def _fill_proof(self, host: NDArray[np.int64], size: int, blocks: ProofBlocks) -> None:
-        """Fill the inputs with sequences of different lengths that end in blocks of their own."""
+        """Fill the first `size` columns of `host`, the input array, with sequences of different lengths for a
+        comparison of a graph with eager work. Each sequence writes its KV into a block of its own.
+        """
         for number in range(size):
             context = blocks.context(number, size, self._limits.max_model_len)
             table = blocks.table(number, size, context)
@@ -265,7 +281,7 @@ class DecodeGraphs:
             host[CONTEXTS].view(np.int32)[number] = context
 
     def release(self) -> None:
-        """Free the graphs; later steps are computed without them."""
+        """Free all captured graphs; later decode steps are computed without graphs."""
         self._graphs, self._adapter_graphs = {}, {}
 
     @property
@@ -277,7 +293,9 @@ class DecodeGraphs:
         return bool(self._adapter_graphs)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        """Launch a decode step without waiting for it."""
+        """Launch a decode step by the captured graph of the next larger batch size, without waiting for the device.
+        Return where its result will be.
+        """
         self._staging.reverse()
         host = self._staging[0].numpy()
         count = arrays.inputs.shape[1]
@@ -299,22 +317,24 @@ class DecodeGraphs:
         return DecodeResult(self._greedy[:count], self._vocab_size(self._logits))
 
     def logits(self, count: int) -> Tensor:
-        """Return the logits [count, vocab_size] of the last replay, which the next one overwrites.
+        """Return the logits [count, vocab_size] of the sequences of the last replayed step. The next replay overwrites
+        them.
 
-        All ranks must call it.
+        With several ranks this gathers the ranks' columns, so all ranks must call it.
         """
         assert self._logits is not None
         logits = self._logits[:count]
         return logits if self._parts is None else self._parts.whole(logits)
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
-        """Store the sampled tokens [batch] of the last replay on the device, for the next step, because they are not
-        the greedy ones that the graph has stored.
+        """Store `tokens`, int64 [batch], as the last tokens of the sequences of the last replayed step, in device
+        memory, from which the next step reads them. Call it if the sampled tokens are not the greedy ones, which the
+        graph has stored itself.
         """
         self.last_tokens.index_copy_(0, self._inputs[TABLE_ROWS, : len(tokens)], tokens)
 
     def _fill_padding(self, host: NDArray[np.int64], start: int, end: int) -> None:
-        """Fill the rows from `start` to `end` with padding."""
+        """Fill the columns `start` to `end` of `host`, the input array, with padding sequences, which change no KV."""
         host[TOKENS, start:end] = host[POSITIONS, start:end] = 0
         # Padding writes its token to the extra column, so it changes no sequence's last token.
         host[TOKEN_AT, start:end] = self._width + start
@@ -323,7 +343,9 @@ class DecodeGraphs:
         host[CONTEXTS].view(np.int32)[start:end] = 0
 
     def _capture_sizes(self, capture: CaptureGraph, sizes: list[int], slots: AdapterSlots | None) -> dict[int, Graph]:
-        """Return a graph for each of these ascending batch sizes."""
+        """Return a captured graph for each of these ascending batch sizes; with `slots`, graphs that also add LoRA
+        adapters.
+        """
         graphs: dict[int, Graph] = {}
         for size in reversed(sizes):
             self._compute(size, slots)  # compiles kernels and allocates what libraries keep
@@ -331,7 +353,9 @@ class DecodeGraphs:
         return graphs
 
     def _compute(self, size: int, slots: AdapterSlots | None) -> None:
-        """The work of a graph. Every tensor here keeps its memory between replays, or is scratch."""
+        """Compute a decode step of `size` sequences from the input memory: the work that a graph captures. With `slots`
+        it also adds LoRA adapters. Every tensor here keeps its memory between replays, or is scratch.
+        """
         inputs = self._inputs[:, :size]
         meta = AttentionMetadata(
             query_starts=self._starts[: size + 1],

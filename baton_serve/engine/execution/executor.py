@@ -34,8 +34,8 @@ AfterLayer = Callable[[int], None]
 
 
 class Executor(Protocol):
-    """Computes steps on one device, or on all ranks. Its methods queue work on the device and return without waiting
-    for it.
+    """Computes the model's steps on one device, or on all ranks. Its methods queue work on the device and return
+    without waiting for it.
     """
 
     @property
@@ -43,62 +43,71 @@ class Executor(Protocol):
 
     @property
     def has_adapter_graphs(self) -> bool:
-        """Return whether `replay` supports decode steps with LoRA adapters."""
+        """Return whether decode graphs for sequences with LoRA adapters were captured, so that `replay` supports
+        them.
+        """
         ...
 
     @property
     def wrong_graphs(self) -> Sequence[KernelVerdict]:
-        """Return the graphs that were captured but differ from eager work, so that none of their kind is used."""
+        """Return the verdicts on captured graphs whose results differ from the same step without a graph. No graph of
+        their kind is used.
+        """
         ...
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
-        """Compute a step, from a captured graph if one fits. Return what `collect` needs; its last size is vocab_size.
+        """Compute a step, by a captured graph if one fits. Return what `collect` needs; its last dimension is
+        vocab_size.
+
         `after_layer` is called after each layer (see `StepInputs`), but not if a captured graph is used, which only
         short steps do.
         """
         ...
 
     def collect(self, computed: Tensor, num_rows: int) -> Tensor:
-        """Return the logits [num_rows, vocab_size] of a step, whose `compute` has returned `computed`. Call it once for
-        each step, in the order of steps. Stages of a pipeline compute until then.
+        """Return the logits [num_rows, vocab_size] of a step. `computed` is what `compute` has returned for it. Call it
+        once for each step, in the order of steps. With a pipeline, the later stages compute the step meanwhile.
         """
         ...
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        """Compute a decode step from a captured graph."""
+        """Compute a decode step by the captured graph for its batch size. Call it only if `has_graphs`."""
         ...
 
     def logits(self, count: int) -> Tensor:
-        """Return the logits [count, vocab_size] of the decode step that was replayed last.
+        """Return the logits [count, vocab_size] of the sequences of the last step that `replay` computed.
 
         The next replay overwrites them.
         """
         ...
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
-        """Store the sampled tokens [batch] of the decode step that was replayed last on the device, for the next step,
-        because they are not the greedy ones that the graph has stored.
+        """Store `tokens` [batch] as the last tokens of the sequences of the last replayed decode step, on the device,
+        where the next step reads them. Call it if they are not the greedy tokens, which the graph has stored itself.
         """
         ...
 
     def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
-        """Store the last tokens of these batch slots, for a step that is launched before the host knows them."""
+        """Store `tokens`, the last token of the sequence in each of the batch slots `slots`, on the device. A step that
+        is launched before the host knows these tokens reads them there.
+        """
         ...
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
-        """Capture graphs for decode steps and for small steps with prompts, and prove them.
+        """Capture graphs for decode steps and for small steps with prompts, and compare their results with eager work.
+        `capturing` returns the function that captures.
 
         If this fails, steps are computed without graphs.
         """
         ...
 
     def close(self) -> None:
-        """Free the graphs. A collective library does not shut down as long as a graph holds its calls."""
+        """Free the captured graphs. A collective library does not shut down as long as a graph holds its calls."""
         ...
 
 
 class LocalExecutor:
-    """Executes steps on this process's device."""
+    """Implements `Executor` on this process's device."""
 
     def __init__(
         self,
@@ -108,8 +117,9 @@ class LocalExecutor:
         states: StateViews | None = None,
         argmax: Argmax | None = None,
     ) -> None:
-        """`states` are the recurrent states of all batch slots, for models that have them. `argmax` finds the largest
-        logits; None uses the device's kernel."""
+        """Allocate the memory of the graphs' inputs. `states` are the recurrent states of all batch slots; None for
+        models without them. `argmax` finds the largest logit of each row; None uses the device's default kernel.
+        """
         self._forward = forward
         self._states = states or {}
         self._device = cache.device
@@ -143,9 +153,10 @@ class LocalExecutor:
         return computed
 
     def _slot_rows(self, arrays: StepArrays) -> SlotRows | None:
-        """Return the adapter slots of a step's rows, or None if torch multiplies adapter by adapter.
+        """Return the adapter slot of each token of a step, for kernels that add all LoRA adapters at once. Return None
+        if torch adds them one by one: without captured adapter graphs, and if one adapter has all tokens.
 
-        That takes thousands of launches for several adapters, but large products are fast for one that has all rows.
+        One by one means thousands of launches for several adapters, but large products are fast for a single one.
         """
         slots = self._forward.adapter_slots
         if slots is None or not self.has_adapter_graphs or not arrays.adapters or arrays.adapters[0][1] is None:
@@ -193,8 +204,8 @@ class LocalExecutor:
         self._prove_graphs()
 
     def _prove_graphs(self) -> None:
-        """Free graphs that compute something else than the same work without them. If those of decode steps do, none
-        are used.
+        """Compare the captured graphs with eager work, and free those of a kind with wrong results. If decode graphs
+        are wrong, no graphs at all are used.
         """
         with torch.inference_mode(), random_blocks(self._layers, self._limits.max_num_seqs):
             wrong = prove_graphs(self._graphs.proof_cases(self._blocks))

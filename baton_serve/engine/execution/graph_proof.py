@@ -29,8 +29,8 @@ SHARED_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class GraphCase:
-    """One graph whose inputs have been filled. `compute` does its work eagerly, `replay` by the graph, and `output`
-    shows the logits that were computed last.
+    """One captured graph whose inputs have been filled, for a comparison: `compute` does the graph's work without the
+    graph, `replay` launches the graph, and `output` returns the logits that either has computed last.
     """
 
     operation: str
@@ -42,7 +42,9 @@ class GraphCase:
 
 @torch.inference_mode()
 def prove_graphs(cases: Iterable[GraphCase]) -> list[KernelVerdict]:
-    """Return the verdicts of graphs that differ from eager work, and log a warning for each."""
+    """Run each captured graph and the same work without it. Return the verdicts of the graphs whose logits differ, and
+    log a warning for each.
+    """
     wrong = [verdict for case in cases if not (verdict := _prove(case)).is_right]
     for verdict in wrong:
         logger.warning(
@@ -76,20 +78,24 @@ def _prove(case: GraphCase) -> KernelVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ProofBlocks:
-    """The blocks of the sequences of a proof. Each sequence writes into a block of its own, and reads others that no
-    sequence writes. Block 0 is padding.
+    """The KV blocks that sequences use while captured graphs are compared with eager work. Each sequence writes into a
+    block of its own, and reads others that no sequence writes. Block 0 is padding.
     """
 
     num_blocks: int
     block_tokens: int
 
     def context(self, number: int, num_seqs: int, longest: int) -> int:
-        """Return the KV tokens of sequence `number`, different for neighbours."""
+        """Return the context length in tokens, at most `longest`, of sequence `number` of `num_seqs`. Neighbouring
+        sequences get different ones.
+        """
         room = 1 + min(self._num_shared(num_seqs), PROOF_TOKENS // self.block_tokens)
         return 1 + (number * 37 + 29) % max(1, min(longest, PROOF_TOKENS, room * self.block_tokens))
 
     def table(self, number: int, num_seqs: int, context: int) -> list[int] | None:
-        """Return the blocks of a sequence, the last of which it writes; None if there are too few blocks."""
+        """Return the block table of sequence `number` of `num_seqs` with `context` tokens; it writes only the last
+        block. Return None if the cache has too few blocks.
+        """
         own = 1 + number
         if own >= self.num_blocks:
             return None
@@ -104,8 +110,9 @@ class ProofBlocks:
 
 @contextmanager
 def random_blocks(layers: Sequence[Tensor], num_seqs: int) -> Iterator[None]:
-    """Fill the blocks of a proof with random numbers, and with zeros again at the end. Caches of one-byte codes stay
-    as they are, as torch cannot draw such numbers.
+    """Fill the KV blocks that `num_seqs` sequences of `ProofBlocks` use with random numbers, in all `layers` of the
+    cache, and with zeros again at the end. One-byte (quantized) caches stay as they are: torch cannot draw such
+    numbers.
     """
     # Zeros alone would hide a graph that reads other blocks than those of its inputs.
     last = 1 + num_seqs + SHARED_BLOCKS

@@ -25,7 +25,9 @@ DEFAULT_HIDDEN_SIZE = 512
 
 
 def choose_kernels(config: EngineConfig, model: LoadedModel, layout: KVLayout, device: torch.device) -> ProvedKernels:
-    """Return the kernels for a model. The first time on a machine, all candidates are proved."""
+    """Return the kernels that serve a model on `device`. At the first start on a machine, all candidate kernels are
+    compared with plain torch; later starts read the stored result.
+    """
     candidates = kernel_candidates(device, model.dtype)
     return prove_kernels(
         candidates, shapes_of(model, layout, config.tensor_parallel_size), device, folder=proof_folder()
@@ -33,7 +35,9 @@ def choose_kernels(config: EngineConfig, model: LoadedModel, layout: KVLayout, d
 
 
 def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShapes:
-    """Return the shapes of one rank's part of a model."""
+    """Return the shapes with which kernels are compared for this model: those of the part that one of `num_ranks`
+    tensor-parallel ranks holds.
+    """
     stated: Any = cast(Any, model.module).config
     get_text_config = getattr(stated, "get_text_config", None)
     # Configs of this project's own loader have no parts.
@@ -65,8 +69,9 @@ def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShap
 
 
 def shapes_of_config(folder: Path, device_dtype: torch.dtype, block_tokens: int) -> ProofShapes:
-    """Return the shapes of the model in a folder as far as its config states them, without loading it. Raises
-    `OSError` or `ValueError`."""
+    """Return the shapes with which kernels are compared for the model in a folder, as far as its config.json states
+    them. The model is not loaded. Raises `OSError` or `ValueError` if the config cannot be read.
+    """
     stated: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
     text = stated.get("text_config") or stated
     hidden, num_heads = int(text["hidden_size"]), int(text["num_attention_heads"])
@@ -93,7 +98,9 @@ def shapes_of_config(folder: Path, device_dtype: torch.dtype, block_tokens: int)
 
 
 def _mixer_shapes(size: Callable[[str], int]) -> MixerShapes:
-    """Return the shapes of linear and of latent attention. `size` returns a number of the config by its name, or 0."""
+    """Return the shapes of a model's linear attention and latent attention (MLA); 0 for what it does not have. `size`
+    returns a number of the config by its name, or 0.
+    """
     found = MixerShapes(
         num_key_heads=size("linear_num_key_heads"),
         num_heads=size("linear_num_value_heads"),
@@ -108,12 +115,14 @@ def _mixer_shapes(size: Callable[[str], int]) -> MixerShapes:
 
 
 def _stated_size(config: object, *names: str) -> int:
-    """Return the first of these fields that is a number; 0 if there is none."""
+    """Return the value of the first of the fields `names` of a config that is an integer; 0 if none is."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
 
 def _num_heads(specs: Sequence[AttentionSpec], stated: int, num_kv_heads: int) -> int:
-    """Return the number of query heads, which must be a multiple of that of KV heads."""
+    """Return the number of query heads of a rank: that of the sinks or ALiBi slopes in `specs`, otherwise `stated`. If
+    it is not a multiple of `num_kv_heads`, return `num_kv_heads`.
+    """
     sinks = next((spec.sinks for spec in specs if spec.sinks is not None), None)
     slopes = next((spec.alibi for spec in specs if spec.alibi is not None), None)
     own = sinks if sinks is not None else slopes
@@ -122,7 +131,9 @@ def _num_heads(specs: Sequence[AttentionSpec], stated: int, num_kv_heads: int) -
 
 
 def _formats(model: LoadedModel) -> tuple[WeightFormat, ...]:
-    """Return the different formats of the quantized weights of a model."""
+    """Return the different formats of quantized weights in a model, such as 4 bits in groups of 128; () if none is
+    quantized.
+    """
     weights = [layer.weight for layer in quantized_layers(model.module)]
     found = {
         WeightFormat(

@@ -35,7 +35,9 @@ TOKENS, LAST_OF, POSITIONS, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS = range(7)
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """Limits of the steps that one captured graph can compute, such as the number of sequences."""
+    """The limits of one kind of captured prompt graph: how many sequences a step may have, and whether some may be
+    decoding.
+    """
 
     num_seqs: int
     """Largest number of sequences."""
@@ -54,21 +56,24 @@ GRAPH_SHAPES = (
 
 
 def token_buckets(max_num_batched_tokens: int) -> list[int]:
-    """Return the numbers of tokens to capture, ascending."""
+    """Return the step sizes in tokens, ascending, for which prompt graphs are captured."""
     largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
     return [size for size in GRAPH_SIZES_TOKENS if size < largest] + [largest]
 
 
 def graph_variants(limits: SchedulerConfig) -> list[tuple[GraphShape, int]]:
-    """Return the shapes and numbers of tokens to capture, the largest first."""
+    """Return each pair of a graph shape and a step size in tokens for which a prompt graph is captured, the largest
+    first.
+    """
     kinds = [kind for kind in reversed(GRAPH_SHAPES) if limits.max_num_seqs > kind.beyond]
     sizes = reversed(token_buckets(limits.max_num_batched_tokens))
     return [(kind, size) for size, kind in product(sizes, kinds) if size > kind.beyond]
 
 
 def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
-    """Return the first graph shape that can compute this step, or None. No shape fits a step with single tokens only
-    (see decode graphs), with adapters, with images, with cross-attention, or with too many sequences or logits.
+    """Return the first of `GRAPH_SHAPES` whose graphs can compute this step, or None. None fits a step in which all
+    sequences have one token (decode graphs compute it), or with adapters, images, cross-attention, or too many
+    sequences or logits.
     """
     lengths = np.diff(arrays.query_starts)
     if arrays.adapters or arrays.images or arrays.source_tokens or arrays.logit_rows is None or lengths.max() == 1:
@@ -78,10 +83,12 @@ def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
 
 
 class PromptGraphs:
-    """The captured graphs of one engine for small steps with prompts, with the memory of their inputs and outputs."""
+    """The captured graphs of one engine for small steps with prompt tokens, and the memory of their inputs and
+    outputs.
+    """
 
     def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, last_tokens: Tensor) -> None:
-        """Allocate the memory of the inputs.
+        """Allocate the memory of the graphs' inputs on the device of `layers`, the layers' views of the KV cache.
 
         `last_tokens` [slots] is the last token of each batch slot, on the device.
         """
@@ -103,7 +110,8 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def capture(self, capture: CaptureGraph) -> None:
-        """Capture all graphs. The largest comes first, since it sizes the scratch memory that all share.
+        """Capture all graphs with the function `capture`; none for models with cross-attention. The largest comes
+        first, since it determines the size of the scratch memory that all share.
 
         Raises `RuntimeError` if something cannot be captured.
         """
@@ -118,7 +126,9 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def proof_cases(self, blocks: ProofBlocks) -> Iterator[GraphCase]:
-        """Iterate over all graphs, with random inputs for each. The caller uses one before it takes the next."""
+        """Iterate over all captured graphs, each with the inputs of an artificial step, for `prove_graphs`. The KV of
+        these steps is in `blocks`. Use one case before you take the next: they share the memory of the inputs.
+        """
         for (kind, size), graph in self._graphs.items():
             arrays = _proof_arrays(kind, size, blocks, self._limits.max_model_len)
             if arrays is None:
@@ -137,13 +147,14 @@ class PromptGraphs:
         return self._logits[:count]
 
     def release(self) -> None:
-        """Free the graphs; later steps are computed without them."""
+        """Free all captured graphs; later steps with prompt tokens are computed without graphs."""
         self._graphs = {}
 
     def replay(self, arrays: StepArrays) -> Tensor | None:
-        """Launch a step and return its logits [num_logits, vocab_size], which the next step overwrites.
+        """Launch a step by a captured graph, and return its logits [num_logits, vocab_size], which the next step
+        overwrites.
 
-        Return None if no graph fits; then nothing was launched.
+        Return None if no graph fits the step; then nothing was launched, and the caller computes it without a graph.
         """
         count = len(arrays.tokens)
         if not self._graphs or count > self._sizes[-1] or (kind := graph_shape_for(arrays)) is None:
@@ -155,7 +166,9 @@ class PromptGraphs:
         return self._last_logits(len(arrays.logit_rows))
 
     def _fill_inputs(self, arrays: StepArrays, kind: GraphShape, size: int) -> None:
-        """Start copying the inputs of a step to the device."""
+        """Start copying the inputs of a step to the input memory of the graphs, padded to `size` tokens and to the
+        number of sequences of `kind`.
+        """
         self._staging.reverse()
         staging, num_seqs = self._staging[0], len(arrays.context_lens)
         staging.wait()
@@ -166,14 +179,16 @@ class PromptGraphs:
         staging.is_being_copied(self._device)
 
     def _fill_nothing(self) -> None:
-        """Fill the inputs with padding only."""
+        """Fill the input memory of the graphs with padding only, so that capturing changes no KV."""
         inputs = self._staging[0].inputs
         inputs.zero_()
         inputs[SLOTS] = -1
         self._inputs.copy_(inputs)
 
     def _compute(self, kind: GraphShape, size: int) -> None:
-        """The work of a graph. Every tensor here keeps its memory between replays, or is scratch."""
+        """Compute a step of `size` tokens and the sequences of `kind` from the input memory: the work that a graph
+        captures. Every tensor here keeps its memory between replays, or is scratch.
+        """
         inputs, num_seqs = self._inputs[:, :size], kind.num_seqs
         host_tokens = inputs[TOKENS]
         tokens = torch.where(host_tokens < 0, self._last_tokens.index_select(0, inputs[LAST_OF]), host_tokens)
@@ -196,8 +211,8 @@ class PromptGraphs:
 
 
 def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, longest: int) -> StepArrays | None:
-    """Return a step for the proof of a graph: prompts of different lengths, and sequences with one token if the graph
-    is for such steps. Return None if the blocks are too few.
+    """Return the inputs of an artificial step that compares a graph with eager work: prompts of different lengths, at
+    most `longest`, and a decoding sequence if `kind` allows it. Return None if the KV cache has too few blocks.
     """
     lengths = [3, 1] if kind.has_singles else [3]
     while sum(lengths) < size and len(lengths) < kind.num_seqs:
@@ -226,7 +241,7 @@ def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, longest: int
 
 
 class _Staging:
-    """Pinned inputs on the host, which the device copies without blocking the host."""
+    """Pinned host memory for the inputs of a step, from which the device copies while the host goes on."""
 
     def __init__(self, device: torch.device, inputs: tuple[int, int], tables: tuple[int, int]) -> None:
         self.inputs = devices.staging(device, inputs, torch.int64)
@@ -234,19 +249,21 @@ class _Staging:
         self._copied: devices.DeviceEvent | None = None
 
     def is_being_copied(self, device: torch.device) -> None:
-        """Record that the device has been given the copy of this memory."""
+        """Record that the copy of this memory to `device` has been queued, so that `wait` can wait for it."""
         if not devices.is_host(device):
             self._copied = devices.record(device)
 
     def wait(self) -> None:
         # Chunks before a prompt's last are not waited for, so the host may be several steps ahead of the device.
-        """Wait until the device has copied this memory, before it is filled again."""
+        """Wait until the device has copied this memory, so that it can be filled again."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int) -> None:
-    """Write a step into `host` [7, columns], with padding up to `size` tokens and `num_seqs` sequences."""
+    """Write the inputs of a step into `host`, the input array [7, columns], with padding up to `size` tokens and
+    `num_seqs` sequences.
+    """
     count, own = len(arrays.tokens), len(arrays.context_lens)
     host[TOKENS, :count], host[POSITIONS, :count], host[SLOTS, :count] = arrays.tokens, arrays.positions, arrays.slots
     host[TOKENS, count:size] = host[POSITIONS, count:size] = 0

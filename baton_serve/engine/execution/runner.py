@@ -31,12 +31,14 @@ NAN_LOGITS = RowFailure(
 
 @dataclass(frozen=True, slots=True)
 class LaunchedForward:
-    """A launched step. The device is computing its logits; no token was sampled yet.
+    """A step whose logits the device is computing; no token was sampled yet.
 
-    `computed` is what the executor's `collect` turns into logits. `greedy` are the tokens with the largest logits if a
-    graph computed the step; then `computed` is None, and the logits can be read from the executor.
+    `computed` is what the executor's `collect` turns into logits. `greedy`, int64 [batch], are the tokens with the
+    largest logits if a captured graph computes the step; then `computed` is None, and `Executor.logits` returns the
+    logits.
 
-    `constraints` are being built meanwhile by another thread.
+    `constraints`, such as grammar masks, are being built meanwhile by another thread; None: they are not begun, or not
+    needed.
     """
 
     plan: ScheduledBatch
@@ -49,7 +51,9 @@ class LaunchedForward:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A step whose sampled tokens are being copied to the host."""
+    """A step whose sampled tokens are being copied from the device to the host; `ModelRunner.wait` waits for the
+    copy.
+    """
 
     host_copy: devices.HostCopy | None
     sampled: ModelRunnerOutput
@@ -58,21 +62,26 @@ class SampledTokens:
 
 
 class ImageRowsSource(Protocol):
-    """The part of `engine.model.vision.prompt.VisionPromptImages` that the runner uses."""
+    """Provides the image embeddings of a step. It is the part of `engine.model.vision.prompt.VisionPromptImages` that
+    the runner uses.
+    """
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]: ...
 
 
 class SourceRowsSource(Protocol):
-    """The part of `engine.model.speech.prompt.PromptAudio` that the runner uses."""
+    """Provides the audio encoder's outputs for a step. It is the part of `engine.model.speech.prompt.PromptAudio` that
+    the runner uses.
+    """
 
     def encoded(self, plan: ScheduledBatch) -> list[SourceRows]: ...
 
 
 class ModelRunner:
-    """Runs steps on an executor. Engine thread only. A step has three phases: `start` computes logits, `choose` samples
-    tokens, `wait` returns them. The next step may start after `choose` of this one. Its `choose` must come after the
-    tokens of this step were added to the sequences, because penalties and grammars depend on them.
+    """Runs steps: it builds their inputs, computes logits by an executor and samples. Engine thread only. A step has
+    three phases: `start` computes logits, `choose` samples tokens, `wait` returns them. The next step may start after
+    `choose` of this one, but its `choose` must come after this step's tokens were added to the sequences: penalties and
+    grammars need them.
     """
 
     def __init__(
@@ -86,10 +95,10 @@ class ModelRunner:
         images: ImageRowsSource | None = None,
         sources: SourceRowsSource | None = None,
     ) -> None:
-        """Set up the runner. `images` gives the embeddings of the prompts' images if there is a vision tower, and
-        `sources` the outputs of the encoder if there is one.
+        """Set up the runner. `images` provides the embeddings of images; None without a vision tower. `sources`
+        provides the outputs of an audio encoder; None without one.
 
-        `keeps_last_tokens`: tokens stay on the device too, so that a step can start before the host knows them.
+        `keeps_last_tokens`: sampled tokens stay on the device too, so that a step can start before the host knows them.
         """
         self._images = images
         self._sources = sources
@@ -105,15 +114,15 @@ class ModelRunner:
         self._device = device
 
     def run(self, plan: ScheduledBatch) -> ModelRunnerOutput:
-        """Run all phases of a step and return its output."""
+        """Run all three phases of a step, wait for the device and return the step's output."""
         return self.wait(self.choose(self.start(plan)))
 
     @torch.inference_mode()
     def start(
         self, plan: ScheduledBatch, *, ahead: bool = False, after_layer: AfterLayer | None = None
     ) -> LaunchedForward:
-        """Launch the computation of a step's logits. `ahead` says that the tokens of the previous step are not known
-        yet.
+        """Launch the computation of a step's logits, without waiting for it. `ahead` says that the host does not know
+        the tokens of the previous step yet. `after_layer` is called after each layer with its number.
         """
         if not plan.chunks:
             return LaunchedForward(plan, None, None, None)
@@ -137,7 +146,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose(self, started: LaunchedForward) -> SampledTokens:
-        """Launch the sampling of a step's tokens and their copy to the host."""
+        """Launch the sampling of the tokens of a started step, and their copy to the host."""
         plan, inputs = started.plan, started.inputs
         sampled = ModelRunnerOutput([])
         logits: Tensor | None = None
@@ -170,7 +179,9 @@ class ModelRunner:
         return SampledTokens(host_copy, sampled, started.vocab_size)
 
     def wait(self, chosen: SampledTokens) -> ModelRunnerOutput:
-        """Wait for the device and return the step's output. If logprobs are asked for, `choose` waits already."""
+        """Wait until a step's sampled tokens are in host memory, and return the step's output. Rows whose logits have
+        NaN are marked as failed. If logprobs are asked for, `choose` has waited already.
+        """
         if chosen.host_copy is not None:
             chosen.sampled.token_ids = token_ids = chosen.host_copy.wait()
             # Samplers return vocab_size for a row with NaN, which is not a valid token id.
@@ -180,18 +191,22 @@ class ModelRunner:
         return chosen.sampled
 
     def forget(self) -> None:
-        """Forget the block tables, before batches of another request table are run."""
+        """Forget the block tables of all sequences. Call it before steps with the sequences of another engine core."""
         self._tables.forget()
 
     def _rows(self, started: LaunchedForward, logits: Tensor | None) -> Tensor:
-        """Return the logits that are sampled, in the order of the batch's rows."""
+        """Return the logits of the rows that are sampled, in the order of `plan.rows`. `logits` is None for a replayed
+        decode graph, whose logits the executor returns.
+        """
         inputs = started.inputs
         if logits is None or inputs is None:
             return self._executor.logits(len(started.plan.rows))
         return logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]
 
     def _keep(self, plan: ScheduledBatch, tokens: Tensor, started: LaunchedForward) -> None:
-        """Store each slot's sampled token on the device, for a step that starts before the host knows it."""
+        """Store the sampled tokens on the device, by batch slot, for a next step that starts before the host knows
+        them. Do nothing if the graph of the step has stored them already.
+        """
         if tokens is started.greedy or not self._keeps_tokens:
             return  # the graph has stored its tokens itself
         # NaN rows have vocab_size, and the next step may run before they are failed
@@ -207,14 +222,17 @@ class ModelRunner:
 
 
 def _is_still_decoding(sequence: Sequence) -> bool:
-    """Return whether a sequence decodes here and has a slot in the batch."""
+    """Return whether a sequence will decode further on this instance: it has a batch slot, and its request is not
+    prefill-only.
+    """
     return sequence.slot >= 0 and sequence.request.mode != "prefill"
 
 
 def _prompt_logprobs(plan: ScheduledBatch, number: int, logits: Tensor) -> list[TokenLogprobs]:
-    """Return the logprobs of the prompt tokens that follow each row of the chunk.
+    """Return the prompt logprobs that one chunk yields: for each of its tokens, those of the prompt token that follows.
+    `number` is the chunk's index in the plan; `logits` are those of its tokens.
 
-    The prompt's last row has no successor.
+    The prompt's last token has no following prompt token.
     """
     chunk = plan.chunks[number]
     work = chunk.sequence.request.work

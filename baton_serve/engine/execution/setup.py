@@ -33,8 +33,8 @@ of 500 to 3,000 tokens."""
 
 
 class EngineSetup:
-    """The parts of an engine that exist before the size of the KV cache is known. `layout` describes blocks with all
-    ranks' heads.
+    """The parts of an engine that exist before the number of KV blocks is known, such as kernels, forward and adapters.
+    `layout` describes whole KV blocks, with the heads of all ranks.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class EngineSetup:
         collectives: Collectives,
         links: StageLinks | None = None,
     ) -> None:
-        """Build everything. `links` connect this stage of a pipeline with the others.
+        """Choose kernels and build the forward, the adapters and the encoders for the loaded `model`. `links` connect
+        this pipeline stage with the others; None without a pipeline.
 
         Call it once: it repacks the model's weights in place. Raises `ConfigError` or `AdapterError`.
         """
@@ -124,12 +125,12 @@ class EngineSetup:
             self.adapters.keep(adapter, in_use=(), pinned=())
 
     def stage_shares(self) -> list[float]:
-        """Return the share of every block that each stage of a pipeline holds."""
+        """Return, for each pipeline stage, the fraction of every KV block's bytes that its layers take."""
         return [BlockPart(layers).share(self.layout) for layers in self._stage_layers]
 
     @property
     def part(self) -> BlockPart | None:
-        """Return the part of every block that this rank holds; None: all of it."""
+        """Return which layers and KV heads of every KV block this rank holds; None: all of them."""
         if self._is_alone:
             return None
         heads = None if self._is_whole else tuple(heads.part for heads in self.kv_heads)
@@ -137,7 +138,7 @@ class EngineSetup:
 
 
 def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
-    """Raise `ConfigError` if chunks of chunked attention do not begin with blocks."""
+    """Raise `ConfigError` if the chunk size of chunked attention (Llama 4) is not a multiple of the block size."""
     for chunk in {spec.chunk for spec in model.specs if spec.chunk is not None}:
         if chunk % layout.block_tokens:
             raise ConfigError(
@@ -147,7 +148,9 @@ def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
 
 
 def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLayout:
-    """Return the layout of blocks with the heads of all ranks. Raises `ConfigError`."""
+    """Return the layout of whole KV blocks of `block_tokens` tokens, with the heads of all ranks. Raises `ConfigError`
+    if tensor and pipeline parallelism together cannot divide layers of different shapes.
+    """
     first = model.block_shapes[0]
     layout = KVLayout(
         fingerprint=model.fingerprint,
@@ -176,7 +179,7 @@ def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLa
 
 
 def _block_share(model: LoadedModel) -> float:
-    """Return the fraction of a block that this rank has."""
+    """Return the fraction of each KV block that this rank holds, by its KV heads."""
     sizes = [
         (heads.count * shape.head_dim * shape.num_planes, heads.total * shape.head_dim * shape.num_planes)
         for heads, shape in zip(model.kv_heads, model.kv_shapes, strict=True)
@@ -185,14 +188,18 @@ def _block_share(model: LoadedModel) -> float:
 
 
 def _slot_settings(config: EngineConfig, device: torch.device) -> SlotSettings | None:
-    """Return the settings of the adapter slots that captured graphs need, or None if nothing is captured."""
+    """Return the number and settings of the LoRA adapter slots for captured graphs; None if this engine captures no
+    graphs.
+    """
     if config.enforce_eager or not devices.has_graphs(device):
         return None
     return SlotSettings(min(config.max_loras, config.max_num_seqs), devices.beside(device))
 
 
 def _kv_dtype(config: EngineConfig, model: LoadedModel) -> str:
-    """Return the name of the KV cache's dtype. Raises `ConfigError` if codes of one byte do not fit the heads."""
+    """Return the name of the KV cache's dtype. Raises `ConfigError` if a one-byte dtype is set for a model with an odd
+    head_dim.
+    """
     if config.kv_cache_dtype == "auto":
         return str(model.dtype).removeprefix("torch.")
     if odd := [shape.head_dim for shape in model.block_shapes if shape.head_dim % 2]:

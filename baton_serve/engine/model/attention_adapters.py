@@ -23,8 +23,8 @@ OWN_ATTENTION = frozenset({"codegen", "falcon", "gptj", "gpt_neo"})
 
 
 def adapt_attention(module: nn.Module) -> None:
-    """Change those attention modules of a transformers model that do not call the attention interface as the engine
-    needs it, such as latent attention.
+    """Replace functions of a transformers model's attention modules that do not call the attention interface as paged
+    attention needs it, such as latent attention (MLA). Other modules stay as they are.
     """
     for part in module.modules():
         if (teach := _ADAPTERS.get(type(part).__name__)) is not None:
@@ -33,9 +33,9 @@ def adapt_attention(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MLAProjection:
-    """Latent attention (MLA) over the cached latents, as if they were one KV head: it applies the up-projection of keys
-    to the query instead, and that of values to the result of attention (https://arxiv.org/abs/2405.04434, 2.1.2).
-    Implements `paged_attention.LatentProjection`.
+    """Implements `LatentProjection` for latent attention (MLA), which treats the cached latents as one KV head: it
+    applies the up-projection of keys to the query instead, and that of values to the result of attention
+    (https://arxiv.org/abs/2405.04434, 2.1.2).
     """
 
     keys: Tensor  # [num_heads, key size without rotation, rank]
@@ -43,29 +43,33 @@ class MLAProjection:
 
     @property
     def rank(self) -> int:
-        """Size of the latent without the rotated part of the key."""
+        """Size of a latent (kv_lora_rank), without the rotated part of the key."""
         return self.values.shape[2]
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Project a query [1, num_heads, num_tokens, key size] to the size of the latent, by the up-projection of the
-        keys.
+        """Project a query [1, num_heads, num_tokens, key size] by the up-projection of the keys, so that it can be
+        multiplied with cached latents. The last size becomes the rank plus that of the rotated part.
         """
         size = self.keys.shape[1]
         return torch.cat([query[..., :size] @ self.keys, query[..., size:]], dim=-1)
 
     def restore(self, output: Tensor) -> Tensor:
-        """Project an output [num_tokens, num_heads, rank] to [num_tokens, num_heads, value size]."""
+        """Project the result of attention over latents, [num_tokens, num_heads, rank], to values [num_tokens,
+        num_heads, value size].
+        """
         return (output.transpose(0, 1) @ self.values.transpose(1, 2)).transpose(0, 1)
 
 
 def _mla(module: Module) -> None:
-    """Let a DeepSeek attention module pass latents instead of the keys and values of every head."""
+    """Make a DeepSeek attention module (MLA) pass latents to attention instead of the keys and values of every head."""
     num_heads, rank = module.num_heads, module.kv_lora_rank
     up = module.kv_b_proj.weight.view(num_heads, -1, rank)
     keys, values = up.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
 
     def compressed(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latent and the rotated part of the key as both key and value, [..., latent size]."""
+        """Return the latent and the rotated part of the key, concatenated, [..., latent size], twice: as key and as
+        value.
+        """
         both = torch.cat([latent, rotated], dim=-1)
         # The same tensor twice: `attend` recognizes a latent by identity, and the cache then has one plane.
         return both, both
@@ -75,9 +79,9 @@ def _mla(module: Module) -> None:
 
 
 def _indexed(module: Module) -> None:
-    """Let a module with latent attention and an indexer (sparse attention) attend to all tokens.
+    """Make a module with latent attention and an indexer (DeepSeek's sparse attention) attend to all tokens.
 
-    `layer_probe.check_index` has made sure that no context is longer than the number of tokens that an indexer
+    `layer_probe.check_index` has made sure that no context is longer than the number of tokens that the indexer
     chooses, so that it would choose all.
     """
     _mla(module)
@@ -99,12 +103,15 @@ _UNUSED_MASK = torch.zeros(1, 1, 1, 1)
 
 
 def _no_choice(*_: object, **__: object) -> None:
-    """Compute nothing in place of an indexer."""
+    """Compute nothing and return None: stands for the forward of a sparse-attention indexer whose choice is not
+    needed.
+    """
 
 
 def _scores(module: Module, *, scale: float, window: int | None = None) -> None:
-    """Change modules that compute scores in `_attn(query, key, value, mask)`, all [1,
-    num_heads, num_tokens, head_dim].
+    """Replace the method `_attn(query, key, value, mask)` of an attention module, which computes scores itself, by
+    paged attention. Its arguments are [1, num_heads, num_tokens, head_dim]; `scale` multiplies scores, `window` is the
+    sliding window in tokens.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
@@ -130,7 +137,7 @@ def _gpt_neo(module: Module) -> None:
 
 
 def _bloom(module: Module) -> None:
-    """Replace the forward of a BLOOM attention module, which adds ALiBi biases itself."""
+    """Replace the forward of a BLOOM attention module, which adds ALiBi biases itself, by one with paged attention."""
     slopes = _slopes(module, module.dense.weight.device)
 
     def forward(hidden_states: Tensor, residual: Tensor, **_: object) -> tuple[Tensor, None]:
@@ -144,7 +151,7 @@ def _bloom(module: Module) -> None:
 
 
 def _falcon(module: Module) -> None:
-    """Replace the forward of a Falcon attention module."""
+    """Replace the forward of a Falcon attention module, which computes scores itself, by one with paged attention."""
     slopes: Tensor | None = None
     if module.config.alibi:  # Falcon adds the bias before it scales the scores, so the slopes are scaled here
         steps = _slopes(module, module.dense.weight.device)
@@ -171,9 +178,9 @@ def _falcon(module: Module) -> None:
 
 
 def _masked_window(module: Module) -> None:
-    """Give an attention module its sliding window as an argument of attention.
+    """Store the sliding window in an attention module, so that paged attention applies it.
 
-    Its model has the window in the mask alone, and paged attention ignores masks.
+    The transformers model has the window in the mask only, and paged attention ignores masks.
     """
     # Modules of families with several types of layers have a window of their own, others only that of the config.
     module.baton_window = getattr(module, "sliding_window", None)
@@ -185,8 +192,9 @@ def _phimoe(module: Module) -> None:
 
 
 def _llama4(module: Module) -> None:
-    """Let a Llama 4 attention module pass the chunks that its model puts into the mask, and scale the queries of layers
-    without rotation by the positions of their tokens: it counts them from the start of the batch itself.
+    """Make a Llama 4 attention module state its chunk size to paged attention, since its model has chunks in the mask
+    only. In layers without rotation, compute the scales of queries from the tokens' positions in their sequences; the
+    module itself counts from the start of the batch.
     """
     if module.config.layer_types[module.layer_idx] == "chunked_attention":
         module.baton_chunk = int(module.config.attention_chunk_size)
@@ -203,8 +211,8 @@ def _llama4(module: Module) -> None:
 
 
 def _slopes(module: Module, device: torch.device) -> Tensor:
-    """Return the ALiBi slopes of a module's heads, float32 [num_heads]: how much each head's scores change from one
-    position to the next.
+    """Return the ALiBi slopes of the heads of an attention module that this rank holds, float32 [num_heads]: how much
+    each head's scores change from one position to the next.
     """
     # A rank has some of the heads.
     heads: HeadRange | None = getattr(module, "baton_heads", None)

@@ -27,7 +27,7 @@ _WIDTHS, _KV_WIDTHS = ("embed_dim", "split_size"), ("kv_dim",)
 
 @dataclass(frozen=True, slots=True)
 class HeadRange:
-    """The heads of a layer that a rank holds, and the number of all."""
+    """The attention heads of one layer that a rank holds, `part`, and the number of heads of all ranks, `total`."""
 
     total: int
     part: slice
@@ -38,14 +38,16 @@ class HeadRange:
         return int(self.part.stop - self.part.start)
 
     def scaled(self, columns: int) -> slice:
-        """Return this rank's range of `columns`, which all heads share equally."""
+        """Return the range of columns that belongs to this rank's heads, if `columns` are divided equally among all
+        heads.
+        """
         size = columns // self.total
         return slice(self.part.start * size, self.part.stop * size)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """The part of an attention module that a rank holds."""
+    """Which part of an attention module's weights and heads one tensor-parallel rank holds."""
 
     layer: int
     heads: HeadRange
@@ -60,17 +62,17 @@ class AttentionParts:
 
 
 def output_size(linear: Module) -> int:
-    """Return the number of outputs of a linear layer; transformers' Conv1D has one too."""
+    """Return the number of outputs of a linear layer, which may be an nn.Linear or transformers' Conv1D."""
     return int(linear.nf if is_turned(linear) else linear.out_features)
 
 
 def input_size(linear: Module) -> int:
-    """Return the number of inputs of a linear layer."""
+    """Return the number of inputs of a linear layer, which may be an nn.Linear or transformers' Conv1D."""
     return int(linear.weight.shape[0] if is_turned(linear) else linear.in_features)
 
 
 def is_turned(linear: Module) -> bool:
-    """Return whether a linear layer stores its weight as [inputs, outputs]."""
+    """Return whether a linear layer is transformers' Conv1D, which stores its weight as [inputs, outputs]."""
     return type(linear).__name__ == "Conv1D"
 
 
@@ -79,9 +81,11 @@ def is_linear(module: object) -> bool:
 
 
 def attention_parts(module: Module, config: Module, shard: Shard) -> AttentionParts | None:
-    """Return a rank's part of an attention module; None for other modules, and for attention of an unknown kind.
+    """Return which part of an attention module the rank `shard` holds; None if `module` is not attention, or of a kind
+    that cannot be divided.
 
-    `config` is that of the decoder. Numbers that cannot be divided give wrong ranges, which the caller must not use.
+    `config` is that of the decoder. If a number of heads is not divisible by the ranks, the ranges are wrong and the
+    caller must not use them.
     """
     layer = getattr(module, "layer_idx", getattr(module, "layer_id", None))
     output = next((leaf for leaf in OUTPUTS if is_linear(getattr(module, leaf, None))), None)
@@ -101,7 +105,9 @@ def attention_parts(module: Module, config: Module, shard: Shard) -> AttentionPa
 
 
 def _latent(module: Module, layer: int, heads: HeadRange, output: str) -> AttentionParts | None:
-    """Divide latent attention (MLA): each rank has the latents whole, and the keys and values of its heads."""
+    """Return a rank's part of latent attention (MLA): the latents whole, and the weights of its `heads`. `output` is
+    the name of the product after attention. None if the module has no known query product.
+    """
     query = next((leaf for leaf in ("q_b_proj", "q_proj") if is_linear(getattr(module, leaf, None))), None)
     if query is None:
         return None
@@ -113,7 +119,9 @@ def _latent(module: Module, layer: int, heads: HeadRange, output: str) -> Attent
 def _separate(
     module: Module, layer: int, heads: HeadRange, config: Module, shard: Shard, output: str
 ) -> AttentionParts | None:
-    """Divide attention with products of their own. Layers that read the KV of others have none for keys and values."""
+    """Return a rank's part of attention with one product each for queries, keys and values; `output` names the product
+    after attention. Layers that read the KV of another layer have no products for keys and values.
+    """
     if not hasattr(module, "head_dim"):
         return None
     key = getattr(module, "k_proj", None)
@@ -130,7 +138,9 @@ def _separate(
 def _packed(
     module: Module, layer: int, heads: HeadRange, shard: Shard, names: tuple[str, str]
 ) -> AttentionParts | None:
-    """Divide attention with one product for queries, keys and values. `names` are those of this and the last one."""
+    """Return a rank's part of attention with one product for queries, keys and values together. `names` are that
+    product and the one after attention. None if the order of its outputs is unknown.
+    """
     kind, packed = type(module).__name__, names[0]
     columns = output_size(getattr(module, packed))
     head_dim = int(getattr(module, "head_dim", None) or module.head_size)
@@ -167,7 +177,9 @@ def _packed(
 
 
 def _kv_part(total: int, shard: Shard) -> slice:
-    """Return the KV heads of a rank: an equal share, or one that several ranks have."""
+    """Return which of `total` KV heads a rank holds: an equal share, or one head that neighbouring ranks share if there
+    are fewer heads than ranks.
+    """
     if total >= shard.size:
         return shard.part(total)
     # Neighbouring ranks share a head, as the query heads that belong to it are neighbours.
@@ -176,7 +188,9 @@ def _kv_part(total: int, shard: Shard) -> slice:
 
 
 def narrow_attention(module: Module, parts: AttentionParts) -> None:
-    """Change the numbers of heads and columns that an attention module has noted to those of this rank."""
+    """Set the numbers of heads and columns in the attributes of an attention module to those of this rank, after its
+    weights were cut.
+    """
     heads, kv = parts.heads, parts.kv_heads
     # Slopes of positions (ALiBi) belong to heads by their number among all.
     module.baton_heads = heads
@@ -195,7 +209,7 @@ def narrow_attention(module: Module, parts: AttentionParts) -> None:
 
 
 def _own_config(module: Module, heads: HeadRange, kv: HeadRange) -> Module:
-    """Return the config of a module with this rank's numbers of heads."""
+    """Return a copy of an attention module's config in which the numbers of heads are those of this rank."""
     own = copy.deepcopy(module.config)
     # Before the number of heads, from which some configs compute it. Modules of Falcon do not read it.
     if not isinstance(getattr(type(own), "head_dim", None), property):

@@ -23,7 +23,7 @@ from baton_serve.engine.model.position_rows import step_positions
 
 
 class ImageRows(NamedTuple):
-    """The embeddings of an image, which replace the embeddings of some of the step's tokens."""
+    """The embeddings of an image in one step, and which of the step's tokens they replace."""
 
     first: int
     features: Tensor  # [count, hidden], or [count, n * hidden]: those beyond the first are added behind layers 0, 1...
@@ -32,13 +32,15 @@ class ImageRows(NamedTuple):
 
     @property
     def where(self) -> slice | Tensor:
-        """Return the rows of the tokens as an index. A range is faster than a list."""
+        """Return the index of the replaced tokens among the step's tokens: a slice if they are consecutive, which is
+        faster.
+        """
         return slice(self.first, self.first + len(self.features)) if self.rows is None else self.rows
 
 
 class SourceRows(NamedTuple):
-    """The output of an encoder for one source. The step stores its keys and values, of each layer, before it attends to
-    them.
+    """The output of an encoder for one source, and the KV cache positions `slots` of its cross-attention keys and
+    values. The step computes and stores these in each layer before it attends to them.
     """
 
     slots: Tensor  # int64 [positions], as in AttentionMetadata
@@ -47,7 +49,9 @@ class SourceRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """The recurrent states of a step's sequences. Layers read them and store the new ones in the same place."""
+    """The recurrent states of a step's sequences (Mamba states). Layers read a sequence's states from its row of
+    `views`, and store the new ones there.
+    """
 
     slots: Tensor
     """int64 [num_seqs]: each sequence's row in `views`. The states of a new sequence are zeros."""
@@ -58,7 +62,7 @@ class StepStates:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a forward pass, on the device."""
+    """The inputs of a model's forward pass for one step, on the device."""
 
     input_ids: Tensor  # int64 [num_tokens]
     position_ids: Tensor  # int64 [num_tokens], or [3, num_tokens] if tokens stand for images of a model with M-RoPE
@@ -85,11 +89,11 @@ class StepInputs:
 
 
 def cross_metadata(tables: Tensor, num_positions: int) -> AttentionMetadata:
-    """Return the metadata for cross-attention of tokens, given the blocks of the source of each, int32 [num_tokens,
-    blocks].
+    """Return the metadata for cross-attention of a step's tokens. `tables`, int32 [num_tokens, blocks], are the blocks
+    of each token's source, which has `num_positions` positions.
 
-    Each token is a sequence of its own whose last position is that of the source, so that kernels for causal attention
-    let it see the whole source.
+    Each token counts as a sequence of its own at the source's last position, so that kernels for causal attention let
+    it see the whole source.
     """
     count, device = len(tables), tables.device
     return AttentionMetadata(
@@ -104,7 +108,9 @@ def cross_metadata(tables: Tensor, num_positions: int) -> AttentionMetadata:
 
 
 def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
-    """Return the input of the first layer, [num_tokens, hidden]: embeddings of tokens, or of images in their place."""
+    """Return the input of the first layer, [num_tokens, hidden]: the embeddings of tokens by `embed`, in which those of
+    images replace their placeholder tokens.
+    """
     hidden = embed(inputs.input_ids)
     for image in inputs.images:
         hidden[image.where] = image.features[:, : hidden.shape[1]].to(hidden.dtype)
@@ -112,8 +118,8 @@ def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
 
 
 def add_image_features(hidden: Tensor, inputs: StepInputs, layer: int) -> bool:
-    """Add what images add to the output of a layer, [num_tokens, hidden], in place (DeepStack). Return False if that is
-    nothing.
+    """Add the image features for layer `layer` (DeepStack) to `hidden`, the layer's output [num_tokens, hidden], in
+    place. Return False if the step's images have none for this layer.
     """
     begin = (layer + 1) * hidden.shape[1]
     has_any = False
@@ -125,8 +131,8 @@ def add_image_features(hidden: Tensor, inputs: StepInputs, layer: int) -> bool:
 
 
 def added_rows(inputs: StepInputs, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return what `add_image_features` adds in all layers: the rows, int64 [count], and features of the dtype of
-    `hidden` [num_layers, count, hidden]; None if that is nothing.
+    """Return what `add_image_features` adds in all layers of a step: the rows of the tokens, int64 [count], and the
+    features [num_layers, count, hidden] in the dtype of `hidden`. Return None if no image has features for layers.
     """
     width = hidden.shape[1]
     wide = [image for image in inputs.images if image.features.shape[1] > width]
@@ -140,7 +146,7 @@ def added_rows(inputs: StepInputs, hidden: Tensor) -> tuple[Tensor, Tensor] | No
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """The inputs of a step for the device, in host memory."""
+    """The inputs of a model's forward pass for one step, in host memory; `upload` copies them to the device."""
 
     tokens: NDArray[np.int64]  # [num_tokens]; what stands at `pending` has no meaning
     positions: NDArray[np.int64]  # as `StepInputs.position_ids`
@@ -199,7 +205,9 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """The input arrays of a step, and which rows of its output have logits."""
+    """The input arrays of a step, and where its logits for sampling and for prompt logprobs are among all its
+    logits.
+    """
 
     arrays: StepArrays
     sample_at: list[int]
@@ -209,13 +217,13 @@ class BatchInputs:
 
     @property
     def num_logits(self) -> int:
-        """Return the number of rows that have logits."""
+        """Return the number of tokens of the step for which logits are computed."""
         rows = self.arrays.logit_rows
         return len(self.arrays.tokens if rows is None else rows)
 
 
 class InputBuilder:
-    """Builds the inputs of steps. Owned by the runner."""
+    """Builds the input arrays of steps from scheduled batches. Owned by the `ModelRunner`."""
 
     def __init__(self, tables: BlockTables, limits: SchedulerConfig) -> None:
         self._tables = tables
@@ -225,7 +233,9 @@ class InputBuilder:
     def build_inputs(
         self, plan: ScheduledBatch, images: Sequence[ImageRows] = (), sources: Sequence[SourceRows] = ()
     ) -> BatchInputs:
-        """Build the inputs of one step, with the block tables brought up to date."""
+        """Return the inputs of the scheduled step `plan`, and bring the block tables of its sequences up to date.
+        `images` and `sources` are the embeddings of images and the encoder outputs that the step needs.
+        """
         chunks = plan.chunks
         for chunk in chunks:
             self._tables.update(chunk.sequence)
@@ -269,7 +279,9 @@ class InputBuilder:
 
 
 def _seen_ends(plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the position behind the last token that each row sees: of an image's token, the end of its image."""
+    """Return, int32 [num_tokens], the position behind the last token that each token may attend to: behind itself, or
+    for an image's token behind the image's end. `indexes` are the tokens' indexes in their sequences.
+    """
     ends = (indexes + 1).astype(np.int32)
     for chunk, first in zip(plan.chunks, query_starts.tolist(), strict=False):
         start, end = chunk.start, chunk.start + chunk.length
@@ -281,7 +293,8 @@ def _seen_ends(plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: N
 def source_tables(
     plan: ScheduledBatch, limits: SchedulerConfig, lengths: NDArray[np.int64] | int = 1
 ) -> NDArray[np.int32] | None:
-    """Return the blocks of the source of each token, int32 [num_tokens, blocks]; None without cross-attention.
+    """Return the blocks of the cross-attention KV that each token of a step reads, int32 [num_tokens, blocks]; None for
+    models without cross-attention.
 
     `lengths` are the numbers of tokens of the chunks. Warm-up batches have no source: they read block 0.
     """
@@ -295,7 +308,9 @@ def source_tables(
 
 
 def _pending(plan: ScheduledBatch, query_starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
-    """Return which tokens only the device knows, and the slots that have them: int64 [2, count], or None."""
+    """Return which tokens of a step were sampled but have not been copied to the host yet: int64 [2, count], their rows
+    in the step and the batch slots whose last token they are. Return None if the host knows all tokens.
+    """
     found = [
         (int(start), c.sequence.slot)
         for c, start in zip(plan.chunks, query_starts, strict=False)
@@ -307,7 +322,9 @@ def _pending(plan: ScheduledBatch, query_starts: NDArray[np.int32]) -> NDArray[n
 def _adapter_rows(
     plan: ScheduledBatch, query_starts: NDArray[np.int32]
 ) -> Sequence[tuple[str, NDArray[np.int64] | None]]:
-    """Return the rows that each adapter changes; empty if no sequence has one."""
+    """Return each LoRA adapter of a step, by fingerprint, with the step's rows that use it (None: all rows); empty if
+    no sequence has an adapter. `query_starts` are the first rows of the chunks.
+    """
     names = [chunk.sequence.request.work.lora for chunk in plan.chunks]
     if not any(names):
         return ()
@@ -323,17 +340,17 @@ def _adapter_rows(
 
 
 def _sent(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy an array to the device without waiting for its work."""
+    """Start copying an array from host memory to the device, without waiting for the device, and return the copy."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def _next_token(chunk: ScheduledChunk) -> int:
-    """Return the token of a chunk of length 1; 0 if the host does not know it yet."""
+    """Return the input token of a chunk of length 1; 0 if it was sampled but has not been copied to the host yet."""
     return 0 if chunk.sequence.num_output_placeholders else chunk.sequence.token_ids[chunk.start]
 
 
 def _tokens(chunk: ScheduledChunk) -> list[int]:
-    """Return the tokens of a chunk; [0] if the host does not know it yet (then it is one token)."""
+    """Return the input tokens of a chunk; [0] if its only token was sampled but has not been copied to the host yet."""
     return (
         [0]
         if chunk.sequence.num_output_placeholders
@@ -342,8 +359,8 @@ def _tokens(chunk: ScheduledChunk) -> list[int]:
 
 
 def _logit_rows(plan: ScheduledBatch, query_starts: list[int]) -> tuple[list[int], list[int], dict[int, int]]:
-    """Return the rows that need logits, the row of each sample among them, and the first row of prompt logprobs by
-    chunk.
+    """Return (the rows of the step that need logits, for each sampled sequence its place in that list, and by chunk
+    that wants prompt logprobs its first place in that list). `query_starts` are the first rows of the chunks.
     """
     rows: list[int] = []
     last_of: dict[int, int] = {}

@@ -14,7 +14,7 @@ from baton_serve.engine.core.sequence import Sequence
 
 
 class BlockTables:
-    """The block tables in host memory, int32 [slots + 1, width].
+    """The block tables of all running sequences in host memory: int32 [slots + 1, width], one row for each batch slot.
 
     Padding uses the last row, which belongs to no slot.
     """
@@ -27,7 +27,9 @@ class BlockTables:
         self._stale: dict[int, int] = {}  # by slot: the first column that the device does not have
 
     def update(self, sequence: Sequence) -> None:
-        """Bring the row of a sequence up to date."""
+        """Write the blocks that a sequence has now into the row of its batch slot, and remember which entries have
+        changed.
+        """
         slot, blocks = sequence.slot, sequence.blocks
         # A new version means that the slot has another sequence, or that its blocks were replaced.
         if self._versions[slot] != sequence.block_table_version:
@@ -40,7 +42,8 @@ class BlockTables:
             self._stale[slot] = min(filled, self._stale.get(slot, filled))
 
     def take_changes(self) -> NDArray[np.int64] | None:
-        """Return the changes since the last call, int64 [2, changes]: indices into the flat table, and their values.
+        """Return the entries that have changed since the last call, for `DeviceTables.apply`: int64 [2, changes], the
+        indices into the flat table and the new values.
 
         Return None if nothing has changed.
         """
@@ -52,26 +55,30 @@ class BlockTables:
         return np.stack([where, self.host.reshape(-1)[where]]).astype(np.int64, copy=False)
 
     def forget(self) -> None:
-        """Forget all rows. Versions count within one request table, so call this before batches of another one."""
+        """Forget which blocks are in all rows, so that `update` writes whole rows again. Call it before batches of
+        another request table, because the versions of block tables count within one.
+        """
         self._versions = [-1] * len(self._versions)
 
 
 class DeviceTables:
-    """The copy on the device, int32 [max_num_seqs + 1, width], always in the same memory.
+    """The copy of `BlockTables` in device memory, int32 [max_num_seqs + 1, width], always at the same addresses.
 
-    Values beyond a row's end are undefined.
+    Values beyond the end of a sequence's blocks are undefined.
     """
 
     def __init__(self, limits: SchedulerConfig, device: torch.device) -> None:
         self.tensor = torch.zeros((limits.max_num_seqs + 1, table_width(limits)), dtype=torch.int32, device=device)
 
     def apply(self, changes: NDArray[np.int64] | None) -> None:
-        """Write the changes of `BlockTables.take_changes`."""
+        """Write the changed entries that `BlockTables.take_changes` has returned to the device; None changes
+        nothing.
+        """
         if changes is not None:
             packed: Tensor = torch.from_numpy(changes).to(self.tensor.device, non_blocking=True)
             self.tensor.view(-1)[packed[0]] = packed[1].int()
 
 
 def table_width(limits: SchedulerConfig) -> int:
-    """Return the number of blocks of the longest sequence."""
+    """Return the largest number of KV blocks of one sequence, which is the width of block tables."""
     return -(-limits.max_model_len // limits.block_tokens)

@@ -15,8 +15,9 @@ from baton_serve.engine.model.batch_inputs import StepInputs
 
 
 def chunked_batch(inputs: StepInputs, chunk: int, block_tokens: int) -> AttentionMetadata:
-    """Return the batch of a step in which no sequence reaches over the border of a chunk of `chunk` tokens, which is a
-    multiple of `block_tokens`.
+    """Return the attention metadata of a step for layers with chunked attention (Llama 4): each chunk of `chunk` tokens
+    of a sequence becomes a sequence of its own, so that no token sees an earlier chunk. `chunk` is a multiple of
+    `block_tokens`.
     """
     meta = inputs.meta
     # No sequence has left its first chunk, so the layer computes the same as all others.

@@ -51,7 +51,7 @@ def _has_plain_rotation(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FamilyDescription:
-    """The differences between the layers of a family and Llama's."""
+    """Describes in which points the decoder layers of a model family differ from Llama's, for the fused layers."""
 
     input_norm: str | None = "input_layernorm"
     """The norm before attention. None: attention reads the residual."""
@@ -89,29 +89,35 @@ class FamilyDescription:
     logit_softcap: str | None = None
 
     def norm_names(self) -> list[str]:
-        """Return the names of a layer's norms."""
+        """Return the attribute names of the norms that a decoder layer of this family has."""
         names = (self.input_norm, self.attention_norm, self.mlp_norm, self.mlp_output_norm)
         return [name for name in names if name is not None]
 
     def attention_of(self, layer: Any) -> Any:
-        """Return the module of a layer's attention, or of what takes its place; None if it has none."""
+        """Return the attention module of a decoder layer, or the module that takes its place, such as linear attention;
+        None if the layer has neither.
+        """
         return next((found for name in self.attentions if (found := getattr(layer, name, None)) is not None), None)
 
     def first_products(self, mlp: Any) -> list[str]:
-        """Return the names of the products that an MLP computes first; [] for a mixture of experts."""
+        """Return the attribute names of the linear layers that read an MLP's input: gate and up, or one layer for both,
+        or up alone. Return [] for a mixture of experts.
+        """
         for names in ([self.up or "gate_up_proj"], ["gate_proj", "up_proj"]):
             if all(hasattr(mlp, name) for name in [*names, self.down]):
                 return names
         return []
 
     def norm_of(self, module: Any) -> Norm:
-        """Return the weights of a norm of this family."""
+        """Return the weight, bias and epsilon of a norm module of this family in the form that the kernels read."""
         eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
         bias = getattr(module, "bias", None)
         return Norm(module.weight, float(eps), bias, is_centered=self.is_centered, has_offset=self.has_offset)
 
     def norm_at(self, owner: Any, name: str | None) -> Norm | None:
-        """Return a norm by its name; None if the owner does not have it."""
+        """Return the norm that is the attribute `name` of the module `owner`, in the form that the kernels read; None
+        if `name` is None or `owner` does not have it.
+        """
         module = None if name is None else getattr(owner, name, None)
         return None if module is None else self.norm_of(module)
 
@@ -196,7 +202,7 @@ They were compared with transformers, and are found by name, since a layer that 
 
 
 def describe(module: nn.Module) -> FamilyDescription | None:
-    """Return the description of a model, or None if there is none."""
+    """Return the description of a transformers model's family; None if fused layers do not support the model."""
     layers, config = own_layers(getattr(getattr(module, "model", None), "layers", ())), cast(Any, module).config
     kinds = {type(layer).__name__ for layer in layers}
     family = FAMILIES.get(kinds.pop()) if len(kinds) == 1 else None
@@ -214,7 +220,8 @@ def describe(module: nn.Module) -> FamilyDescription | None:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The factors by which a model multiplies its embeddings, what it adds to the residual, and its logits.
+    """The factors by which a model multiplies its embeddings, the outputs of attention and MLP before they are added to
+    the residual, and its logits.
 
     `logit_softcap` c replaces a logit x by c * tanh(x / c).
     """
@@ -229,7 +236,7 @@ class Scales:
         return self == Scales()
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Scale and cap logits in place, and return them."""
+        """Multiply logits by their factor and apply the softcap, in place, and return them."""
         if self.logit != 1.0:
             logits *= self.logit
         if self.logit_softcap is not None:
@@ -238,7 +245,9 @@ class Scales:
 
 
 def scales_of(family: FamilyDescription, config: Any) -> Scales:
-    """Return the scales of a model with this config."""
+    """Return the factors of a model of this family, whose values are in `config`; 1 for a factor that the family does
+    not have.
+    """
 
     def value(name: str | None) -> float:
         return 1.0 if name is None else float(getattr(config, name))
@@ -255,7 +264,7 @@ def scales_of(family: FamilyDescription, config: Any) -> Scales:
 
 @dataclass(frozen=True, slots=True)
 class Rotations:
-    """The different rotations of a model's layers. Layers without rotation have the frequencies 0."""
+    """The different rotary embeddings (RoPE) of a model's layers. Layers without rotation have the frequencies 0."""
 
     frequencies: Tensor  # float32 [num_rotations, rotary_dim / 2] in radians per token
     scaling: tuple[float, ...]
@@ -266,7 +275,9 @@ class Rotations:
     """By frequency: the row of the positions that it reads, for models with M-RoPE."""
 
     def of_rows(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return cos and sin [num_tokens, rotary_dim] of each rotation, for positions [3, num_tokens]."""
+        """Return, for each of the model's different rotary embeddings, cos and sin [num_tokens, rotary_dim] for M-RoPE
+        positions [3, num_tokens].
+        """
         assert self.axes is not None  # only models with M-RoPE get such positions
         angles = [row_angles(positions, self.axes, one) for one in self.frequencies]
         wide = [torch.cat((one, one), dim=-1) for one in angles]
@@ -274,8 +285,8 @@ class Rotations:
 
 
 def rotations_of(family: FamilyDescription, module: Any) -> Rotations:
-    """Return the rotations of a model. Frequencies that would change with the length of a step must have been fixed
-    (engine/model/rotary.py).
+    """Return the rotary embeddings (RoPE) of a transformers model. Frequencies that would change with the length of a
+    step must have been fixed before (engine/model/rotary.py).
     """
     rotary, layers = module.model.rotary_emb, module.model.layers
     # Gemma 3 has frequencies of their own for each type of layer.

@@ -38,8 +38,8 @@ from baton_serve.engine.model.staged import StagedModule
 
 
 class LogitParts(Protocol):
-    """The interface of models in which each rank computes some columns of the logits. All ranks must make the same
-    calls.
+    """The interface of models in which each tensor-parallel rank computes some columns of the logits. All ranks must
+    make the same calls.
     """
 
     vocab_size: int
@@ -49,37 +49,40 @@ class LogitParts(Protocol):
     def max_rows(self) -> int: ...
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """Compute this rank's columns of the logits."""
+        """Compute a step and return this rank's columns of its logits, [num_logits, columns]. `layers` are the layers'
+        views of the KV cache.
+        """
         ...
 
     def largest(self, part: Tensor, out: Tensor) -> None:
-        """Store the argmax of `whole(part)` to `out`, int64 [rows]; vocab_size for a row with NaN.
-
-        At most `max_rows` rows.
+        """Write to `out`, int64 [rows], the token with the largest logit of each row over all ranks; vocab_size for a
+        row with NaN. `part` are this rank's columns of the logits, with at most `max_rows` rows.
         """
         ...
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather the logits [rows, vocab_size] of all ranks."""
+        """Gather the columns of all ranks, and return logits [rows, vocab_size]. `part` are this rank's columns."""
         ...
 
 
 class Forward(Protocol):
-    """Computes a model's forward pass."""
+    """Computes a model's forward pass for one step."""
 
     is_capturable: bool
     """True if the work depends on shapes only, so that it can be captured in a graph."""
 
     @property
     def parts(self) -> LogitParts | None:
-        """The logits in parts, or None if each rank has them whole, or if gathering them is not
-        slower than `largest`.
+        """The interface for logits that are divided over ranks; None if each rank computes all columns, or if gathering
+        all logits is not slower than exchanging the largest ones.
         """
         ...
 
     @property
     def adapter_slots(self) -> AdapterSlots | None:
-        """The slots of LoRA adapters for `StepInputs.slot_rows`, or None if this forward does not read them."""
+        """The device memory of the LoRA adapters that `StepInputs.slot_rows` refers to; None if this forward ignores
+        `slot_rows`.
+        """
         ...
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
@@ -88,7 +91,9 @@ class Forward(Protocol):
 
 
 def _cache_places(model: LoadedModel) -> dict[int, CachePlace]:
-    """Return where each layer with attention finds its KV, by the model's number of the layer."""
+    """Return which layer of the KV cache each attention layer reads, and its attention rules, by the layer's number in
+    the model.
+    """
     kv_layers = model.attending_layers
     places = {
         layer: CachePlace(number, spec) for number, (layer, spec) in enumerate(zip(kv_layers, model.specs, strict=True))
@@ -99,7 +104,7 @@ def _cache_places(model: LoadedModel) -> dict[int, CachePlace]:
 
 
 class TransformersForward:
-    """Runs a decoder of transformers with paged attention."""
+    """Implements `Forward` by a transformers model whose attention layers use the paged KV cache."""
 
     is_capturable = False
     parts = None
@@ -112,7 +117,9 @@ class TransformersForward:
         adapters: AdapterStore | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        """Prepare the modules. With several ranks, `collectives` sum the outputs of the products that are divided."""
+        """Prepare the model's modules. Linear layers add the LoRA adapters of `adapters`; None: none. With several
+        ranks, `collectives` sum the outputs of divided linear layers; None for a single rank.
+        """
         self._model = model
         self._collectives = SingleRank() if collectives is None else collectives
         head = getattr(model.module, "lm_head", None)
@@ -142,7 +149,9 @@ class TransformersForward:
         return self._whole(cast(Tensor, output.logits)[0])
 
     def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
-        """Return what the next stage reads, or after the last one the head; see `StagePart`."""
+        """Compute this pipeline stage's layers, and return the activations for the next stage, or from the last stage
+        the input of the head; see `StagePart.run_stage`.
+        """
         assert self._staged is not None
         read = self._read(inputs) if received is None else {}
         hidden = self._staged.run(self._attention(inputs, layers), _position_ids(inputs), received, read)
@@ -150,12 +159,16 @@ class TransformersForward:
         return hidden[inputs.logit_rows] if is_end else hidden
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the last stage's rows."""
+        """Return the logits for `hidden`, the rows that the last pipeline stage has sent. It is for ranks of the first
+        stage, which have the head.
+        """
         assert self._staged is not None
         return self._whole(self._staged.head(hidden))
 
     def _read(self, inputs: StepInputs) -> dict[str, Tensor]:
-        """Return the input of the model's first layer by the name of its argument."""
+        """Return the input of the transformers model as a keyword argument: the step's token ids, or embeddings if it
+        has images.
+        """
         if not inputs.images:
             return {"input_ids": inputs.input_ids[None]}
         # Embeddings of images replace those of their placeholder tokens, so the model gets embeddings and no tokens.
@@ -163,7 +176,9 @@ class TransformersForward:
         return {"inputs_embeds": embedded(embed, inputs)[None]}
 
     def _attention(self, inputs: StepInputs, layers: list[Tensor]) -> PagedAttention:
-        """Return the step's access to the KV cache."""
+        """Return the object by which the model's layers read and write the KV cache in this step. `layers` are the
+        layers' views of the cache.
+        """
         return PagedAttention(
             self._backend,
             layers,
@@ -176,23 +191,31 @@ class TransformersForward:
         )
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Return the logits of all ranks."""
+        """Return logits with the columns of all ranks, of which `logits` has this rank's; `logits` itself if it has all
+        columns.
+        """
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
 
     def _chunked(self, inputs: StepInputs, block_tokens: int) -> AttentionMetadata:
-        """Return the batch for layers with chunked attention, or the batch itself if there are none."""
+        """Return the attention metadata for layers with chunked attention; for models without such layers, the step's
+        own metadata.
+        """
         return inputs.meta if self._chunk is None else chunked_batch(inputs, self._chunk, block_tokens)
 
 
 def _position_ids(inputs: StepInputs) -> Tensor:
-    """Return the positions as transformers reads them."""
+    """Return the positions of the step's tokens in the shape that transformers expects: [1, num_tokens], or [3, 1,
+    num_tokens] with M-RoPE.
+    """
     positions = inputs.position_ids
     return positions[None] if positions.dim() == 1 else positions[:, None]
 
 
 @contextmanager
 def _added_features(module: nn.Module, inputs: StepInputs) -> Iterator[None]:
-    """Let the layers of a model add what images add to their outputs, for one step."""
+    """Make a transformers model's layers add the image features of this step to their outputs (DeepStack) while the
+    context is open. Do nothing if the images have no such features.
+    """
     widest = max((image.features.shape[1] for image in inputs.images), default=0)
     num_layers = widest // cast(Any, module).config.get_text_config().hidden_size - 1
     if num_layers < 1:
@@ -213,8 +236,8 @@ def _added_features(module: nn.Module, inputs: StepInputs) -> Iterator[None]:
 
 
 def _keeps_modules(model: LoadedModel, kernels: LayerKernels) -> bool:
-    """Return whether a model with mixers runs on transformers' layers: these are divided over ranks, and with packed
-    products they are faster than fused ones with torch's products.
+    """Return whether a model with linear or latent attention runs on transformers' layers, not on fused ones: if it is
+    divided over ranks, or if packed products of the CPU make these layers faster.
     """
     is_packed = isinstance(kernels, CpuLayers) and model.dtype == torch.bfloat16 and has_packed_linear(kernels.library)
     family = describe(model.module)
@@ -231,11 +254,11 @@ def choose_forward(
     mixers: MixerKernels = twin_mixers,
     may_call_once: bool = True,
 ) -> Forward:
-    """Return the fastest forward that supports the model. `may_call_once` says that the call of C++ that computes all
-    layers is right on this machine. For one stage of a pipeline the result implements `StagePart`.
+    """Return the fastest `Forward` that supports the model; for one stage of a pipeline it implements `StagePart`.
+    `may_call_once` says that one C++ call that computes all layers gives right results on this machine.
 
-    Call it once: fusing repacks the weights in place. The products that adapters may change are offered to `adapters`.
-    Raises `UnsupportedModelError` for quantized experts outside of fused layers.
+    Call it once: fusing repacks the weights in place. The linear layers that LoRA adapters may change are registered in
+    `adapters`. Raises `UnsupportedModelError` for quantized experts that fused layers do not support.
     """
     if model.source_tokens:
         if adapters is not None:

@@ -22,11 +22,15 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class ChannelError(EngineError):
-    """The other process has exited, has not answered in time, or has sent something unexpected."""
+    """The process at the other end of a `Channel` has exited, has not answered in time, or has sent something
+    unexpected.
+    """
 
 
 class Channel(Generic[T]):
-    """One end of a connection; `T` is the type of received messages. Owns the socket."""
+    """One end of a socket connection between rank 0 and another rank of an engine; `T` is the type of the messages that
+    this end receives. Owns the socket.
+    """
 
     def __init__(self, connection: socket.socket, arriving: object, *, send_timeout_s: float) -> None:
         connection.settimeout(send_timeout_s)
@@ -36,19 +40,23 @@ class Channel(Generic[T]):
         self._send_timeout_s = send_timeout_s
 
     def send(self, frame: bytes) -> None:
-        """Send a frame of `encode`; one frame can be sent to several channels. Raises `ChannelError`."""
+        """Send one message as bytes that `encode` has returned, so that one encoding serves several channels. Raises
+        `ChannelError` if the other process has exited or does not read.
+        """
         try:
             self._socket.sendall(frame)
         except OSError as exc:
             raise ChannelError(f"cannot send a command to a rank: {exc}") from exc
 
     def encode(self, message: msgspec.Struct) -> bytes:
-        """Return a message as a frame."""
+        """Return a message as bytes for `send`: its length, then its msgpack encoding."""
         body = self._encoder.encode(message)
         return LENGTH.pack(len(body)) + body
 
     def receive(self, timeout_s: float | None) -> T:
-        """Return the next message. `timeout_s` None waits until the other process ends. Raises `ChannelError`."""
+        """Wait for the next message and return it. Wait at most `timeout_s` seconds; None waits until the other process
+        ends. Raises `ChannelError` if no message comes or it cannot be decoded.
+        """
         try:
             self._socket.settimeout(timeout_s)
             (length,) = LENGTH.unpack(self._read(LENGTH.size))
@@ -71,7 +79,9 @@ class Channel(Generic[T]):
         socket.send_fds(self._socket, [b"\0"], [descriptor])
 
     def receive_descriptor(self) -> int:
-        """Return a descriptor that the other process has sent. The caller owns it. Raises `ChannelError`."""
+        """Return a file descriptor that the other process has sent by `send_descriptor`. The caller owns it and must
+        close it. Raises `ChannelError` if none comes.
+        """
         _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         if len(descriptors) != 1:
             raise ChannelError("the other process sent no file descriptor")
@@ -84,7 +94,9 @@ class Channel(Generic[T]):
         self._socket.close()
 
     def _read(self, size: int) -> bytearray:
-        """Return exactly `size` bytes. Raises `ChannelError` at the end of the stream."""
+        """Return exactly `size` bytes of the stream. Raises `ChannelError` if the other process closes the connection
+        before.
+        """
         # Read into one buffer: `recv` returns less than asked for if the frame is large.
         data = bytearray(size)
         view, got = memoryview(data), 0

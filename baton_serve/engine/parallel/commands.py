@@ -20,7 +20,7 @@ from baton_serve.engine.model.batch_inputs import ImageRows, StepArrays
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
-    """Load this rank's part of the model. The rank answers with `RankLoaded` when it is done."""
+    """Command to a rank: load your part of the model. The rank answers with `RankLoaded` when it has loaded it."""
 
     config: EngineConfig
     rank: int
@@ -31,14 +31,16 @@ class LoadRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportMemory(msgspec.Struct, frozen=True, tag=True):
-    """Only before `LoadRank`: answer with the free memory in bytes of the device that this rank will use."""
+    """Command to a rank, before `LoadRank` only: answer with the free bytes of the device that this rank will use."""
 
     config: EngineConfig
     rank: int
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):
-    """Join the other ranks, which find each other by this store (see `World`). The rank answers when it has joined."""
+    """Command to a rank: connect with the other ranks, which find each other at `store` (see `World`). The rank answers
+    when it is connected.
+    """
 
     store: str
     stage_shapes: tuple[tuple[KVShape, ...], ...]
@@ -46,16 +48,16 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
-    """Create the KV cache, in place of an earlier one. After this message rank 0 sends the file descriptor of the host
-    memory that all ranks share. The rank answers.
+    """Command to a rank: create a KV cache of `num_blocks` blocks, in place of an earlier one. Rank 0 then sends the
+    file descriptor of the host memory that all ranks share for KV blocks. The rank answers when the cache exists.
     """
 
     num_blocks: int
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
-    """Free the cache of `BuildCache`. The rank answers with the bytes that its KV cache may take, by the peak memory of
-    the steps since then.
+    """Command to a rank: free the KV cache of `BuildCache`. The rank answers with the bytes that its final KV cache may
+    take, which follow from the peak memory of the steps since `BuildCache`.
     """
 
     work_factor: int
@@ -65,11 +67,11 @@ class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 class CaptureGraphs(msgspec.Struct, frozen=True, tag=True):
-    """Capture graphs. The rank answers with 1 if that succeeded, otherwise with 0."""
+    """Command to a rank: capture CUDA graphs of steps. The rank answers with 1 if that succeeded, otherwise with 0."""
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
-    """Compute a step; the fields are those of `StepArrays`."""
+    """Command to a rank: compute a step. The fields are those of `StepArrays`, as raw bytes."""
 
     tokens: memoryview
     positions: memoryview
@@ -86,7 +88,9 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImagePlace(msgspec.Struct, frozen=True, array_like=True):
-    """The place of an image's embeddings in a step, as in `ImageRows`, and their shape."""
+    """Which tokens of a step get an image's embeddings (`first`, `rows` as in `ImageRows`), and the shape [count,
+    width] and dtype of these embeddings, which are sent separately.
+    """
 
     first: int
     count: int
@@ -96,13 +100,17 @@ class ImagePlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FinishStep(msgspec.Struct, frozen=True, tag=True):
-    """Only for the first stage: compute the logits of the oldest step that is not finished, which has `count` rows."""
+    """Command to ranks of the first pipeline stage: compute the logits of the oldest step whose logits are not computed
+    yet. `count` is their number of rows.
+    """
 
     count: int
 
 
 class Replay(msgspec.Struct, frozen=True, tag=True):
-    """Compute a decode step from a captured graph; the fields are those of `DecodeArrays`."""
+    """Command to a rank: compute a decode step by replaying a captured graph. The fields are those of `DecodeArrays`,
+    as raw bytes.
+    """
 
     inputs: memoryview
     changes: memoryview | None
@@ -110,25 +118,31 @@ class Replay(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatherLogits(msgspec.Struct, frozen=True, tag=True):
-    """Gather `count` rows of logits of the step that was replayed last."""
+    """Command to a rank: take part in gathering the first `count` rows of logits of the last replayed decode step."""
 
     count: int
 
 
 class SetSampledTokens(msgspec.Struct, frozen=True, tag=True):
-    """Receive `count` sampled tokens of the step that was replayed last; rank 0 broadcasts them."""
+    """Command to a rank: receive the `count` sampled tokens of the last replayed decode step, which rank 0 broadcasts,
+    as the input of the next step.
+    """
 
     count: int
 
 
 class StoreLastTokens(msgspec.Struct, frozen=True, tag=True):
-    """Receive the last token of each of these slots; rank 0 broadcasts them."""
+    """Command to a rank: receive the last token of each of these batch slots, which rank 0 broadcasts, and keep it on
+    the device as the input of a later step. `slots` is int64 as raw bytes.
+    """
 
     slots: memoryview
 
 
 class KeepAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Read the weights of a LoRA adapter and keep this rank's part of them, until `DropAdapter`."""
+    """Command to a rank: read the weights of a LoRA adapter from `folder`, and keep this rank's part of them until
+    `DropAdapter`. `fingerprint` is the hash that the files must have.
+    """
 
     name: str
     folder: str
@@ -136,26 +150,30 @@ class KeepAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Free the weights of a LoRA adapter."""
+    """Command to a rank: free the weights of the LoRA adapter with this fingerprint."""
 
     fingerprint: str
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Copy blocks within this rank's KV cache."""
+    """Command to a rank: copy block `sources[i]` of its KV cache to block `targets[i]`, for each i."""
 
     sources: list[int]
     targets: list[int]
 
 
 class ToHost(msgspec.Struct, frozen=True, tag=True):
-    """Copy this rank's part of these blocks to the shared memory. The rank answers when it is there."""
+    """Command to a rank: copy its part of these KV blocks from the device to the host memory that all ranks share. The
+    rank answers when the copy is complete.
+    """
 
     blocks: list[int]
 
 
 class FromHost(msgspec.Struct, frozen=True, tag=True):
-    """Copy this rank's part of these blocks from the shared memory. The rank answers when it has read it."""
+    """Command to a rank: copy its part of these KV blocks from the host memory that all ranks share to the device. The
+    rank answers when it does not read the host memory any more.
+    """
 
     blocks: list[int]
 
@@ -182,19 +200,19 @@ Command = (
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag=True):
-    """A command has been executed; `value` is its result."""
+    """Answer of a rank: a command has been executed. `value` is its result, 0 for a command without one."""
 
     value: int = 0
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `LoadRank`: the shape of the KV of each of the rank's layers."""
+    """Answer of a rank to `LoadRank`: the shape of the KV of each layer that the rank holds."""
 
     kv_shapes: tuple[KVShape, ...]
 
 
 class CommandFailed(msgspec.Struct, frozen=True, tag=True):
-    """Executing a command raised an error. Rank 0 raises an error of the same kind."""
+    """Answer of a rank: a command raised an error. Rank 0 raises an error of the same kind with this message."""
 
     kind: Literal["config", "model", "unsupported", "capacity", "other"]
     message: str
@@ -204,7 +222,7 @@ CommandAnswer = CommandDone | RankLoaded | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:
-    """Convert the input arrays of a step to the command for the other ranks."""
+    """Return the command by which the other ranks compute the step with these input arrays."""
     return Compute(
         tokens=_bytes(arrays.tokens),
         positions=_bytes(arrays.positions),
@@ -221,7 +239,9 @@ def compute_command(arrays: StepArrays) -> Compute:
 
 
 def step_arrays(command: Compute, images: Sequence[ImageRows] = ()) -> StepArrays:
-    """Convert a command back to the input arrays of its step. `images` have the embeddings of its images."""
+    """Return the input arrays of the step that a `Compute` command describes. `images` are the embeddings of its
+    images, which are received separately.
+    """
     context_lens = _int32(command.context_lens)
     return StepArrays(
         tokens=_int64(command.tokens),
@@ -240,14 +260,16 @@ def step_arrays(command: Compute, images: Sequence[ImageRows] = ()) -> StepArray
 
 
 def _image_place(image: ImageRows) -> ImagePlace:
-    """Return the place and the shape of an image's embeddings."""
+    """Return what other ranks must know to receive an image's embeddings: rows in the step, shape and dtype."""
     count, width = image.features.shape
     rows = None if image.rows is None else _bytes(image.rows.cpu().numpy())
     return ImagePlace(image.first, count, width, str(image.features.dtype).removeprefix("torch."), rows)
 
 
 def image_rows(place: ImagePlace, device: torch.device, receive: Callable[[Tensor], None]) -> ImageRows:
-    """Return the embeddings of an image with their place in the step. `receive` fills them with those of rank 0."""
+    """Receive the embeddings of the image that `place` describes, and return them with the rows of the step that they
+    replace. `receive` is called with an empty tensor on `device` and must fill it with rank 0's embeddings.
+    """
     features = torch.empty((place.count, place.width), dtype=devices.DTYPES[place.dtype], device=device)
     receive(features)
     rows = None if place.rows is None else torch.from_numpy(_int64(place.rows)).to(device)
@@ -255,24 +277,24 @@ def image_rows(place: ImagePlace, device: torch.device, receive: Callable[[Tenso
 
 
 def replay_command(arrays: DecodeArrays) -> Replay:
-    """Convert the input arrays of a decode step to the command for the other ranks."""
+    """Return the command by which the other ranks replay the decode step with these input arrays."""
     changes = None if arrays.changes is None else _bytes(arrays.changes)
     return Replay(inputs=_bytes(arrays.inputs), changes=changes, adapters=list(arrays.adapters))
 
 
 def decode_arrays(command: Replay) -> DecodeArrays:
-    """Convert a command back to the input arrays of its decode step."""
+    """Return the input arrays of the decode step that a `Replay` command describes."""
     changes = None if command.changes is None else _int64(command.changes).reshape(2, -1)
     return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes, command.adapters)
 
 
 def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:
-    """Return the command by which the other ranks store the last tokens of `slots`."""
+    """Return the command by which the other ranks keep the last token of each of the batch slots `slots`."""
     return StoreLastTokens(_bytes(slots))
 
 
 def kept_slots(command: StoreLastTokens) -> NDArray[np.int64]:
-    """Return the slots that a `StoreLastTokens` command names."""
+    """Return the batch slots whose last tokens a `StoreLastTokens` command announces."""
     return _int64(command.slots)
 
 

@@ -73,7 +73,7 @@ _ERRORS: dict[str, type[EngineError]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A started rank: its process and the channel to it."""
+    """A started rank, as rank 0 sees it: its process and the channel to it."""
 
     number: int
     process: "subprocess.Popen[bytes]"
@@ -81,10 +81,14 @@ class _Rank:
 
 
 class Ranks:
-    """The other ranks of an engine. With one rank there are none, and all methods do nothing."""
+    """Starts, commands and ends the other ranks of an engine; used by rank 0. With a single rank the methods do
+    nothing.
+    """
 
     def __init__(self, config: EngineConfig, on_lost: OnLost) -> None:
-        """Start the other ranks, which begin to load. `on_lost` is called at most once, from another thread."""
+        """Start the processes of the other ranks, which begin to load the model. `on_lost` is called with a message
+        when a rank has exited unexpectedly: at most once, from another thread.
+        """
         self.num_ranks = config.num_ranks
         self.place: RankPlace = place_of(0, config.tensor_parallel_size, ())
         self._maps_memory = not config.disable_custom_all_reduce
@@ -115,7 +119,9 @@ class Ranks:
         self._watcher.start()
 
     def _divide(self, config: EngineConfig) -> tuple[int, ...]:
-        """Return the number of layers of each stage; () for one stage. Raises `ConfigError`."""
+        """Return the number of layers of each pipeline stage, by the setting or by the free memory of the ranks; ()
+        without a pipeline. Raises `ConfigError` if the layers cannot be divided in this way.
+        """
         count, size = config.pipeline_parallel_size, config.tensor_parallel_size
         if count == 1:
             return ()
@@ -132,8 +138,9 @@ class Ranks:
         return stages
 
     def join_group(self, device: torch.device, model: LoadedModel) -> LoadedModel:
-        """Form the process groups, after this rank has loaded its part of the model. Return the model with what is
-        known of the other stages. Raises the error of another rank's loading.
+        """Wait until all ranks have loaded their parts, and connect the ranks. Call it when rank 0 has loaded its part,
+        `model`. Return `model` with the KV shapes of all pipeline stages. Raises the error of a rank that failed to
+        load.
         """
         if self._folder is None:
             return model
@@ -153,39 +160,50 @@ class Ranks:
         return replace(model, stage_shapes=shapes)
 
     def send_command(self, command: Command, *, to_first_stage: bool = False) -> None:
-        """Send a command to all other ranks, or to those of the first stage, without waiting. Raises `ChannelError`."""
+        """Send a command to all other ranks without waiting for its execution. With `to_first_stage`, send it only to
+        the ranks of the first pipeline stage. Raises `ChannelError` if a rank does not accept it.
+        """
         self._send(self._ranks[: self.place.shard.size - 1] if to_first_stage else self._ranks, command)
 
     def kept(self, adapter: Adapter) -> None:
-        """Let the other ranks keep their parts of an adapter's weights. Implements `AdapterListener`."""
+        """Make the other ranks keep their parts of an adapter's weights, after rank 0 has kept its own. Implements
+        `AdapterListener`.
+        """
         # No answer is needed: ranks execute commands in order, so the adapter is there before a step that uses it.
         self.send_command(KeepAdapter(adapter.name, adapter.path, adapter.fingerprint))
 
     def dropped(self, fingerprint: str) -> None:
-        """Let the other ranks free the weights of an adapter."""
+        """Make the other ranks free the weights of the adapter with this fingerprint, after rank 0 has freed its own.
+        Implements `AdapterListener`.
+        """
         self.send_command(DropAdapter(fingerprint))
 
     def query_ranks(self, command: Command, timeout_s: float = ANSWER_TIMEOUT_S) -> list[int]:
-        """Send a command and return the answer of each other rank. Raises `EngineError`."""
+        """Send a command to all other ranks, wait at most `timeout_s` seconds, and return the number that each has
+        answered. Raises `EngineError` if a rank fails or does not answer.
+        """
         self.wait()
         self._send(self._ranks, command)
         return [_value(answer) for answer in self._collect(timeout_s)]
 
     def expect_answer(self, command: Command) -> None:
-        """Send a command whose answers `wait` reads. Raises `ChannelError`."""
+        """Send a command to all other ranks without waiting. Call `wait` later: it reads the answers. Raises
+        `ChannelError` if a rank does not accept the command.
+        """
         self._send(self._ranks, command)
         self._unanswered += 1
 
     def wait(self) -> None:
-        """Wait until all ranks have answered the commands of `expect_answer`. Raises `EngineError`."""
+        """Wait until all ranks have answered every command of `expect_answer`. Raises `EngineError` if a rank fails or
+        does not answer in time.
+        """
         while self._unanswered:
             self._unanswered -= 1
             self._collect(ANSWER_TIMEOUT_S)
 
     def build(self, num_blocks: int, descriptor: int | None) -> None:
-        """Make the KV cache of the other ranks. `descriptor` is the memory that holds or mirrors all ranks' blocks.
-
-        None means that there is only one rank.
+        """Make the other ranks create KV caches of `num_blocks` blocks. `descriptor` is the open file of the host
+        memory that holds all ranks' blocks, or copies of them; None, with a single rank, does nothing.
         """
         if descriptor is None:
             return
@@ -195,11 +213,15 @@ class Ranks:
         self._collect(ANSWER_TIMEOUT_S)
 
     def available_bytes(self, own: int, measure: MeasureMemory) -> list[int]:
-        """Return the memory in bytes that each rank has for its part of the KV cache; `own` is that of this rank."""
+        """Return the bytes that each rank has for its part of the KV cache, rank 0 first. `own` is the number of rank
+        0; the others measure theirs by the command `measure`.
+        """
         return [own, *self.query_ranks(measure)]
 
     def capture(self, capture_here: Callable[[], bool]) -> None:
-        """Capture graphs on all ranks at the same time. Raises `EngineError` if only some of them succeeded."""
+        """Capture graphs on all ranks at the same time; `capture_here` does it on rank 0 and returns whether it
+        succeeded. Raises `EngineError` if only some ranks succeeded.
+        """
         # At the same time, because capturing runs the collectives, which need every rank.
         self.send_command(CaptureGraphs())
         captured = [int(capture_here()), *map(_value, self._collect(ANSWER_TIMEOUT_S))]
@@ -207,7 +229,9 @@ class Ranks:
             raise EngineError("only some ranks could capture graphs; start with --enforce-eager")
 
     def close(self) -> None:
-        """End the other ranks: they exit when their channel is closed, and are killed if they do not."""
+        """End the processes of the other ranks. They exit when their channel is closed, and are killed if they have not
+        exited after some seconds.
+        """
         # May be called again after an error during the start.
         if self._is_closing.is_set() or self._folder is None:
             return
@@ -234,14 +258,18 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kill the other ranks without waiting. For a process that ends now; any thread may call it."""
+        """Kill the processes of the other ranks without waiting. It is for a process that is about to exit; callable
+        from any thread.
+        """
         # The watcher must not report the exits, which would start a regular stop.
         self._is_closing.set()
         for rank in self._ranks:
             rank.process.kill()
 
     def _abandon(self) -> None:
-        """End the ranks of an engine that cannot start. They have not begun to load."""
+        """Kill the other ranks because the engine cannot start, wait for them, and delete their folder. They have not
+        begun to load.
+        """
         self.kill()
         for rank in self._ranks:
             rank.channel.close()
@@ -256,7 +284,9 @@ class Ranks:
             rank.channel.send(frame)
 
     def _collect(self, timeout_s: float) -> list[CommandAnswer]:
-        """Receive one answer from each other rank, all within `timeout_s`. Raises `EngineError`."""
+        """Return one answer of each other rank, all received within `timeout_s` seconds. Raises `EngineError` if a rank
+        reports a failure or does not answer.
+        """
         # One deadline for all ranks, which work at the same time.
         deadline = time.monotonic() + timeout_s
         answers: list[CommandAnswer] = []
@@ -271,7 +301,9 @@ class Ranks:
         return answers
 
     def _watch(self) -> None:
-        """Wait until a rank exits or `close` is called; report the exit."""
+        """Wait until a rank exits or `close` is called, in the watcher's thread. If a rank has exited unexpectedly,
+        call `on_lost` and abort the collectives that may wait for it.
+        """
         poll = select.poll()
         # A pidfd becomes readable when its process exits, and it cannot refer to a new process with the same id.
         descriptors = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
@@ -292,12 +324,14 @@ class Ranks:
 
 
 def _value(answer: CommandAnswer) -> int:
-    """Return the number that a rank has answered."""
+    """Return the number in a rank's answer; 0 for an answer without one."""
     return answer.value if isinstance(answer, CommandDone) else 0
 
 
 def _start(number: int) -> _Rank:
-    """Start the process of a rank with one end of a socket pair."""
+    """Start the process of the rank `number`, connected by one end of a socket pair, and return it with the channel to
+    it.
+    """
     ours, its = socket.socketpair()
     # Close this process's copy of the child's end; otherwise the child's exit would not close the connection.
     with its:

@@ -36,7 +36,9 @@ from baton_serve.engine.parallel.ranks import Ranks
 
 
 class TPExecutor:
-    """Executes steps on all ranks of a tensor-parallel model, from rank 0. Implements `Executor`."""
+    """Executes each step on all ranks of a tensor-parallel model: it sends the step to the other ranks and computes
+    rank 0's part itself. Implements `Executor`.
+    """
 
     def __init__(self, own: LocalExecutor, ranks: Ranks) -> None:
         self._own = own
@@ -97,15 +99,15 @@ class TPExecutor:
         self._ranks.capture(capture_here)
 
     def close(self) -> None:
-        """Free rank 0's graphs. Those of the other ranks end with their processes."""
+        """Free the captured graphs of rank 0. Those of the other ranks end with their processes."""
         self._own.close()
 
 
 class PipelineExecutor:
-    """Executes steps on all stages of a pipeline, from rank 0. Implements `Executor`.
+    """Executes steps on all stages of a pipeline, from rank 0, which belongs to the first stage. Implements `Executor`.
 
-    `compute` returns when the first stage has its part of the work; `collect` waits for the last stage. So several
-    steps are in flight, each in another stage.
+    `compute` returns when the first stage has queued its layers; `collect` waits for the last stage. So several steps
+    are in flight, each in another stage.
     """
 
     has_graphs = False
@@ -137,10 +139,10 @@ class PipelineExecutor:
         raise AssertionError("has_graphs is False")
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
-        """Do nothing: a sequence's next step starts when the host knows its tokens."""
+        """Do nothing: with a pipeline, a sequence's next step starts only after the host knows its tokens."""
 
     def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
-        """Do nothing: a sequence's next step starts when the host knows its tokens."""
+        """Do nothing: with a pipeline, a sequence's next step starts only after the host knows its tokens."""
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
         raise AssertionError("a stage is not capturable")
@@ -150,7 +152,9 @@ class PipelineExecutor:
 
 
 class BlockCopier(Protocol):
-    """The part of `KVCache` that copies blocks, on one rank or all."""
+    """The part of `KVCache` that copies KV blocks between device and host, and within the device; on one rank or on
+    all.
+    """
 
     @property
     def is_mirrored(self) -> bool: ...
@@ -161,7 +165,9 @@ class BlockCopier(Protocol):
 
 
 class TPBlockCopier:
-    """Copies KV blocks on all ranks, from rank 0. Implements `BlockCopier`."""
+    """Copies KV blocks on all ranks, from rank 0, since each rank holds a part of every block. Implements
+    `BlockCopier`.
+    """
 
     def __init__(self, own: KVCache, ranks: Ranks) -> None:
         self._own = own
@@ -173,14 +179,18 @@ class TPBlockCopier:
         self._own.copy_blocks(sources, targets)
 
     def to_host(self, blocks: Iterable[int]) -> None:
-        """Copy blocks to the mirror; return when all ranks' parts are there."""
+        """Copy these blocks from the device to their copies in host memory, which all ranks share. Return when every
+        rank has copied its part.
+        """
         if self.is_mirrored and (chosen := list(blocks)):
             self._ranks.expect_answer(ToHost(chosen))
             self._own.to_host(chosen)
             self._ranks.wait()
 
     def from_host(self, blocks: Iterable[int]) -> None:
-        """Copy blocks from the mirror; return when no rank reads the mirror any more."""
+        """Copy these blocks from host memory, which all ranks share, to the device. Return when no rank reads the host
+        memory any more.
+        """
         if self.is_mirrored and (chosen := list(blocks)):
             self._ranks.expect_answer(FromHost(chosen))
             self._own.from_host(chosen)
@@ -193,7 +203,9 @@ class TPBlockCopier:
 
 @contextmanager
 def _run_on_all_ranks() -> Iterator[None]:
-    """Run a part of a step that the other ranks execute too. Raises `EngineError` if this rank lacks memory for it."""
+    """Wrap rank 0's part of a step that the other ranks compute too. Raises `EngineError` if rank 0 runs out of device
+    memory in it, since the ranks cannot go on together then.
+    """
     try:
         yield
     except torch.OutOfMemoryError as exc:
@@ -204,12 +216,14 @@ def _run_on_all_ranks() -> Iterator[None]:
 
 
 def make_executor(own: LocalExecutor, forward: Forward, ranks: Ranks, vocab_size: int) -> Executor:
-    """Return an executor for all ranks."""
+    """Return the executor of an engine: `own` with a single rank, otherwise one that also sends each step to `ranks`.
+    With a pipeline, `forward` is a `StagedForward`.
+    """
     if isinstance(forward, StagedForward):
         return PipelineExecutor(own, forward, ranks, vocab_size)
     return own if ranks.num_ranks == 1 else TPExecutor(own, ranks)
 
 
 def make_block_copier(own: KVCache, ranks: Ranks) -> BlockCopier:
-    """Return the block copies for all ranks."""
+    """Return the object that copies KV blocks: `own` with a single rank, otherwise one that copies on all `ranks`."""
     return own if ranks.num_ranks == 1 else TPBlockCopier(own, ranks)

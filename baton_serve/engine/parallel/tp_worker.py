@@ -69,10 +69,14 @@ _KINDS: list[tuple[type[EngineError], ErrorKind]] = [  # subclasses before their
 
 
 class TPWorker:
-    """Executes the commands of one rank. Lives as long as its process."""
+    """Loads one rank's part of a model and executes the commands that rank 0 sends. It lives as long as the rank's
+    process.
+    """
 
     def __init__(self, channel: Channel[Command]) -> None:
-        """Load this rank's shard, as the first command says. Raises `EngineError`."""
+        """Wait for rank 0's first command on `channel`, and load this rank's part of the model as that command says.
+        Raises `EngineError` if loading fails.
+        """
         self._channel = channel
         first = channel.receive(None)
         if isinstance(first, ReportMemory):
@@ -92,13 +96,15 @@ class TPWorker:
         self._memory_before = 0
 
     def serve(self) -> None:
-        """Execute commands until rank 0 closes the channel, which raises `ChannelError`."""
+        """Report that the model is loaded, and execute commands until rank 0 closes the channel, which raises
+        `ChannelError`.
+        """
         self._channel.send(self._channel.encode(RankLoaded(self._model.kv_shapes)))
         while True:
             self.do(self._channel.receive(None))
 
     def do(self, command: Command) -> None:
-        """Execute one command of rank 0."""
+        """Execute one command of rank 0, and answer it if rank 0 expects an answer."""
         # Steps come first: they are frequent, and each comparison costs time in every step.
         match command:
             case Replay():
@@ -126,7 +132,9 @@ class TPWorker:
                 self._prepare(command)
 
     def _prepare(self, command: Command) -> None:
-        """Execute a command of the start-up, or one that changes the adapters."""
+        """Execute a command that is not part of a step: one of the start of the engine, or one that changes the LoRA
+        adapters.
+        """
         match command:
             case KeepAdapter():
                 self._adapters.follow(command.name, command.folder, command.fingerprint)
@@ -151,7 +159,7 @@ class TPWorker:
                 raise ChannelError(f"{type(command).__name__} must be sent only once")
 
     def _join(self, command: JoinGroup) -> None:
-        """Join the other ranks, and build what depends on them."""
+        """Connect with the other ranks, and build what needs their collectives, such as the model's forward."""
         world, model = World(command.store, self._place, self._device), self._model
         self._group = world.collectives(maps_memory=not self._config.disable_custom_all_reduce)
         links = world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=self._device))
@@ -161,13 +169,15 @@ class TPWorker:
 
     @torch.inference_mode()
     def _finish(self, command: FinishStep) -> None:
-        """Take part in the head of a step that has gone through all stages."""
+        """Take part in computing the logits of a step that has passed all pipeline stages. Only ranks of the first
+        stage do.
+        """
         forward = self._setup.forward
         assert isinstance(forward, StagedForward)
         forward.finish(command.count)
 
     def _build(self, command: BuildCache) -> None:
-        """Make the KV cache in the shared memory."""
+        """Create this rank's KV cache, whose host memory is shared by all ranks, and the executor that uses it."""
         descriptor = self._channel.receive_descriptor()
         if self._cache is not None:
             self._cache.close()
@@ -199,7 +209,7 @@ class TPWorker:
         self._executor.compute(step_arrays(command, images))
 
     def _receive_tokens(self, count: int) -> torch.Tensor:
-        """Receive tokens that rank 0 broadcasts."""
+        """Return `count` tokens that rank 0 broadcasts, int64 on the device."""
         tokens = torch.empty(count, dtype=torch.int64, device=self._device)
         self._group.broadcast(tokens)
         return tokens
@@ -209,7 +219,8 @@ class TPWorker:
 
 
 def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
-    """Wait for the process `parent` to exit, and end this process then. Run in a thread.
+    """Wait until the process with the id `parent` has exited, and then end this process by `leave`. It runs in a
+    thread.
 
     A collective may wait forever for rank 0, so a normal exit could be blocked.
     """
@@ -225,13 +236,15 @@ def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
 
 
 def failure(error: EngineError) -> CommandFailed:
-    """Return the error in the form that rank 0 raises again."""
+    """Return the answer that reports `error` to rank 0, which raises an error of the same kind."""
     kind: ErrorKind = next((kind for made, kind in _KINDS if isinstance(error, made)), "other")
     return CommandFailed(kind, str(error))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the rank, and return the exit status: 0 after rank 0 has closed the channel."""
+    """Run one rank of an engine in this process, and return its exit status: 0 after rank 0 has closed the channel, 1
+    after an error. `arguments` are the descriptor of the socket to rank 0 and the id of rank 0's process.
+    """
     descriptor, parent = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process afterwards
     logging.basicConfig(level=logging.WARNING)
