@@ -40,7 +40,8 @@ class LoRAModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. In optional fields `None` means that the device or the model's config decides."""
+    """Settings of one engine, like vLLM's engine arguments. None in an optional field lets the device or the model's
+    config.json decide."""
 
     model: str
     """Folder in Hugging Face format, or a GGUF file in such a folder."""
@@ -190,17 +191,20 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices, and of processes, of the engine."""
+        """Number of processes of this engine, one for each device: tensor parallel size times pipeline parallel
+        size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def rounding(self) -> Quantization | None:
-        """The quantization that these settings ask for, also by their load format."""
+        """The quantization to apply to the weights while loading: `quantization`, or "bitsandbytes" if `load_format`
+        says so; None: keep the weights as they are stored."""
         return "bitsandbytes" if self.load_format == "bitsandbytes" else self.quantization
 
     @property
     def loader(self) -> LoaderOptions:
-        """The settings of the load format. Raises `ConfigError` if it does not have one of them."""
+        """The checked entries of `model_loader_extra_config`. Raises `ConfigError` for an entry that `load_format` does
+        not have."""
         try:
             return loader_options(self.load_format, self.model_loader_extra_config)
         except ValueError as exc:
@@ -208,22 +212,22 @@ class EngineConfig:
 
     @property
     def max_adapters(self) -> int:
-        """Largest number of adapters whose weights are kept in device memory."""
+        """Largest number of LoRA adapters whose weights are kept in device memory at the same time."""
         return self.max_cpu_loras or max(16, self.max_loras, len(self.lora_modules))
 
     @property
     def adapters_at_start(self) -> list[LoRAModule]:
-        """The entries of `lora_modules`. Raises `ConfigError` if one is malformed."""
+        """The entries of `lora_modules`, parsed. Raises `ConfigError` if one is malformed."""
         return [_lora_module(entry) for entry in self.lora_modules]
 
     def runs_ahead(self, *, is_host: bool) -> bool:
-        """Return whether steps are launched ahead: `async_scheduling`, or by default True unless the device is the
-        host's CPU.
-        """
+        """Return whether a step is launched before the previous step's tokens are known: `async_scheduling`, or if that
+        is None, True for every device but the CPU. `is_host` says that the device is the CPU."""
         return not is_host if self.async_scheduling is None else self.async_scheduling
 
     def _check_rounding(self) -> None:
-        """Check the settings that round weights. Raises `ConfigError`."""
+        """Check that `load_format`, its extra config and `quantization` fit each other. Raises `ConfigError`
+        otherwise."""
         # Reading the options checks them.
         _ = self.loader
         if self.load_format == "bitsandbytes" and self.quantization not in (None, "bitsandbytes"):
@@ -233,7 +237,8 @@ class EngineConfig:
             )
 
     def _check_stages(self) -> None:
-        """Check the settings of a pipeline. Raises `ConfigError`."""
+        """Check the settings of pipeline parallelism. Raises `ConfigError` if they contradict each other or other
+        settings."""
         if self.pipeline_parallel_size == 1 and self.pipeline_layer_partition is not None:
             raise ConfigError("pipeline_layer_partition divides layers into stages: set pipeline_parallel_size too")
         if self.pipeline_parallel_size > 1 and self.enable_lora:
@@ -243,7 +248,8 @@ class EngineConfig:
             )
 
     def _check_adapters(self) -> None:
-        """Check the settings of LoRA adapters. Raises `ConfigError`."""
+        """Check the settings of LoRA adapters. Raises `ConfigError` if they contradict each other or name an adapter
+        twice."""
         # The adapters of one step must all be on the device.
         if self.max_adapters < self.max_loras:
             raise ConfigError(
@@ -257,7 +263,7 @@ class EngineConfig:
 
 
 def _lora_module(entry: str) -> LoRAModule:
-    """Parse an entry of `lora_modules`. Raises `ConfigError`."""
+    """Parse one entry of `lora_modules`, `NAME=PATH` or JSON. Raises `ConfigError` if it is malformed."""
     try:
         if entry.lstrip().startswith("{"):
             return msgspec.json.decode(entry, type=LoRAModule)

@@ -32,7 +32,7 @@ CPU_KV_MAX_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Free and total memory of a device, or of this container or machine for the CPU."""
+    """Free and total memory of a device, in bytes. For the CPU: those of this container, or else of the machine."""
 
     free_bytes: int
     total_bytes: int
@@ -40,7 +40,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
-    """Default values of engine settings that depend on the device."""
+    """Default values of the engine settings for which each kind of device (CPU, cuda, xpu) has its own."""
 
     block_tokens: int
     max_num_batched_tokens: int
@@ -53,7 +53,7 @@ class DeviceDefaults:
 
 
 class DeviceGraph(Protocol):
-    """The interface of a captured graph of torch.cuda or torch.xpu."""
+    """The methods that captured graphs of torch.cuda and of torch.xpu have in common."""
 
     def replay(self) -> None: ...
 
@@ -61,7 +61,8 @@ class DeviceGraph(Protocol):
 
 
 class DeviceEvent(Protocol):
-    """The interface of an event of torch. Streams of other threads can wait for it."""
+    """The methods that events of torch.cuda and of torch.xpu have in common. Streams of any thread can wait for an
+    event."""
 
     def record(self) -> None: ...
 
@@ -102,7 +103,7 @@ def enter(device: torch.device) -> None:
 
 
 def defaults(device: torch.device) -> DeviceDefaults:
-    """Return the defaults of settings that depend on the device."""
+    """Return the default values of engine settings for this kind of device."""
     if device.type == "cpu":
         return DeviceDefaults(block_tokens=16, max_num_batched_tokens=512, max_num_pooled_tokens=2048, tail_parts=1)
     return DeviceDefaults(
@@ -114,9 +115,10 @@ def defaults(device: torch.device) -> DeviceDefaults:
 
 
 def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype to compute in. `auto` keeps the model's dtype.
+    """Return the dtype of weights and activations. `asked` is the setting `dtype`; "auto" keeps `model_dtype`, that of
+    config.json.
 
-    On CPUs `auto` turns float16 into bfloat16, which they multiply natively.
+    On CPUs "auto" turns float16 into bfloat16, which they multiply natively.
     """
     if asked != "auto":
         return DTYPES[asked]
@@ -128,7 +130,7 @@ def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | No
 
 
 def is_host(device: torch.device) -> bool:
-    """Return whether the device's memory is the host's, which other processes can map."""
+    """Return whether the device is the CPU. Its memory is then the host's, which other processes can map."""
     return device.type == "cpu"
 
 
@@ -138,7 +140,7 @@ def device_name(device: torch.device) -> str:
 
 
 def driver_version(device: torch.device) -> str:
-    """Return the version of the device's driver and of the libraries that torch was built for; for the CPU its
+    """Return the versions of the device's driver and of the libraries that torch was built for; for the CPU, its
     instruction sets."""
     if device.type == "cpu":
         return str(torch.backends.cpu.get_cpu_capability())
@@ -157,14 +159,13 @@ def has_side_streams(device: torch.device) -> bool:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Return whether work can be captured in graphs and replayed."""
+    """Return whether the device can capture work in a graph and replay it, as CUDA graphs do."""
     return device.type != "cpu" and _graph_type(device) is not None and hasattr(_module(device), "graph")
 
 
 class Capturing:
-    """Captures work of the device in graphs. All graphs use the same scratch memory, so only one of them may run at a
-    time.
-    """
+    """Captures work of one device in graphs. All its graphs share their scratch memory, so only one of them may run at
+    a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -175,9 +176,10 @@ class Capturing:
         self._mode = {"capture_error_mode": "thread_local"} if can_choose else {}
 
     def __call__(self, call: Callable[[], None]) -> DeviceGraph:
-        """Capture the device's work of `call`, which must have run once before, and return the graph.
+        """Run `call` and capture in a graph the work that it queues on the device. `call` must have run once before.
 
-        `replay` repeats the work on the same memory. Raises `RuntimeError` if something in `call` cannot be captured.
+        The graph's `replay` repeats this work on the same memory. Raises `RuntimeError` if something in `call` cannot
+        be captured.
         """
         module, graph_type = _module(self._device), _graph_type(self._device)
         assert graph_type is not None
@@ -198,16 +200,16 @@ class Capturing:
 
 
 class HostCopyBuffers:
-    """Copies small results to pinned host memory while the device continues to compute. Two copies may run at the same
-    time.
-    """
+    """Pinned host memory to which small results are copied while the device continues to compute. Two copies may run at
+    the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers = [torch.empty(0, dtype=torch.int64)] * 2
 
     def start(self, values: Tensor) -> "HostCopy":
-        """Start copying `values`, int64 [count], behind the work that is queued on the device so far."""
+        """Start to copy `values`, int64 [count], to the host, after all work that is queued on the device so far. The
+        returned copy is waited for with `HostCopy.wait`."""
         if self._device.type == "cpu":
             return HostCopy(values.clone(), None)  # the caller may overwrite `values` before it reads the copy
         # A step may start its copy before the previous one is read, so two buffers are used alternately.
@@ -222,14 +224,16 @@ class HostCopyBuffers:
 
 
 def record(device: torch.device) -> DeviceEvent:
-    """Record an event behind the work that this thread has queued so far, and return it. Not for the CPU."""
+    """Return a new event that is reached when the device has finished all work that this thread has queued so far. Do
+    not call it for the CPU."""
     event: DeviceEvent = _module(device).Event()
     event.record()
     return event
 
 
 class SideStream:
-    """A second stream of a device, for copies beside the computation. Inside `with`, this thread's work goes to it."""
+    """A second stream of a device, for copies that run beside the computation. Work that a thread queues inside `with`
+    goes to this stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -237,11 +241,12 @@ class SideStream:
         self._entered: AbstractContextManager[object] | None = None
 
     def wait(self, event: DeviceEvent) -> None:
-        """Make later work of this stream wait for `event`."""
+        """Make all work that is queued on this stream from now on wait for `event`."""
         self._stream.wait_event(event)
 
     def record(self) -> DeviceEvent:
-        """Record an event behind the work that is queued on this stream so far, and return it."""
+        """Return a new event that is reached when the device has finished all work that is queued on this stream so
+        far."""
         event: DeviceEvent = _module(self._device).Event()
         self._stream.record_event(event)
         return event
@@ -256,7 +261,7 @@ class SideStream:
 
 
 def order_after(device: torch.device, event: DeviceEvent) -> None:
-    """Make later work of this thread's current stream wait for `event`."""
+    """Make all work that this thread queues on the device from now on wait for `event`. The host does not wait."""
     _module(device).current_stream(device).wait_event(event)
 
 
@@ -265,7 +270,8 @@ RunBeside = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def beside(device: torch.device) -> RunBeside | None:
-    """Return a function that runs work in a second stream, or None if the device has none. Graphs can capture it."""
+    """Return a function that queues the work of its argument on a second stream and returns a function that makes the
+    main stream wait for it. None if the device has one stream only. Graphs can capture both streams."""
     if not has_side_streams(device):
         return None
     side = SideStream(device)
@@ -288,13 +294,14 @@ def beside(device: torch.device) -> RunBeside | None:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A running copy to the host. `done` is None if the copy was complete when it was started."""
+    """A copy from the device to the host that may still be running. `done` is the event at its end; None: it is
+    complete."""
 
     values: Tensor
     done: DeviceEvent | None
 
     def wait(self) -> list[int]:
-        """Wait for the copy and return its values."""
+        """Wait until the copy is complete, and return the copied numbers."""
         if self.done is not None:
             self.done.synchronize()
         found: list[int] = self.values.tolist()
@@ -302,28 +309,30 @@ class HostCopy:
 
 
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return pinned host memory filled with zeros, from which the device can copy while the host continues."""
+    """Return new pinned host memory, filled with zeros, from which the device can copy while the host continues. The
+    CPU gets ordinary memory."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def pinned_memory(device: torch.device, num_bytes: int) -> Tensor:
-    """Return pinned host memory, not filled. Raises `RuntimeError` if it cannot be allocated."""
+    """Return new pinned host memory of this size, with undefined content. Raises `RuntimeError` if the system does not
+    grant it."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return the backend of torch.distributed for tensors of this device."""
+    """Return the name of torch.distributed's backend for tensors of this device, such as "nccl"."""
     return {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all its work."""
+    """Wait until the device has finished all work that was queued on it."""
     if device.type != "cpu":
         _module(device).synchronize(device)
 
 
 def memory(device: torch.device) -> MemoryInfo:
-    """Return the device's free and total memory."""
+    """Return the device's free and total memory in bytes."""
     if device.type != "cpu":
         free, total = _module(device).mem_get_info(device)
         return MemoryInfo(free, total)
@@ -331,7 +340,7 @@ def memory(device: torch.device) -> MemoryInfo:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Return the bytes that are allocated now, and start a new measurement of `peak_bytes`."""
+    """Return the bytes that torch has allocated on the device now. Later calls of `peak_bytes` measure from now on."""
     if device.type == "cpu":
         return 0
     _module(device).empty_cache()
@@ -340,7 +349,7 @@ def reset_peak(device: torch.device) -> int:
 
 
 def release_unused(device: torch.device) -> None:
-    """Return memory that torch or the C library keeps for reuse, on the device and in this process."""
+    """Give memory that torch or the C library has freed but keeps for reuse back to the device and to the system."""
     if device.type != "cpu":
         _module(device).empty_cache()
     with suppress(OSError, AttributeError):  # only glibc has it
@@ -348,15 +357,16 @@ def release_unused(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that were allocated since `reset_peak`; 0 on the CPU, where torch does not count them."""
+    """Return the largest number of bytes that torch has had allocated on the device since `reset_peak`; 0 on the CPU,
+    where torch does not count them."""
     return 0 if device.type == "cpu" else int(_module(device).max_memory_allocated(device))
 
 
 def kv_cache_bytes(device: torch.device, *, memory_utilization: float, activation_bytes: int) -> int:
-    """Return how many bytes the KV cache may take. Call it once the weights are loaded.
+    """Return how many bytes the KV cache may take. Call it when the weights are in memory.
 
     `memory_utilization` is the part of the device's memory that this process may use in all, from 0 to 1.
-    `activation_bytes` is what the largest step needs beside the weights.
+    `activation_bytes` is what the largest step needs in addition to the weights.
     """
     if device.type == "cpu":
         return min(CPU_KV_MAX_BYTES, int(memory(device).free_bytes * CPU_KV_FRACTION))
@@ -408,10 +418,10 @@ def _host_memory() -> MemoryInfo:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's operations on the host in one thread.
+    """Make torch's operations on the CPU use one thread inside `with`.
 
-    Loading runs thousands of short ones. On a busy host, each would wait for the slowest of its threads: half a minute
-    for what one thread does in a second.
+    Loading runs thousands of short operations. On a busy machine each of them would wait for the slowest of its
+    threads, which turns one second into half a minute.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -58,19 +58,20 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A loaded model with its KV cache and the requests that run on it. Owned by one thread, which must call `close`.
+    """A loaded model with its KV cache and the requests that it computes (in vLLM: the engine core). One thread makes
+    all calls, and must call `close` at the end.
 
-    `kv` is the memory of the KV cache; `layout` is the shape of one of its blocks.
+    `kv` is the memory of the KV cache; `layout` describes one of its blocks.
     """
 
     def __init__(
         self, config: EngineConfig, *, progress: LoadProgress | None = None, on_lost: OnLost | None = None
     ) -> None:
-        """Load the model, size the KV cache and warm up; this takes seconds to minutes.
+        """Load the model, allocate the KV cache and warm up; this takes seconds to minutes.
 
-        `progress` is called with the phase and its finished fraction. `on_lost` is called from another thread when a
-        tensor-parallel rank has exited; then the engine can only be closed. Raises `ConfigError`, `ModelError`,
-        `CapacityError` or `AdapterError`.
+        `progress` is called with the name of the current phase and its finished fraction, from 0 to 1. `on_lost` is
+        called from another thread when the process of another rank has exited; then the engine can only be closed.
+        Raises `ConfigError`, `ModelError`, `CapacityError` or `AdapterError`.
         """
         config.check()
         self._profiler = TorchProfiler()
@@ -83,7 +84,7 @@ class Engine:
             raise
 
     def _load(self, config: EngineConfig, report: LoadProgress) -> None:
-        """Load the model and build everything that depends on it."""
+        """Load this rank's part of the model, and build all other parts of the engine. `report` gets the progress."""
         self._device = device.select_device(config.device)
         model = load(config, self._device, report, self._ranks.place.shard, self._ranks.place.stage)
         # Forming the group waits for all ranks, which load at the same time.
@@ -103,7 +104,8 @@ class Engine:
         self._start(config, setup, report)
 
     def _start(self, config: EngineConfig, setup: EngineSetup, report: LoadProgress) -> None:
-        """Size the KV cache, warm up, measure the speed and build the scheduler."""
+        """Allocate the KV cache, warm the kernels up, measure their speed and build the scheduler, as the last part of
+        loading."""
         report("reading the vocabulary", 0.0)
         grammars = Grammars(model_folder(config.model), vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
         # Read the vocabulary now: at the first request with a grammar it would stop all requests for about a second.
@@ -166,17 +168,19 @@ class Engine:
         report("ready", 1.0)
 
     def on_layer_groups(self, on_group: OnLayerGroup) -> None:
-        """Report the last blocks of `prefill` requests in groups of layers to `on_group`. Call it before the first
-        step.
+        """Register `on_group`, which is called during the last chunk of a `prefill` request's prompt, each time that a
+        group of layers is computed: the KV of these layers can be sent while later layers are computed. Call this
+        before the first step.
 
-        `on_group` is called from the engine's thread or from another one. `step` reports the blocks again when they are
-        complete. With `tail_parts` 1 it is never called.
+        `on_group` is called from the engine's thread or from another one. `step` reports the same blocks again when
+        they are complete. With `tail_parts` 1 `on_group` is never called.
         """
         if self.tail_parts > 1:
             self._steps.layer_groups = LayerGroupReporter(self.layout, self._layer_group_plan, self._device, on_group)
 
     def compile_grammar(self, grammar: str) -> "Future[object]":
-        """Start compiling a grammar, and return a future that ends when requests with it can be added.
+        """Start compiling a grammar for structured output. The future ends when it is compiled; add requests with the
+        grammar then.
 
         A request whose grammar is not compiled yet delays the first step that it is part of. The caller keeps the
         future's result until its request has ended: otherwise the grammar may be dropped before that step. The future
@@ -192,12 +196,12 @@ class Engine:
         pixels: Pixels = NO_PIXELS,
         logits_processors: tuple[LogitsProcessor, ...] = (),
     ) -> None:
-        """Queue a request. `pixels` are those of the prompt's images, as `image_reader` returns them.
+        """Queue a request. `pixels` are the preprocessed images of the prompt, as `image_reader` returns them.
         `logits_processors` are called in the engine's thread, for each token.
 
         With mode `generate`, the whole answer is generated here. With `prefill`, the prompt is computed and the first
-        token of each sequence is sampled; the blocks are kept until `release` or, if the request fails, `cancel`.
-        Raises `RequestError` if the request can never be served.
+        token of each sequence is sampled; the KV blocks are kept for another instance until `release` or, if the
+        request fails, `cancel`. Raises `RequestError` if the request can never be served.
         """
         self._check(work)
         check_images(work, self._images, pixels)
@@ -207,10 +211,11 @@ class Engine:
         self._table.enqueue(parent)
 
     def reserve(self, work: Work) -> Reservation | None:
-        """Allocate the blocks of a prompt that another instance computes. Return None if too few blocks are free; retry
-        later.
+        """Allocate KV blocks for the prompt of a request that a prefill worker computes. Return the hashes and indexes
+        of the blocks to receive, or None if too few blocks are free; then call it again later.
 
-        `cancel` frees the blocks; after `admit` they belong to the running request. Raises `RequestError`.
+        `cancel` frees the blocks; after `admit` they belong to the running request. Raises `RequestError` if the
+        request can never be served.
         """
         self._check(work)
         if self._scheduler.admission.is_short_of_blocks:
@@ -222,28 +227,30 @@ class Engine:
         return reservation
 
     def mark_received(self, request_id: RequestId, names: Iterable[BlockHash]) -> None:
-        """Record that these missing blocks have been received and verified, in the memory that `kv` shows to
-        transports.
-        """
+        """Record that the KV of these blocks of a reservation has arrived and was verified, in the memory that `kv`
+        shows to transports."""
         self._mirror_refs.copy_to_device(self._reservations.mark_received(request_id, names))
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
-        """Start decoding a reserved request with its first tokens, by sequence index; they are not reported again.
+        """Start to decode a reserved request. `first_tokens` are the tokens that the prefill worker sampled, by
+        sequence index; `step` does not report them again.
 
-        Call it when all blocks have been received. Raises `UsageError` otherwise.
+        Call it when all blocks of the reservation have been received; otherwise it raises `UsageError`.
         """
         self._reservations.admit(request_id, first_tokens)
         self._memory.copy_forked_blocks(self._table)
 
     def admit_locally(self, request_id: RequestId) -> None:
-        """Compute the prompt of a reserved request here, after a failed handoff. Blocks that have arrived are used."""
+        """Compute the prompt of a reserved request on this instance, because its handoff failed. Blocks that have
+        arrived are not computed again."""
         self._mirror_refs.free_mirror(self._reservations.missing_blocks(request_id))
         self._reservations.admit_locally(request_id)
 
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None:
-        """End a request, or one of its sequences, in any state, and free its blocks immediately. Ignore unknown ids.
+        """End a request, or only its sequence with index `sequence`, in any state, and free its blocks immediately. An
+        unknown id is ignored.
 
-        No transport may still read or write its blocks.
+        The caller ensures that no transport reads or writes these blocks any more.
         """
         missing = self._reservations.missing_blocks(request_id)
         self._table.cancel(request_id, sequence)
@@ -252,8 +259,8 @@ class Engine:
             self._mirror_refs.end(request_id)
 
     def release(self, request_id: RequestId) -> None:
-        """Free the blocks of a `prefill` request after they were fetched, or if nothing will fetch them. Ignore unknown
-        ids.
+        """Free the blocks of a computed `prefill` request, after the decode worker has fetched them or if no one will.
+        An unknown id is ignored.
 
         Raises `UsageError` if its prompt is not computed yet.
         """
@@ -266,9 +273,8 @@ class Engine:
         self._mirror_refs.end(request_id)
 
     def pin(self, pin_id: RequestId, names: Iterable[BlockHash]) -> list[NamedBlock]:
-        """Keep the longest cached prefix of `names` in place until `unpin`, and return its blocks for transports to
-        read.
-        """
+        """Keep the cached blocks of `names`, up to the first hash that is not cached, from eviction until
+        `unpin(pin_id)`. Return these blocks, which transports may read."""
         pinned = self._reservations.pin(names)
         # Transports read at once, but the later stages of a pipeline may not have computed their layers yet.
         unfinished = self._steps.unfinished_blocks()
@@ -282,13 +288,13 @@ class Engine:
         return pinned
 
     def unpin(self, pin_id: RequestId) -> None:
-        """Undo `pin`: the blocks may be evicted again."""
+        """Allow the eviction of the blocks that `pin` returned for this id."""
         self._reservations.unpin(self._pins.pop(pin_id, []))
         self._mirror_refs.end(pin_id)
 
     def begin_import(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
-        """Allocate blocks for KV that is to be received from another instance: for the hashes of `names` that follow
-        the prefix cached here.
+        """Allocate blocks for cached KV that another instance is about to send: one for each hash of `names` after the
+        leading ones that are cached here.
 
         Return these hashes with their blocks, in order, as many as there is room for. The blocks stay allocated until
         `end_import`. If the list is empty, nothing was allocated and `end_import` is not needed.
@@ -301,70 +307,79 @@ class Engine:
         return missing
 
     def end_import(self, import_id: RequestId, received: Iterable[BlockHash]) -> None:
-        """End an import. Blocks of `received` hold verified content and stay cached; the others are freed.
+        """End an import. Blocks of the hashes in `received` hold verified KV and stay cached; its other blocks are
+        freed.
 
-        No transport may write to the blocks any more.
+        The caller ensures that no transport writes to the blocks any more.
         """
         self._mirror_refs.copy_to_device(self._imports.receive(import_id, received))
         self._mirror_refs.free_mirror(self._imports.end(import_id))
 
     @property
     def kernel_verdicts(self) -> list[KernelVerdict]:
-        """Return which kernels were right on this device, which are used, and which captured graphs were wrong."""
+        """Return the results of the comparison of kernels with their twins: which kernels were right on this device,
+        which are used, and which captured graphs were wrong."""
         return [*self._kernels.verdicts, *self._executor.wrong_graphs]
 
     @property
     def last_batch(self) -> BatchSize:
-        """Return the numbers of sequences and tokens in the batch that was launched last. Any thread may call it."""
+        """Return how many sequences and tokens the step that was launched last computes. Any thread may read it."""
         return self._steps.last_batch
 
     def has_work(self) -> bool:
-        """Return whether `step` has work or events to report."""
+        """Return whether `step` has something to compute, or changes of the prefix cache to report."""
         return self._steps.has_work()
 
     def step(self) -> StepResult:
-        """Run one step for all requests and return its results.
+        """Compute one step for all requests, and return its tokens, completed blocks, failures and changes of the
+        prefix cache.
 
-        With `async_scheduling`, the next step is launched before this one's tokens are known. Requests that fail are
-        listed in the result; other exceptions mean that the engine is broken.
+        With `async_scheduling`, the next step is launched before this step's tokens are known. Failed requests are
+        listed in the result; any exception means that the engine cannot be used any more.
         """
         return self._steps.step()
 
     def cached_block_hashes(self) -> list[BlockHash]:
-        """Return the hashes of all blocks in the prefix cache."""
+        """Return the hashes of all blocks in the prefix cache, on the device only."""
         return self._pool.cached_block_hashes()
 
     def hot_block_hashes(self, limit: int) -> list[BlockHash]:
-        """Return up to `limit` hashes of blocks on the device, the most used first."""
+        """Return the hashes of at most `limit` cached blocks on the device, the blocks that most requests have shared
+        first."""
         return self._pool.hot_block_hashes(limit)
 
     def host_block_hashes(self) -> list[BlockHash]:
-        """Return the hashes of the blocks in the host tier."""
+        """Return the hashes of all blocks that are cached in host memory (the host tier)."""
         return self._host.tier.names() if self._host.tier is not None else []
 
     def stats(self) -> EngineStats:
-        """Return the engine's load and counters."""
+        """Return the current load of the engine, such as free blocks and running sequences, and its counters since the
+        start."""
         return engine_stats(self._table, self._scheduler, self._meter)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks in both tiers that no request uses. Return whether none is left."""
+        """Forget all cached blocks that no request uses, on the device and in host memory. Return True if no cached
+        block is left."""
         return self._pool.forget_cached()
 
     def start_profile(self, folder: Path) -> None:
-        """Start to record a trace of torch's profiler. Raises `ConfigError` or `UsageError`."""
+        """Start a recording with torch's profiler; `stop_profile` writes it to `folder`, which is created. Raises
+        `UsageError` if a recording runs already, and `ConfigError` if the folder cannot be made."""
         self._profiler.start(folder, self._device)
 
     def stop_profile(self) -> Path:
-        """Write the trace to the folder of `start_profile`, and return its file. Raises `UsageError`."""
+        """End the recording of `start_profile`, and return the path of the written trace. Raises `UsageError` if none
+        runs."""
         return self._profiler.stop()
 
     def check_invariants(self) -> None:
-        """Assert that the bookkeeping of requests and blocks is consistent. For tests."""
+        """Assert that the records of requests, KV blocks and transfers agree. Only tests call it."""
         self._table.check_invariants()
         self._mirror_refs.check_invariants()
 
     def close(self) -> None:
-        """End threads and other ranks, and free the memory."""
+        """End the engine's threads and the processes of the other ranks, and free the memory of weights and KV
+        cache."""
         self._profiler.close()
         self._steps.close()
         self._masking.close()
@@ -387,7 +402,8 @@ class Engine:
         self.close()
 
     def _check(self, work: Work) -> None:
-        """Raise `RequestError` if a request can never be served, and start compiling its grammar."""
+        """Raise `RequestError` if a request can never be served with this model and these limits. If it has a grammar,
+        start to compile it."""
         check_work(work, self.limits, self.vocab_size, max_logprobs=self._max_logprobs)
         self.adapters.check(work)
         if work.sampling.grammar is not None:
@@ -395,4 +411,4 @@ class Engine:
 
 
 def _ignore_lost_rank(why: str) -> None:
-    """Do nothing: `Ranks` has logged the loss."""
+    """Do nothing. It stands for `on_lost` if the caller passes none: the loss is already in the log."""

@@ -18,7 +18,7 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError):
-    """Reports a setting that no model can run with, or settings that contradict each other."""
+    """Reports a setting or an argument of the caller that is not valid, or settings that contradict each other."""
 
 
 class ModelError(EngineError):
@@ -34,13 +34,14 @@ class CapacityError(EngineError):
 
 
 class AdapterError(EngineError):
-    """Reports a LoRA adapter that cannot be loaded beside this model."""
+    """Reports a LoRA adapter that cannot be loaded, because its files are broken, it does not fit the model, or too
+    many are loaded."""
 
 
 class RequestError(EngineError):
-    """Reports a request that cannot be served.
+    """Reports a request that cannot be served; other requests go on.
 
-    The other requests go on. `code` is sent to the router and the client.
+    `code` is the kind of error that the router and the client receive.
     """
 
     def __init__(self, code: ErrorCode, message: str) -> None:

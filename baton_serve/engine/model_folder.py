@@ -75,7 +75,8 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def read_config(folder: Path, config: EngineConfig) -> HfConfig:
-    """Read config.json with transformers. Check first what transformers reports unclearly or late.
+    """Read the config.json of a model folder with transformers, after checks of what transformers would report
+    unclearly or late.
 
     Raises `ModelError` if the folder, its config or its weights files are missing or broken, and
     `UnsupportedModelError` for a model type that this version of transformers does not know.
@@ -113,11 +114,11 @@ def read_config(folder: Path, config: EngineConfig) -> HfConfig:
 
 
 def weight_files(folder: Path, load_format: LoadFormat = "auto", pattern: str = SHARD_PATTERN) -> list[Path]:
-    """Return the weight files of a folder in the load format; empty if it has none, or a GGUF file.
+    """Return the weight files that a loader with this `load_format` reads, sorted; empty if the folder has none, or
+    only a GGUF file.
 
-    `pattern` has the names of the files of sharded_state.
-
-    Raises `ModelError` if the list of PyTorch's files is broken.
+    `pattern` is how the files of the format sharded_state are named. Raises `ModelError` if the index of a checkpoint
+    in PyTorch's own format is broken.
     """
     tensors = sorted(folder.glob("*.safetensors"))
     if load_format in ("pt", "npcache") or (not tensors and load_format in ("auto", "bitsandbytes")):
@@ -134,7 +135,8 @@ def weight_files(folder: Path, load_format: LoadFormat = "auto", pattern: str = 
 
 
 def shard_paths(folder: Path, pattern: str) -> dict[int, list[Path]]:
-    """Return the files of `sharded_state` in a folder, by rank."""
+    """Return the files of a folder in the format sharded_state, by the rank that they belong to. `pattern` is their
+    name with `{rank}` and `{part}`."""
     # The texts around the two numbers are matched as they stand, with their dots.
     first, middle, last = (re.escape(text) for text in re.split(r"\{rank\}|\{part\}", pattern))
     number = {"rank": r"(?P<rank>\d+)", "part": r"\d+"}
@@ -148,15 +150,14 @@ def shard_paths(folder: Path, pattern: str) -> dict[int, list[Path]]:
 
 
 def is_pickled(files: list[Path]) -> bool:
-    """Return whether weight files are PyTorch's own, which `torch.load` reads."""
+    """Return whether these weight files of one model are in PyTorch's own format (`*.bin`) instead of safetensors."""
     return bool(files) and files[0].suffix == ".bin"
 
 
 def _refuse_sizes(path: Path, stated: dict[str, Any]) -> None:
-    """Check the sizes in config.json. Raises `ModelError` for one that is not a positive integer.
+    """Check the sizes in config.json. Raises `ModelError` if one is not a positive integer.
 
-    Otherwise a later division by such a size, for example 0 heads, would fail with a message that does not name the
-    file.
+    Otherwise a later division, for example by 0 heads, would fail with a message that does not name the file.
     """
     # Multimodal models have the sizes of their language model in `text_config`.
     inner = stated.get("text_config")
@@ -168,8 +169,8 @@ def _refuse_sizes(path: Path, stated: dict[str, Any]) -> None:
 
 
 def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) -> None:
-    """Check the model type. Raises `UnsupportedModelError` for one that needs `trust_remote_code` or newer
-    transformers.
+    """Check the model type that config.json states. Raises `UnsupportedModelError` if only `trust_remote_code` or a
+    newer transformers can load it.
 
     transformers itself would raise a very long message, or wait for an answer on the terminal.
     """
@@ -193,7 +194,8 @@ def _refuse_unknown(folder: Path, stated: dict[str, Any], config: EngineConfig) 
 
 
 def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
-    """Return the longest prompt plus answer in tokens: `config.max_model_len`, or what the model's config allows.
+    """Return the largest number of tokens of prompt and answer together: `config.max_model_len`, or what the model's
+    config allows.
 
     Raises `ConfigError` if neither states it, or if the setting exceeds the model's own limit without
     `config.allow_long_max_model_len`.
@@ -229,7 +231,7 @@ def max_model_len_of(config: EngineConfig, text_config: HfConfig) -> int:
 
 
 def _smallest_window(text_config: HfConfig) -> int | None:
-    """Return the length of the model's sliding window in tokens, or None if no layer has one."""
+    """Return the shortest sliding window of the model's layers in tokens, or None if no layer has one."""
     layers = getattr(text_config, "layer_types", None)
     if getattr(text_config, "use_sliding_window", True) is False or (layers and "sliding_attention" not in layers):
         return None
@@ -238,7 +240,7 @@ def _smallest_window(text_config: HfConfig) -> int | None:
 
 
 def _longest(text_config: HfConfig) -> int | None:
-    """Return the longest context in tokens that a model's config states, or None."""
+    """Return the longest context in tokens that a model's config states, or None if it states none."""
     # Older architectures use the next two names, and decoders with cross-attention the last one.
     names = ("max_position_embeddings", "seq_length", "max_seq_len", "max_target_positions")
     known = (getattr(text_config, name, None) for name in names)
@@ -252,9 +254,8 @@ def _longest(text_config: HfConfig) -> int | None:
 
 
 def weights_error(folder: Path, exc: BaseException) -> ModelError:
-    """Return the `ModelError` for weights of `folder` that failed to load with `exc`, with the first broken file's
-    name.
-    """
+    """Return the `ModelError` to raise because loading the weights of `folder` failed with `exc`. It names the first
+    broken file, if one is found."""
     file = _broken_file(folder)
     reason = first_line(exc)
     # Cloning a repository without Git LFS is the most frequent cause, and the loader's own message does not hint at it.
@@ -274,7 +275,8 @@ def _begins_with(file: Path, text: bytes) -> bool:
 
 
 def _broken_file(folder: Path) -> Path | None:
-    """Return the first weights file that cannot be opened because it is truncated or in another format, or None."""
+    """Return the first weights file of a folder that cannot be opened, because it is truncated or in another format;
+    None if all can be opened."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -286,7 +288,7 @@ def _broken_file(folder: Path) -> Path | None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' lists of the weights that a load leaves out on purpose."""
+    """Suppress, inside `with`, transformers' messages about weights that are left out on purpose."""
     from transformers.utils import logging as messages
 
     level = messages.get_verbosity()
@@ -298,6 +300,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def first_line(exc: BaseException) -> str:
-    """Return the type and the first line of an error's message."""
+    """Return the type of an exception and the first line of its message, for use in another message."""
     lines = str(exc).strip().splitlines()
     return f"{type(exc).__name__}: {lines[0] if lines else ''}"

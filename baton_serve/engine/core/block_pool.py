@@ -20,8 +20,8 @@ from baton_serve.engine.core.host_tier import HostTier
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The longest cached prefix in both tiers: its hashes, and the device blocks of these hashes (None: in the host
-    tier)."""
+    """The leading blocks of a prompt that are cached, on the device or in the host tier: their hashes `names`, and for
+    each hash the block on the device, or None if it is in the host tier only."""
 
     names: list[BlockHash]
     blocks: list[int | None]
@@ -30,11 +30,12 @@ class CachedPrefix:
         return len(self.blocks)
 
     def __add__(self, other: "CachedPrefix") -> "CachedPrefix":
-        """Return both as one, so that `BlockPool.take` takes all blocks or none. They must have no hash in common."""
+        """Return one object with the blocks of both, so that `BlockPool.take` takes either all of them or none. They
+        must have no hash in common."""
         return CachedPrefix(self.names + other.names, self.blocks + other.blocks)
 
     def first(self, count: int) -> "CachedPrefix":
-        """Return the first `count` blocks."""
+        """Return the first `count` blocks of this prefix as a new object."""
         return CachedPrefix(self.names[:count], self.blocks[:count])
 
     @property
@@ -49,7 +50,8 @@ class CachedPrefix:
 
 
 class BlockPool:
-    """Allocates the KV blocks of one engine and keeps the prefix cache. Engine thread only."""
+    """Allocates the KV blocks of one engine and keeps its prefix cache, like vLLM's `BlockPool`. A block has an owner
+    for each sequence that uses it. Engine thread only."""
 
     def __init__(
         self,
@@ -59,8 +61,9 @@ class BlockPool:
         host: HostTier | None = None,
         versions: list[int] | None = None,
     ) -> None:
-        """`num_blocks` includes block 0, which is never allocated. `versions` has one number per block, which grows
-        whenever the block is allocated, so that its reuse can be detected."""
+        """Create a pool in which all blocks are free. `num_blocks` includes block 0, which is never allocated. `host`
+        is the host tier, to which evicted blocks are copied. `versions` has one number per block, which grows whenever
+        the block is allocated, so that its reuse can be detected."""
         self.host = host
         self._num_blocks = num_blocks
         self._versions = [0] * num_blocks if versions is None else versions
@@ -75,27 +78,27 @@ class BlockPool:
 
     @property
     def num_total(self) -> int:
-        """Return the number of blocks that can be allocated in all: without block 0."""
+        """Return the number of blocks that can be allocated in all: every block but block 0."""
         return self._num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Return how many blocks can be allocated now, including cached blocks that have no owner."""
+        """Return how many blocks can be allocated now: blocks that no sequence uses, of which some are still cached."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Return the number of blocks on the device that have a hash."""
+        """Return the number of blocks on the device that are in the prefix cache."""
         return len(self._blocks)
 
     @property
     def is_caching(self) -> bool:
-        """Return whether blocks keep their hashes, so that other prompts find them."""
+        """Return whether prefix caching is on: blocks keep their hashes, so that later prompts find them."""
         return self._caching
 
     @property
     def has_events(self) -> bool:
-        """Return whether `take_events` would return anything."""
+        """Return whether the prefix cache has changed since the last call of `take_events`."""
         return bool(self._events) or (self.host is not None and self.host.has_events)
 
     def cached_block_hashes(self) -> list[BlockHash]:
@@ -103,9 +106,10 @@ class BlockPool:
         return list(self._blocks)
 
     def hot_block_hashes(self, limit: int) -> list[BlockHash]:
-        """Return at most `limit` hashes of cached blocks, the most often shared first, then the most recently used.
+        """Return at most `limit` hashes of blocks that are cached on the device: the blocks that were shared most often
+        first, and among these the most recently used.
 
-        A prefix comes before the blocks that follow it.
+        The blocks of a prefix come before the blocks that follow it.
         """
         # Owned blocks have age 0: they are in use now.
         age = {block: number for number, block in enumerate(reversed(self._free), 1)}
@@ -113,8 +117,8 @@ class BlockPool:
         return [name for name, _ in cached[:limit]]
 
     def match(self, names: Iterable[BlockHash]) -> list[int]:
-        """Return the blocks of the longest cached prefix on the device. They are not owned yet: call `share` before any
-        other method."""
+        """Return the blocks on the device of the leading hashes of `names`, up to the first hash that is not cached
+        there. The caller does not own the blocks yet: call `share` before any other method."""
         found: list[int] = []
         for name in names:
             block = self._blocks.get(name)
@@ -124,8 +128,8 @@ class BlockPool:
         return found
 
     def find(self, names: Iterable[BlockHash]) -> CachedPrefix:
-        """Return the longest cached prefix in both tiers. It is valid until any method except `num_taken`, `verify` and
-        `take` is called."""
+        """Return the cached blocks of the leading hashes of `names`, up to the first hash that neither the device nor
+        the host tier has. The result is valid until any method except `num_taken`, `verify` and `take` is called."""
         known: list[BlockHash] = []
         blocks: list[int | None] = []
         from_host: set[BlockHash] = set()
@@ -141,16 +145,15 @@ class BlockPool:
         return CachedPrefix(known, blocks)
 
     def num_taken(self, prefix: CachedPrefix) -> int:
-        """Return how many free blocks `take(prefix)` would need: cached blocks without an owner, and blocks for the
-        copies from the host tier.
-        """
+        """Return by how many `take(prefix)` would reduce `num_free`: one for each cached block on the device that no
+        sequence uses, and one for each block that must be copied from the host tier."""
         return prefix.num_host + self.num_unowned(block for block in prefix.blocks if block is not None)
 
     def verify(self, prefix: CachedPrefix) -> bool:
-        """Return whether the blocks of a prefix in the host tier are intact. If not, drop the damaged ones: the prefix
-        is not valid any more and must be found again.
+        """Return whether the blocks of a prefix that are in the host tier still have their checksums. If not, drop the
+        damaged blocks: the prefix is then not valid any more and must be found again.
 
-        This reads all their bytes. Call it only before `take`, not while it is uncertain whether the prefix is used.
+        This reads all bytes of these blocks. Call it only immediately before `take`.
         """
         if not prefix.num_host:
             return True
@@ -158,11 +161,11 @@ class BlockPool:
         return self.host.verify(prefix.host_names)
 
     def take(self, prefix: CachedPrefix) -> list[int]:
-        """Take ownership of all blocks of a prefix and return them; `num_taken` blocks must be free, and `verify` must
-        have returned True.
+        """Become an owner of all blocks of a prefix, and return them in order; `num_taken` blocks must be free, and
+        `verify` must have returned True.
 
-        Blocks from the host tier get blocks of their own, which are cached from now on. Nothing may read or write these
-        before the copies of the host tier are done.
+        For blocks in the host tier, blocks on the device are allocated and copies planned. Nothing may read or write
+        these before the copies are done.
         """
         self.share(block for block in prefix.blocks if block is not None)
         if not prefix.num_host:
@@ -179,9 +182,8 @@ class BlockPool:
         return [next(following) if block is None else block for block in prefix.blocks]
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        """Return how many of these cached blocks have no owner, so that `share` would reduce the number of free blocks
-        by as many.
-        """
+        """Return how many of these cached blocks no sequence uses. `share` would reduce the number of free blocks by as
+        many."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -193,8 +195,8 @@ class BlockPool:
             self._hits[block] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` blocks with undefined content and one owner. Return None, and change nothing, if too few are
-        free."""
+        """Return `count` free blocks, owned once by the caller, with undefined content. Cached blocks among them leave
+        the prefix cache. Return None, and change nothing, if too few blocks are free."""
         if count > len(self._free):
             return None
         taken: list[int] = []
@@ -216,8 +218,8 @@ class BlockPool:
         return taken
 
     def register(self, names: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """Declare that these owned blocks hold the content of these hashes. A hash that is cached already keeps its
-        block."""
+        """Add blocks to the prefix cache: `blocks[i]`, which the caller owns, holds the KV of hash `names[i]`. A hash
+        that is cached already keeps its block."""
         if not self._caching:
             return
         stored: list[BlockHash] = []
@@ -232,7 +234,8 @@ class BlockPool:
             self._record(BlocksStored(stored))
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one owner from each block, the last block first. Blocks with a hash stay cached."""
+        """Remove one owner from each block. Blocks without an owner can be allocated again, the last of `blocks` first;
+        until then, blocks with a hash stay in the prefix cache."""
         for block in reversed(blocks):
             assert self._references[block] > 0, "a block was released more often than owned"
             self._references[block] -= 1
@@ -243,9 +246,8 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def forget_cached(self) -> bool:
-        """Forget the hashes of all blocks without an owner and of all blocks in the host tier, so that no later prompt
-        finds them. Return whether no hash is left: blocks in use keep theirs.
-        """
+        """Remove all blocks that no sequence uses, and all blocks of the host tier, from the prefix cache. Return
+        whether the cache is empty now: blocks in use stay in it."""
         removed: list[BlockHash] = []
         for block in self._free:
             if (name := self._names[block]) is not None:
@@ -259,17 +261,18 @@ class BlockPool:
         return not self._blocks
 
     def block_of(self, name: BlockHash) -> int | None:
-        """Return the device block that is cached under a hash, or None."""
+        """Return the block on the device that is cached under this hash, or None if there is none."""
         return self._blocks.get(name)
 
     def take_events(self) -> list[BlockEvent]:
-        """Return the stored and removed block hashes since the last call, in order within each tier, and clear the
-        list."""
+        """Return which block hashes were stored and removed since the last call, on the device and in the host tier;
+        the order is kept within each of the two."""
         events, self._events = self._events, []
         return events if self.host is None else events + self.host.take_events()
 
     def check_invariants(self, owned: Sequence[int]) -> None:
-        """Assert that counts, free list and hashes agree. `owned` lists each owned block once per owner. For tests."""
+        """Assert that the numbers of owners, the free list and the hashes of all blocks agree. `owned` lists each block
+        once for each of its owners. Only tests call it."""
         expected = [0] * self._num_blocks
         for block in owned:
             expected[block] += 1
@@ -285,7 +288,8 @@ class BlockPool:
             self.host.check_invariants()
 
     def _record(self, event: BlockEvent) -> None:
-        """Append an event, or merge it into the last one of the same type."""
+        """Keep an event for `take_events`; hashes of an event of the same type as the last one are added to that
+        one."""
         last = self._events[-1] if self._events else None
         if last is not None and type(last) is type(event):
             last.names.extend(event.names)

@@ -27,7 +27,8 @@ shorter one."""
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """A planned change of the states in a batch slot: cleared, copied from or to `blocks`, or from slot `source`."""
+    """A planned operation on the recurrent states of the sequence in batch slot `slot`: set them to zero, save them to
+    `blocks`, restore them from `blocks`, or copy them from slot `source`."""
 
     kind: Literal["clear", "save", "restore", "copy"]
     slot: int
@@ -36,10 +37,12 @@ class StateCopy:
 
 
 class StateCheckpoints:
-    """Finds and takes the checkpoints of one engine. Engine thread only."""
+    """Plans when checkpoints of recurrent states are taken, and finds them in the prefix cache. A checkpoint is a copy
+    of a sequence's recurrent states after the last token of a block, in blocks of its own. Engine thread only."""
 
     def __init__(self, pool: BlockPool, block_tokens: int, num_blocks: int, interval_tokens: int) -> None:
-        """`num_blocks` is the number of blocks of a checkpoint, 0 for models without recurrent states."""
+        """`num_blocks` is the number of blocks that one checkpoint fills, 0 for models without recurrent states. Each
+        sequence gets a checkpoint every `interval_tokens` tokens, a multiple of `block_tokens`."""
         assert interval_tokens % block_tokens == 0, "checkpoints lie at the ends of full blocks"
         self._pool = pool
         self._block_tokens = block_tokens
@@ -49,24 +52,25 @@ class StateCheckpoints:
 
     @property
     def are_needed(self) -> bool:
-        """Return whether the model has recurrent states."""
+        """Return whether the model has recurrent states, so that a cached prefix can be used only up to a
+        checkpoint."""
         return self._num_blocks > 0
 
     def hashes(self, block_hash: BlockHash) -> list[BlockHash]:
-        """Return the hashes of the checkpoint after the last token of a block; empty without recurrent states."""
+        """Return the hashes of the blocks that hold the checkpoint after the block with hash `block_hash`; empty for
+        models without recurrent states."""
         return checkpoint_hashes(block_hash, self._num_blocks)
 
     def find(self, block_hash: BlockHash) -> CachedPrefix:
-        """Return the cached checkpoint after a block. Each of its blocks may lie on the device or in the host tier.
-
-        The result is empty if any of them is in neither.
-        """
+        """Return the cached blocks of the checkpoint after the block with hash `block_hash`. Each of them may lie on
+        the device or in the host tier; the result is empty if any of them is in neither."""
         names = self.hashes(block_hash)
         found = self._pool.find(names)
         return found if len(found) == len(names) else found.first(0)
 
     def find_deepest(self, block_hashes: Items[BlockHash]) -> int:
-        """Return how many of these leading blocks end at the last cached checkpoint; 0 if there is none."""
+        """Return after how many of these blocks, the leading ones of a prompt, the last cached checkpoint lies; 0 if no
+        checkpoint is cached."""
         for count in range(len(block_hashes), 0, -1):
             # Most blocks have no checkpoint: one hash decides, before all of them are looked up.
             first = checkpoint_hashes(block_hashes[count - 1], 1)
@@ -75,7 +79,8 @@ class StateCheckpoints:
         return 0
 
     def cut(self, sequence: Sequence, length: int) -> int:
-        """Return the length of a chunk of at most `length` tokens that ends no later than the next checkpoint."""
+        """Return the length of the sequence's next chunk: `length`, or less if the sequence gets a checkpoint before
+        that many tokens, so that the chunk ends there."""
         if not self._can_keep:
             return length
         start = sequence.num_computed_tokens
@@ -83,9 +88,9 @@ class StateCheckpoints:
         return min([length, *(stop - start for stop in stops if stop > start)])
 
     def save(self, sequence: Sequence) -> None:
-        """Take a checkpoint of a running sequence, if its computed tokens end where one is wanted.
+        """Plan a checkpoint of a running sequence in the prefix cache, if it gets one after its computed tokens.
 
-        The blocks are released immediately: a checkpoint is only cached, and it is not taken if blocks are scarce.
+        No sequence owns the checkpoint's blocks, so it can be evicted at once; it is not taken if few blocks are free.
         """
         at = sequence.num_computed_tokens
         # Blocks whose tokens are not known yet have no hash.
@@ -104,7 +109,8 @@ class StateCheckpoints:
         self._pool.release(blocks)
 
     def save_handoff(self, sequence: Sequence, block_hash: BlockHash) -> list[NamedBlock]:
-        """Take the checkpoint that the decode worker of a `prefill` request fetches, and return its blocks.
+        """Plan the checkpoint of a `prefill` request's recurrent states at the end of its prompt, and return its blocks
+        for the decode worker to fetch.
 
         `block_hash` is the hash of the prompt's last block. The sequence owns the blocks.
         """
@@ -112,7 +118,8 @@ class StateCheckpoints:
         return [NamedBlock(*named) for named in zip(self.hashes(block_hash), sequence.handoff_blocks, strict=True)]
 
     def fill_slot(self, sequence: Sequence) -> None:
-        """Give a sequence that has just got a slot its states: zeros, or those of its checkpoint, which is released."""
+        """Plan the recurrent states of a sequence that has just got a batch slot: zeros if it starts at its first
+        token, otherwise those of its checkpoint, whose blocks it then releases."""
         if not self.are_needed:
             return
         if sequence.checkpoint_blocks:
@@ -123,33 +130,35 @@ class StateCheckpoints:
             self._planned.append(StateCopy("clear", sequence.slot))
 
     def can_fork(self, parent: Sequence, *, has_free_slot: bool) -> bool:
-        """Return whether a fork can get the parent's states now."""
+        """Return whether a fork of `parent` can get its recurrent states now: by a copy to a free batch slot, or from
+        the checkpoint that the parent owns."""
         return not self.are_needed or has_free_slot or bool(parent.checkpoint_blocks)
 
     def share(self, parent: Sequence, fork: Sequence) -> None:
-        """Let a fork of a sequence that has no slot yet own the parent's checkpoint too."""
+        """Let `fork` own the checkpoint blocks of its parent too, for a parent that has no batch slot yet."""
         self._pool.share(parent.checkpoint_blocks)
         fork.checkpoint_blocks = list(parent.checkpoint_blocks)
 
     def copy_slot(self, parent: Sequence, fork: Sequence) -> None:
-        """Copy the states of a running parent to the slot of its fork."""
+        """Plan a copy of the recurrent states from the batch slot of `parent` to that of `fork`. Do nothing if the
+        parent has no slot."""
         if self.are_needed and parent.slot >= 0:
             self._planned.append(StateCopy("copy", fork.slot, source=parent.slot))
 
     def take_copies(self) -> list[StateCopy]:
-        """Return the planned copies in their order, and clear the list. Execute them before any other work touches
-        their blocks or slots.
-        """
+        """Return the operations that were planned since the last call, in order. The caller executes them before any
+        other work uses their blocks or slots."""
         copies, self._planned = self._planned, []
         return copies
 
     @property
     def _can_keep(self) -> bool:
-        """Return whether checkpoints are taken for later prompts."""
+        """Return whether checkpoints are kept in the prefix cache for later prompts: the model has recurrent states and
+        prefix caching is on."""
         return self._num_blocks > 0 and self._pool.is_caching
 
     def _stops(self, sequence: Sequence) -> list[int]:
-        """Return the numbers of tokens after which this sequence gets checkpoints, besides those of the interval."""
+        """Return after how many tokens this sequence gets checkpoints, in addition to those at regular intervals."""
         size, length = self._block_tokens, len(sequence.token_ids)
         full = (length - 1) // size
         # The router counts in blocks of this size, but a message may contain anything.

@@ -17,7 +17,7 @@ from baton_serve.contracts.identity import BlockHash
 
 
 class HostTierCopy(NamedTuple):
-    """A planned copy of one KV block from the device to the host tier or back."""
+    """A planned copy of one KV block between a block of the device and a slot of the host tier, in either direction."""
 
     block: int
     slot: int
@@ -30,14 +30,14 @@ DamagedSlots = Callable[[Sequence[int]], set[int]]
 
 
 def no_damaged_slots(slots: Sequence[int]) -> set[int]:
-    """Return an empty set. `HostTier` uses this check until the memory of its slots sets another one."""
+    """Return an empty set, for no slot is known to be damaged. A new `HostTier` uses this until `HostTierMemory` sets
+    the check of the bytes."""
     return set()
 
 
 class HostTier:
-    """Manages the slots of the host tier: which block hash each slot holds, and which is evicted next. The block pool
-    owns it; engine thread only.
-    """
+    """Decides which KV blocks are kept in host memory: it knows which block hash each slot holds, and which is evicted
+    next. It holds no bytes itself (`HostTierMemory` does). The block pool owns it; engine thread only."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -57,21 +57,21 @@ class HostTier:
 
     @property
     def num_used(self) -> int:
-        """Return the number of slots that hold a block."""
+        """Return the number of slots of host memory that hold a block."""
         return len(self._slots)
 
     @property
     def has_events(self) -> bool:
-        """Return whether `take_events` would return anything."""
+        """Return whether blocks were stored or removed since the last call of `take_events`."""
         return bool(self._events)
 
     def names(self) -> list[BlockHash]:
-        """Return the block hashes in the host tier, the least recently used first."""
+        """Return the hashes of all blocks in the host tier, the least recently used first."""
         return list(self._slots)
 
     def store(self, name: BlockHash, block: int) -> None:
-        """Schedule a copy of `block` to the host, because the block will be overwritten. Nothing happens if all slots
-        are protected."""
+        """Plan a copy of the device's block `block`, whose hash is `name`, to host memory, because the block will be
+        overwritten. If no slot is free, evict the least recently used hash; if all hashes are protected, do nothing."""
         if name in self._slots:
             self._slots.move_to_end(name)
             return
@@ -84,9 +84,8 @@ class HostTier:
         self._record(BlocksStored([name], "host"))
 
     def verify(self, names: Sequence[BlockHash]) -> bool:
-        """Return whether the slots of these hashes, which must all be here, hold the stored bytes. If not, drop the
-        hashes of the damaged slots.
-        """
+        """Return whether the bytes in host memory of these hashes, which must all be in this tier, still have their
+        checksums. If not, drop the hashes whose bytes were damaged."""
         damaged = self.damaged_slots([self._slots[name] for name in names])
         if not damaged:
             return True
@@ -97,11 +96,12 @@ class HostTier:
         return False
 
     def protect(self, names: Iterable[BlockHash]) -> None:
-        """Keep these hashes until the next call of `load`, even if slots are needed."""
+        """Exclude these hashes from eviction until the next call of `load`, even if `store` then finds no slot."""
         self._protected = frozenset(names)
 
     def load(self, names: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """Schedule copies of these hashes, which must all be here, to these blocks."""
+        """Plan copies from host memory to the device: the KV with hash `names[i]` goes to block `blocks[i]`. All hashes
+        must be in this tier; they also stay in it."""
         self._protected = frozenset()
         self._copies += [
             HostTierCopy(block, self._slots[name], is_to_host=False) for name, block in zip(names, blocks, strict=True)
@@ -112,30 +112,33 @@ class HostTier:
             self._slots.move_to_end(name)
 
     def forget_all(self) -> None:
-        """Free all slots. Copies that are scheduled already still run, before later ones of the same slots."""
+        """Forget all hashes in host memory. Copies that are planned already are still executed, before later copies of
+        the same slots."""
         if self._slots:
             self._record(BlocksRemoved(list(self._slots), "host"))
             self._free += self._slots.values()
             self._slots.clear()
 
     def take_tier_copies(self) -> list[HostTierCopy]:
-        """Return the scheduled copies and clear the list. Execute them before anything else uses their blocks."""
+        """Return the copies that were planned since the last call, in order. The caller executes them before anything
+        else uses their blocks."""
         copies, self._copies = self._copies, []
         return copies
 
     def take_events(self) -> list[BlockEvent]:
-        """Return the events of this tier since the last call, and clear the list."""
+        """Return which hashes this tier has stored and removed since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def check_invariants(self) -> None:
-        """Assert that each slot is free or used once. For tests."""
+        """Assert that each slot is either free or used once. Only tests call it."""
         taken = [*self._slots.values(), *self._free]
         assert sorted(taken) == list(range(self.num_slots)), "a slot leaked or is used twice"
         assert not self._protected, "slots are still protected after `load`"
 
     def _evict(self) -> int | None:
-        """Remove the least recently used hash that is not protected and return its slot, or None if there is none."""
+        """Forget the least recently used hash that is not protected and return its slot; None if all hashes are
+        protected."""
         name = next((name for name in self._slots if name not in self._protected), None)
         if name is None:
             return None
@@ -143,7 +146,8 @@ class HostTier:
         return self._slots.pop(name)
 
     def _record(self, event: BlockEvent) -> None:
-        """Append an event, or merge it into the last one of the same type."""
+        """Keep an event for `take_events`; hashes of an event of the same type as the last one are added to that
+        one."""
         last = self._events[-1] if self._events else None
         if last is not None and type(last) is type(event):
             last.names.extend(event.names)

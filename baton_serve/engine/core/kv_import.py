@@ -17,19 +17,19 @@ grow."""
 
 
 class KVImports:
-    """Allocates and owns the blocks into which cached blocks of other instances are fetched (imports). Engine thread
-    only.
-    """
+    """Allocates KV blocks for imports, and owns them: an import fetches cached blocks from another instance into this
+    one's prefix cache. Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._missing: dict[RequestId, dict[BlockHash, int]] = {}
 
     def begin(self, import_id: RequestId, names: Sequence[BlockHash]) -> list[NamedBlock]:
-        """Allocate blocks for the hashes after the cached prefix of `names`, as many as fit, and return them.
+        """Allocate a block for each hash of `names` after the leading ones that are cached here, as many as there is
+        room for. Return these hashes with their blocks.
 
-        The cached prefix is kept until `end`. Return an empty list if nothing is missing or no block is free; then
-        `end` is not needed. Raises `UsageError` if the import id is in use.
+        The cached leading blocks are not evicted until `end`. Return an empty list if nothing is missing or no block is
+        free; then `end` is not needed. Raises `UsageError` if the import id is in use.
         """
         table, pool = self._table, self._table.pool
         if import_id in table.import_blocks:
@@ -54,8 +54,8 @@ class KVImports:
         return missing
 
     def receive(self, import_id: RequestId, names: Iterable[BlockHash]) -> list[int]:
-        """Register blocks whose content has arrived and return them. Raises `UsageError` for a hash that is not
-        missing."""
+        """Add the blocks of these hashes, whose KV has arrived, to the prefix cache, and return the blocks. Raises
+        `UsageError` for a hash that this import does not wait for."""
         missing = self._missing.get(import_id, {})
         blocks: list[int] = []
         for name in names:
@@ -66,6 +66,7 @@ class KVImports:
         return blocks
 
     def end(self, import_id: RequestId) -> list[int]:
-        """Release all blocks of an import; received ones stay cached. Return the blocks that were not received."""
+        """Give up the ownership of all blocks of an import; the received ones stay in the prefix cache. Return the
+        blocks that were not received."""
         self._table.pool.release(self._table.import_blocks.pop(import_id, []))
         return list(self._missing.pop(import_id, {}).values())

@@ -14,7 +14,8 @@ from baton_serve.contracts.messages import ErrorCode, FinishReason, TokenLogprob
 
 
 class SequenceOutput(Struct, frozen=True):
-    """New tokens of one sequence. `position` is the index of the first of them among the generated tokens."""
+    """The new tokens of one sequence in one step. `position` is the index of the first of them among the sequence's
+    generated tokens."""
 
     request_id: RequestId
     sequence: int
@@ -27,7 +28,8 @@ class SequenceOutput(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenInfo:
-    """How the time to the first token was spent. Reported once per request whose prompt was computed here."""
+    """How the time to the first token of a request was spent, in seconds, and how much of its prompt was cached.
+    Reported once for each request whose prompt was computed on this instance."""
 
     request_id: RequestId
     queue_s: float
@@ -39,7 +41,7 @@ class FirstTokenInfo:
 
 
 class BatchSize(NamedTuple):
-    """How much a step computes. `num_tokens` counts one token for each decoding sequence."""
+    """How many sequences and tokens one step computes. A decoding sequence has one token."""
 
     num_sequences: int = 0
     num_tokens: int = 0
@@ -54,7 +56,7 @@ class NamedBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompletedBlocks:
-    """Blocks of a `prefill` request whose KV is now computed, in prompt order.
+    """KV blocks of a `prefill` request that are computed and can be sent to the decode worker, in the prompt's order.
 
     They stay in the KV cache until the request is released or cancelled.
     """
@@ -65,9 +67,8 @@ class CompletedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CompletedLayerGroups:
-    """Reports that the layer groups `parts` of these blocks are computed, while the step still computes
-    later layers.
-    """
+    """Reports that the layer groups with numbers `parts` of these blocks are computed, while the step still computes
+    later layers."""
 
     parts: range
     blocks: list[CompletedBlocks]
@@ -83,7 +84,7 @@ class PooledOutput(Struct, frozen=True):
 
 
 class FailedRequest(NamedTuple):
-    """A request that the engine has ended with an error, and the reason."""
+    """A request that the engine has ended because of an error, with the error's message and code."""
 
     request_id: RequestId
     message: str
@@ -92,7 +93,8 @@ class FailedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """Everything that one step has produced. `held` are finished `prefill` requests, which keep their blocks."""
+    """Everything that one step has produced, for all requests. `held` lists the `prefill` requests that have ended in
+    this step and keep their blocks for the decode worker."""
 
     tokens: list[SequenceOutput] = field(default_factory=list)
     first: list[FirstTokenInfo] = field(default_factory=list)
@@ -105,8 +107,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks reserved for a prompt that another instance computes. `missing` are those to fetch; `reused` counts cached
-    ones."""
+    """KV blocks that a decode worker has reserved for a prompt which a prefill worker computes. `names` are the hashes
+    of all blocks, `missing` are the blocks to fetch, and `reused` is the number of blocks that were cached here."""
 
     request_id: RequestId
     names: list[BlockHash]
@@ -116,7 +118,8 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot of the engine. Rates are measured; before any work they are estimates of the warm-up."""
+    """The load and the counters of an engine at one moment. Rates are measured; before the first requests they are
+    estimates of the warm-up."""
 
     free_blocks: int
     total_blocks: int

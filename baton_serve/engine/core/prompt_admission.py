@@ -12,8 +12,8 @@ from baton_serve.engine.core.sequence import Request, Sequence
 
 
 class _Blocked(NamedTuple):
-    """Records that the first waiting sequence did not get its blocks, how many were free, and whether sequences were
-    running, for which a reserve is kept."""
+    """Remembers why the first waiting sequence `head` could not start: only `num_free` blocks were free, too few for
+    it. `was_running` says whether other sequences were running, for which some blocks are reserved."""
 
     head: Sequence
     num_free: int
@@ -21,7 +21,8 @@ class _Blocked(NamedTuple):
 
 
 class PromptAdmission:
-    """Admits the waiting sequences of one engine and counts their prefix cache hits. Engine thread only."""
+    """Starts waiting sequences: finds their cached prefix and allocates their KV blocks. Also counts prefix cache hits.
+    Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
@@ -36,26 +37,25 @@ class PromptAdmission:
 
     @property
     def is_short_of_blocks(self) -> bool:
-        """Return whether the next waiting sequence cannot start because too few blocks are free. Then no reservation
-        may take blocks before it.
-        """
+        """Return whether the first waiting sequence cannot start because too few blocks are free. Then `Engine.reserve`
+        must not take blocks either."""
         return self._blocked is not None and self._blocked.head is self._table.peek_waiting()
 
     def is_still_blocked(self, head: Sequence) -> bool:
-        """Return whether nothing has changed since blocks were refused to the waiting sequence `head`, so that another
-        attempt is useless.
-        """
+        """Return whether `head`, the first waiting sequence, was refused for lack of free blocks and nothing has
+        changed since, so that `admit` would refuse it again."""
         blocked = self._blocked
         if blocked is None or blocked.head is not head or self._table.pool.num_free > blocked.num_free:
             return False
         return blocked.was_running == bool(self._table.running)
 
     def admit(self, sequence: Sequence, now: float) -> bool:
-        """Allocate the blocks of the first waiting sequence and give it a slot. Return False if that is not possible
-        now.
+        """Start the first waiting sequence: allocate its blocks and add it to the batch. Return False if no batch slot
+        or too few blocks are free, or if its images are missing here; such a request is added to
+        `requests_missing_images`.
 
-        If part of its prefix is in the host tier, it gets the slot only after these blocks have been copied to the
-        device.
+        If part of its cached prefix is in the host tier, it joins the batch only after these blocks have been copied to
+        the device.
         """
         table = self._table
         pool, block_tokens = table.pool, table.limits.block_tokens
@@ -104,18 +104,17 @@ class PromptAdmission:
         return True
 
     def _lacks_media(self, request: Request, num_reused: int, num_source: int) -> bool:
-        """Return whether the prompt cannot be computed here: `num_reused` of its blocks and `num_source` of those of
-        its source are cached, and its images or its source are on another instance. Decode instances have no towers.
-        """
+        """Return whether a prompt has uncached tokens that depend on images or audio which only another instance has.
+        `num_reused` blocks of its tokens are cached, and `num_source` blocks of its cross-attention KV. Decode
+        instances have no image or audio encoders."""
         sources = self._table.sources
         if sources.num_needed(request):
             return not num_source and not request.has_images
         return num_reused * self._table.limits.block_tokens < request.num_image_prefix_tokens
 
     def _find_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
-        """Return the cached blocks with which a sequence can start, and how many of them are KV. The others are the
-        checkpoint of the recurrent states after that KV.
-        """
+        """Return the cached blocks with which a sequence can start, and how many of them hold KV. The blocks after
+        these, if any, hold the checkpoint of the recurrent states at the end of that KV."""
         pool, block_tokens, states = self._table.pool, self._table.limits.block_tokens, self._table.checkpoints
         # Leave at least the last token to compute: its logits give the next token.
         num_full = (len(sequence.token_ids) - 1) // block_tokens
@@ -130,7 +129,8 @@ class PromptAdmission:
         return prefix.first(count) + states.find(prefix.names[count - 1]), count
 
     def _count_hits(self, sequence: Sequence, num_host: int, now: float) -> None:
-        """Count the hits of a sequence when it first gets its blocks, of which `num_host` are in the host tier."""
+        """Count the prefix cache hits of a request when its first sequence gets its blocks. `num_host` of the cached
+        blocks are in the host tier; `now` is the start of the request's computation."""
         request, block_tokens = sequence.request, self._table.limits.block_tokens
         if request.started_at is None:
             request.started_at = now

@@ -38,7 +38,7 @@ delayed, never starved. The factor was found by replaying a trace (docs/log/pd-a
 
 
 class BlockCopy(NamedTuple):
-    """A planned copy of the KV of all layers from block `source` to block `target`."""
+    """A planned copy on the device: the KV of all layers in block `source` goes to block `target`."""
 
     source: int
     target: int
@@ -46,7 +46,8 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step and of one sequence, named as in vLLM."""
+    """Limits of one step (sequences, tokens) and of one sequence (length), named as in vLLM, with the properties of the
+    model and the device that scheduling depends on."""
 
     block_tokens: int
     max_model_len: int
@@ -72,12 +73,13 @@ class SchedulerConfig:
 
     @property
     def source_blocks(self) -> int:
-        """Return the number of blocks of a source; 0 for models without cross-attention."""
+        """Return how many blocks hold the cross-attention KV of one source; 0 for models without cross-attention."""
         return -(-self.source_tokens // self.block_tokens)
 
 
 class RequestTable:
-    """Owns all requests of one engine. Only the engine thread may call it."""
+    """Owns all requests of one engine, with the queue and the batch that their sequences are in. Only the engine thread
+    may call it."""
 
     def __init__(self, pool: BlockPool, limits: SchedulerConfig, eos_token_ids: frozenset[int]) -> None:
         self.pool = pool
@@ -106,9 +108,11 @@ class RequestTable:
         self._last_version = 0
 
     def add(self, work: Work, mode: Mode, now: float) -> Sequence:
-        """Add a request and return its first sequence, the parent, which computes the prompt. The caller must `enqueue`
-        it or reserve blocks for it. `generate` requests of one priority run in order of arrival and `prefill` requests
-        in order of their due times. Raises `RequestError` if the request id is already in use.
+        """Add a request and return its first sequence, the parent, which computes the prompt. The caller must then
+        `enqueue` the sequence, or reserve blocks for it.
+
+        `generate` requests of one priority run in order of arrival, and `prefill` requests in order of their due times.
+        Raises `RequestError` if the request id is already in use.
         """
         if work.request_id in self.requests:
             raise RequestError("invalid", f"request id {work.request_id!r} is already in use")
@@ -137,7 +141,7 @@ class RequestTable:
         return -(-num_tokens // self.limits.block_tokens)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Put a sequence that owns no blocks into the waiting queue, at the place that its sort key gives."""
+        """Put a sequence that owns no blocks into the waiting queue, at its place in the scheduling order."""
         assert not sequence.blocks
         sequence.state = SequenceState.WAITING
         # Sequences cannot be compared: the version makes every heap entry distinct, so that equal keys never compare
@@ -145,7 +149,7 @@ class RequestTable:
         heapq.heappush(self._waiting, (sequence.sort_key, self._new_version(), sequence))
 
     def peek_waiting(self) -> Sequence | None:
-        """Return the waiting sequence that is next in order, without removing it."""
+        """Return the first sequence of the waiting queue without removing it, or None if the queue is empty."""
         # A sequence that ends while it waits leaves its heap entry behind, since removing it there would cost O(n). The
         # entry is dropped here. No sequence has two: it returns to WAITING only after `pop_waiting` removed the first.
         while self._waiting and self._waiting[0][2].state is not SequenceState.WAITING:
@@ -153,7 +157,8 @@ class RequestTable:
         return self._waiting[0][2] if self._waiting else None
 
     def pop_waiting(self) -> None:
-        """Remove the sequence that `peek_waiting` returned. Call it before anything else is queued or ended."""
+        """Remove from the waiting queue the sequence that `peek_waiting` has just returned. Between the two calls
+        nothing may be queued or ended."""
         heapq.heappop(self._waiting)
 
     def iter_waiting(self) -> Iterator[Sequence]:
@@ -162,11 +167,12 @@ class RequestTable:
 
     @property
     def has_free_slot(self) -> bool:
-        """Return whether a sequence can be added to the batch."""
+        """Return whether the batch has fewer than `max_num_seqs` sequences, so that another one can be added."""
         return bool(self._free_slots)
 
     def add_to_batch(self, sequence: Sequence) -> None:
-        """Give a sequence that owns its blocks a batch slot, or make it READY if every slot is taken."""
+        """Put a sequence that owns its blocks into the batch. If the batch is full, the sequence waits in state READY
+        for a free slot."""
         if not self._free_slots:
             sequence.state = SequenceState.READY
             self.ready.append(sequence)
@@ -181,25 +187,24 @@ class RequestTable:
         self._is_sorted = False
 
     def start_loading(self, sequence: Sequence) -> None:
-        """Let a sequence that owns its blocks wait until the host tier has copied their content to the device
-        (`finish_loading`).
-        """
+        """Put a sequence into state LOADING: it owns its blocks, but some of their content is still being copied from
+        the host tier to the device. `finish_loading` ends this state."""
         sequence.state = SequenceState.LOADING
         self.loading.append(sequence)
 
     def finish_loading(self, sequence: Sequence) -> None:
-        """Move a sequence from LOADING into the batch."""
+        """Move a sequence from state LOADING into the batch, because its blocks have been copied to the device."""
         self.loading.remove(sequence)
         self.add_to_batch(sequence)
 
     def sort_running(self) -> None:
-        """Sort `running` so that the most important sequence comes first."""
+        """Sort `running` in the scheduling order, so that the sequence that may preempt all others comes first."""
         if not self._is_sorted:
             self.running.sort(key=lambda s: s.sort_key)
             self._is_sorted = True
 
     def promote_ready(self) -> None:
-        """Give free slots to READY sequences, the most important first."""
+        """Move sequences from state READY into the batch as long as it has free slots, in the scheduling order."""
         if self.ready and self._free_slots:
             # `add_to_batch` appends to `self.ready` once the slots run out, so the loop must not iterate over it.
             candidates, self.ready = sorted(self.ready, key=lambda s: s.sort_key), []
@@ -207,9 +212,10 @@ class RequestTable:
                 self.add_to_batch(sequence)
 
     def remove_from_batch(self, sequence: Sequence) -> None:
-        """Remove a sequence from `running`, `ready` or `loading`. It keeps its blocks; the caller sets its next state.
+        """Remove a sequence from `running`, `ready` or `loading`. It keeps its blocks, and the caller sets its next
+        state.
 
-        A sequence in any other state is left as it is.
+        A sequence that is in none of them is left as it is.
         """
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -232,7 +238,8 @@ class RequestTable:
         self.enqueue(sequence)
 
     def free_blocks(self, sequence: Sequence) -> None:
-        """Release the blocks of a sequence to the pool. Blocks that have a hash stay cached until they are evicted."""
+        """Give up the ownership of all blocks of a sequence. Blocks that have a hash stay in the prefix cache until
+        they are evicted."""
         for owned in (sequence.source_blocks, sequence.handoff_blocks, sequence.checkpoint_blocks, sequence.blocks):
             self.pool.release(owned)
         sequence.blocks, sequence.checkpoint_blocks, sequence.handoff_blocks = [], [], []
@@ -241,7 +248,8 @@ class RequestTable:
         sequence.num_computed_tokens = sequence.num_registered_blocks = 0
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence in any state and free what it owns; its request ends with its last sequence."""
+        """End a sequence in any state, and free its blocks and batch slot. When the last sequence of a request ends,
+        the request ends."""
         self.remove_from_batch(sequence)
         # With async scheduling the device may still write to the blocks. If they were freed now, the next step could
         # give them to another sequence, whose KV the running step would then overwrite.
@@ -256,24 +264,25 @@ class RequestTable:
             del self.requests[request.work.request_id]
 
     def reclaim(self, sequence: Sequence) -> None:
-        """Free the blocks of a finished sequence, unless another step in flight still writes to them.
+        """Free the blocks of a sequence that has finished, unless another launched step still writes to them.
 
-        Call it after each step that computed tokens of the sequence.
+        The scheduler calls this after each step that computed tokens of the sequence.
         """
         if not sequence.num_steps_in_flight:
             self._finished_in_flight.discard(sequence)
             self.free_blocks(sequence)
 
     def finish_request(self, request: Request) -> None:
-        """End all sequences of a request, and thereby the request."""
+        """End all sequences of a request, and thereby the request, and free its blocks."""
         # Iterate over a copy: `finish` removes from the list.
         for sequence in list(request.sequences):
             self.finish(sequence)
 
     def fail_request(self, request: Request) -> bool:
-        """Stop computing a request. Return True if it has ended, False if it keeps its blocks.
+        """Stop the computation of a request after an error. Return True if the request has ended.
 
-        A `prefill` request keeps them, and its entry in the table, until its owner cancels it.
+        Return False for a `prefill` request, which keeps its blocks until it is cancelled, because a transport may be
+        reading them.
         """
         if request.mode != "prefill":
             self.finish_request(request)
@@ -286,7 +295,8 @@ class RequestTable:
         return False
 
     def cancel(self, request_id: RequestId, index: int | None) -> None:
-        """End a request, or only its sequence `index`, in any state. Ignore unknown requests and sequences."""
+        """End a request, or only its sequence `index` if that is not None, in any state, and free its blocks. Unknown
+        requests and sequences are ignored."""
         request = self.requests.get(request_id)
         if request is None:
             return
@@ -302,10 +312,12 @@ class RequestTable:
                     self.finish(sequence)
 
     def start_decoding(self, parent: Sequence, first_tokens: dict[int, int]) -> None:
-        """Start one sequence for each first token, once the prompt is computed. `first_tokens` is by sequence index.
+        """Start one sequence for each first token of a request, when its prompt is computed. `first_tokens` maps the
+        index of a sequence to its first token.
 
-        Sequences whose first token ends them (stop token or length) are not started. The parent becomes the first of
-        the others and keeps its place in the batch; the rest share its full blocks and copy the partly filled one.
+        Sequences that end with their first token (stop token or length) are not started. `parent` becomes the first of
+        the others and keeps its place in the batch; the other sequences share its full blocks and get a copy of its
+        partly filled block.
         """
         request = parent.request
         request.unstarted = []
@@ -326,17 +338,20 @@ class RequestTable:
             self.add_to_batch(parent)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return the pending block copies and clear the list. Execute them before any other work touches a block."""
+        """Return the block copies that forks of sequences need, planned since the last call. The caller executes them
+        before any other work reads or writes these blocks."""
         copies, self._pending_copies = self._pending_copies, []
         return copies
 
     def _new_version(self) -> int:
-        """Return a number that this table has not returned before, greater than all earlier ones."""
+        """Return a number that is greater than all numbers that this method has returned before; it marks a changed
+        block table."""
         self._last_version += 1
         return self._last_version
 
     def check_invariants(self) -> None:
-        """Assert that each block, slot and queue entry has the owners that the sequences claim. For tests."""
+        """Assert that each block, batch slot and queue entry belongs to the sequences that claim it. Only tests call
+        it."""
         sequences = [s for request in self.requests.values() for s in request.sequences]
         pinned = [b for name, n in self.pin_counts.items() for b in [self.pool.block_of(name)] * n if b is not None]
         owners = [*sequences, *self._finished_in_flight]
@@ -359,9 +374,11 @@ class RequestTable:
             _check_sequence(sequence, self.limits.block_tokens)
 
     def _fork(self, parent: Sequence, index: int, first_token: int) -> None:
-        """Create sequence `index` from the parent's tokens and `first_token`, and put it into the batch.
+        """Create the sequence with this index from the parent's tokens and its own first token, and put it into the
+        batch.
 
-        Without a free block for the copy, the fork waits in the queue instead and finds the full blocks in the cache.
+        If no block is free for the copy of the parent's partly filled block, the new sequence waits in the queue
+        instead; later it finds the full blocks in the prefix cache.
         """
         sequence = Sequence(parent.request, index, [*parent.token_ids, first_token])
         parent.request.sequences.append(sequence)
@@ -386,7 +403,8 @@ class RequestTable:
 
 
 def _check_sequence(sequence: Sequence, block_tokens: int) -> None:
-    """Assert that the token and block counts of one sequence agree."""
+    """Assert that the numbers of tokens, blocks and hashes of one sequence agree. `block_tokens` is the size of a
+    block."""
     if sequence.state is SequenceState.WAITING:
         assert not sequence.blocks
         assert sequence.num_computed_tokens == 0

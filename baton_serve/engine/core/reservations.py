@@ -16,16 +16,17 @@ from baton_serve.engine.errors import UsageError
 
 
 class Reservations:
-    """Reserves and pins blocks in a request table. Engine thread only."""
+    """Reserves KV blocks for prompts that other instances compute, and protects cached blocks from eviction while other
+    instances fetch them. Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
 
     def reserve(self, work: Work, now: float) -> Reservation | None:
-        """Reserve all blocks of a prompt: share those of its cached prefix, and allocate the others.
+        """Reserve all KV blocks of a request's prompt: use the cached ones, and allocate the others.
 
-        The result lists the allocated blocks, whose KV must be received. It is None if too few blocks are free now.
-        Raises `RequestError` if the request id is in use.
+        The result's `missing` lists the allocated blocks, whose KV must be received. It is None if too few blocks are
+        free now. Raises `RequestError` if the request id is in use.
         """
         table = self._table
         pool, block_tokens = table.pool, table.limits.block_tokens
@@ -68,9 +69,10 @@ class Reservations:
         return Reservation(work.request_id, [*source_hashes, *block_hashes, *state_hashes], num_reused, missing)
 
     def mark_received(self, request_id: RequestId, block_hashes: Iterable[BlockHash]) -> list[int]:
-        """Mark blocks as received and return them; full ones can now be shared by other prompts.
+        """Record that the KV of these hashes has arrived, and return their blocks. From now on other prompts can share
+        the full ones.
 
-        Raises `UsageError` for a hash that is not missing.
+        Raises `UsageError` for a hash that the reservation does not wait for.
         """
         blocks: list[int] = []
         parent = self._reserved(request_id)
@@ -85,12 +87,13 @@ class Reservations:
         return blocks
 
     def missing_blocks(self, request_id: RequestId) -> list[int]:
-        """Return reserved blocks that have not been received; empty for a request without a reservation."""
+        """Return the blocks of a reservation whose KV has not arrived; empty for a request without a reservation."""
         request = self._table.requests.get(request_id)
         return list(request.missing.values()) if request is not None else []
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
-        """Start decoding a reserved request with the first tokens from its prefill, by sequence index.
+        """Start to decode a reserved request. `first_tokens` are the tokens that the prefill worker has sampled, by
+        sequence index.
 
         Call it when all blocks have been received; otherwise it raises `UsageError`. A sequence is not started if its
         first token ends it, if it was cancelled, or if it has no first token.
@@ -107,15 +110,16 @@ class Reservations:
         self._table.start_decoding(parent, wanted)
 
     def admit_locally(self, request_id: RequestId) -> None:
-        """Compute the prompt on this instance. Blocks that have arrived are found again in the cache."""
+        """Queue a reserved request, whose handoff has failed, so that its prompt is computed on this instance. Blocks
+        that have arrived are found in the prefix cache."""
         parent = self._reserved(request_id)
         parent.request.missing.clear()
         self._table.free_blocks(parent)
         self._table.enqueue(parent)
 
     def pin(self, block_hashes: Iterable[BlockHash]) -> list[NamedBlock]:
-        """Own the longest cached prefix until `unpin`, and return its blocks. Blocks in the host tier are included if
-        enough blocks are free to copy them to the device."""
+        """Keep the leading cached blocks of these hashes from eviction until `unpin`, and return them. Blocks in the
+        host tier are copied to the device and included if enough blocks are free for that."""
         table, pool = self._table, self._table.pool
         wanted = list(block_hashes)
         prefix = pool.find(wanted)
@@ -133,7 +137,7 @@ class Reservations:
         return pinned
 
     def unpin(self, block_hashes: Iterable[BlockHash]) -> None:
-        """Release pinned blocks. Raises `UsageError` for a hash that is not pinned."""
+        """Allow the eviction of the blocks of these hashes again. Raises `UsageError` for a hash that is not pinned."""
         table = self._table
         blocks: list[int] = []
         for name in block_hashes:
@@ -147,7 +151,8 @@ class Reservations:
         table.pool.release(blocks)
 
     def _reserved(self, request_id: RequestId) -> Sequence:
-        """Return the parent sequence of a reserved request. Raises `UsageError` if it has no reservation."""
+        """Return the first sequence of a request, which owns its reserved blocks. Raises `UsageError` if the request
+        has no reservation."""
         request = self._table.requests.get(request_id)
         if request is None or request.sequences[0].state is not SequenceState.AWAITING_KV:
             raise UsageError(f"request {request_id} has no reservation")

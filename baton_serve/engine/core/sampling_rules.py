@@ -20,9 +20,10 @@ _MASK = (1 << 64) - 1
 
 
 def uniform(seed: int, sequence: int, position: int) -> float:
-    """Return a uniform random number in [0, 1), a multiple of 2^-32.
+    """Return the random number for one token, uniform in [0, 1) and a multiple of 2^-32. It depends only on the
+    arguments: the request's seed, the sequence's index and the token's position in it.
 
-    Uses the finalizer of SplitMix64 (Steele, Lea, Flood 2014) on the chained inputs.
+    The integers are mixed with the finalizer of SplitMix64 (Steele, Lea, Flood 2014).
     """
     state = _mix(seed & _MASK)
     state = _mix(state ^ (sequence & _MASK))
@@ -30,9 +31,9 @@ def uniform(seed: int, sequence: int, position: int) -> float:
 
 
 def is_plain_greedy(sampling: SamplingSpec) -> bool:
-    """Return whether the sampler computes only argmax over the allowed tokens for this request.
+    """Return whether argmax over the allowed tokens is all that the sampler has to compute for this request.
 
-    That is greedy sampling without penalties, without `logit_bias` and without logprobs.
+    That is greedy sampling without penalties, `logit_bias` and logprobs.
     """
     return (
         sampling.temperature < GREEDY_BELOW
@@ -43,12 +44,14 @@ def is_plain_greedy(sampling: SamplingSpec) -> bool:
 
 
 def has_penalties(sampling: SamplingSpec) -> bool:
-    """Return whether the request changes logits depending on the tokens that are already in the sequence."""
+    """Return whether the request has penalties (repetition, presence or frequency): its logits then depend on the
+    tokens that are already in the sequence."""
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
 def check_work(work: Work, limits: SchedulerConfig, vocab_size: int, *, max_logprobs: int) -> None:
-    """Check that a request can be computed. Raises `RequestError` if it never can."""
+    """Check a request against the limits of this engine and its model. Raises `RequestError` if the request can never
+    be computed."""
     sampling, num_tokens = work.sampling, len(work.token_ids)
     if num_tokens == 0 or not 0 < work.num_prompt_tokens <= num_tokens:
         raise RequestError("invalid", "the prompt is empty")
@@ -110,7 +113,7 @@ def _check_sampling(sampling: SamplingSpec, *, vocab_size: int, max_logprobs: in
 
 
 def _mix(value: int) -> int:
-    """Return the finalizer of SplitMix64 for a 64-bit integer."""
+    """Return a 64-bit integer mixed by the finalizer of SplitMix64, so that similar inputs give unrelated results."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

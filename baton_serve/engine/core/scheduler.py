@@ -34,7 +34,7 @@ PROMPT_LOGPROBS_CHUNK = 256
 
 
 class ScheduledChunk(Struct, frozen=True, gc=False):
-    """Compute `length` tokens of a sequence from position `start` on."""
+    """One sequence's part of a step: compute `length` of its tokens, from token `start` on."""
 
     sequence: Sequence
     start: int
@@ -44,7 +44,8 @@ class ScheduledChunk(Struct, frozen=True, gc=False):
 
 
 class SampleRow(Struct, frozen=True, gc=False):
-    """Sample one token from the logits of the last row of chunk number `chunk`, for sequence `index` of the request."""
+    """One token to sample in a step: from the logits of the last token of chunk number `chunk`, for the sequence with
+    index `index` of the same request."""
 
     chunk: int
     sequence: Sequence
@@ -53,17 +54,19 @@ class SampleRow(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The work of one step. Made by `Scheduler.schedule` and executed by the model runner."""
+    """The work of one step: the chunks to compute and the tokens to sample. `Scheduler.schedule` makes it and the model
+    runner executes it."""
 
     chunks: list[ScheduledChunk]
     rows: list[SampleRow]
 
     def size(self) -> BatchSize:
-        """Return the numbers of sequences and tokens."""
+        """Return how many sequences and tokens this step computes."""
         return BatchSize(len(self.chunks), sum([chunk.length for chunk in self.chunks]))
 
     def blocks(self, block_tokens: int) -> Iterator[int]:
-        """Iterate over all blocks that the step reads or writes; shared ones appear more than once."""
+        """Iterate over the indexes of all KV blocks that the step reads or writes; a block that several sequences share
+        appears several times. `block_tokens` is the size of a block."""
         for chunk in self.chunks:
             yield from chunk.sequence.blocks[: -(-(chunk.start + chunk.length) // block_tokens)]
             yield from chunk.sequence.source_blocks
@@ -71,7 +74,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """The reason why no token could be sampled for a row."""
+    """The reason why no token could be sampled for a `SampleRow`."""
 
     message: str
     code: ErrorCode
@@ -79,7 +82,7 @@ class RowFailure:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """The results of a step. `token_ids` and `logprobs` are in the order of `ScheduledBatch.rows`."""
+    """The results of a step: the sampled tokens and their logprobs, in the order of `ScheduledBatch.rows`."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
@@ -90,7 +93,8 @@ class ModelRunnerOutput:
 
 
 class AdapterWeights(Protocol):
-    """The weights of LoRA adapters, as steps need them: `engine.model.lora.loaded.LoadedAdapters`."""
+    """The LoRA adapters as the scheduler sees them: it asks whether the weights of an adapter are on the device, so
+    that a step can use it. `LoadedAdapters` implements this interface."""
 
     def use(self, fingerprint: str, in_step: Collection[str]) -> bool: ...
     def wait(self) -> bool: ...
@@ -98,7 +102,8 @@ class AdapterWeights(Protocol):
 
 
 class Scheduler:
-    """Schedules the requests of one engine. Engine thread only."""
+    """Decides what each step of an engine computes, and applies the results of steps to its sequences. Engine thread
+    only."""
 
     def __init__(
         self,
@@ -106,8 +111,9 @@ class Scheduler:
         step_time_model: StepTimeModel | None = None,
         adapters: AdapterWeights | None = None,
     ) -> None:
-        """`step_time_model` is updated by the engine after each step. Without one, only the configured limits bound a
-        step. Without `adapters`, the weights of every adapter are on the device."""
+        """`step_time_model` predicts how long steps take; the engine updates it after each step. If it is None, only
+        the configured limits bound a step. If `adapters` is None, the weights of every LoRA adapter are always on the
+        device."""
         self._table = table
         self.adapters = adapters
         self._step_time_model = step_time_model or StepTimeModel()
@@ -118,7 +124,7 @@ class Scheduler:
         """True if the last step computed prompts. It is used only if steps must not mix."""
 
     def has_work(self) -> bool:
-        """Return whether `schedule` may find something to compute, or loading sequences are to be polled."""
+        """Return whether `schedule` may find something to compute, or sequences wait for copies from the host tier."""
         table = self._table
         if table.running or table.loading or (table.ready and table.has_free_slot):
             return True
@@ -126,7 +132,8 @@ class Scheduler:
         return head is not None and table.has_free_slot and not self.admission.is_still_blocked(head)
 
     def schedule(self, now: float) -> ScheduledBatch:
-        """Choose the work of the next step, and allocate its blocks."""
+        """Choose what the next step computes, and allocate the KV blocks for it; this may start waiting sequences and
+        preempt running ones. `now` is in seconds of the monotonic clock."""
         table = self._table
         table.promote_ready()
         table.sort_running()
@@ -135,9 +142,8 @@ class Scheduler:
         return self._schedule_in_turns(now)
 
     def _schedule_in_turns(self, now: float) -> ScheduledBatch:
-        """Schedule a step of one kind: sequences with one new token, or longer chunks of prompts. The kinds take turns
-        if there is work of both.
-        """
+        """Schedule a step that only decodes or only computes prompts, for kernels that cannot do both at once. Steps of
+        the two kinds alternate if there is work for both."""
         if not self._had_prompts:
             batch = self._schedule(now, decodes=False, prompts=True)
             if batch.chunks:
@@ -149,7 +155,8 @@ class Scheduler:
         return batch if batch.chunks else self._schedule(now, decodes=False, prompts=True)
 
     def _schedule(self, now: float, *, decodes: bool, prompts: bool) -> ScheduledBatch:
-        """Schedule a step with the work of these kinds."""
+        """Schedule a step that contains decoding sequences if `decodes` is set, and chunks of prompts if `prompts` is
+        set."""
         self._step_loras.clear()
         decoding, unfinished = self._pick_running(decodes=decodes, prompts=prompts)
         chunks = [ScheduledChunk(s, s.num_computed_tokens, 1, True) for s in decoding] if decodes else []
@@ -162,9 +169,9 @@ class Scheduler:
         return ScheduledBatch(chunks, _sample_rows(chunks))
 
     def _pick_running(self, *, decodes: bool, prompts: bool) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the running sequences that decode, and those whose prompts are not finished. With `decodes`, the
-        former get the blocks for their next tokens, for which others may be preempted.
-        """
+        """Return two lists: the running sequences that decode in the next step, and the running sequences whose prompts
+        are not finished. With `decodes`, each decoding sequence gets the block for its next token, for which others may
+        be preempted."""
         decoding: list[Sequence] = []
         unfinished: list[Sequence] = []
         quota = _decode_quota(self._table)
@@ -187,7 +194,8 @@ class Scheduler:
     def _append_prompts(
         self, chunks: list[ScheduledChunk], unfinished: list[Sequence], budget: int, now: float
     ) -> None:
-        """Add chunks of prompts, of `budget` tokens in all: of running sequences, then of waiting ones."""
+        """Add chunks of prompts to a step, of at most `budget` tokens together: first of the running sequences
+        `unfinished`, then of waiting ones, which start now."""
         table = self._table
         for sequence in unfinished:
             if budget > 0 and sequence.state is SequenceState.RUNNING:
@@ -202,10 +210,11 @@ class Scheduler:
                 budget -= self._append_chunk(chunks, head, budget)
 
     def schedule_ahead(self, now: float) -> ScheduledBatch | None:
-        """Choose a step to launch before the tokens of the previous step are known, or return None if there is none.
+        """Choose a step to launch before the tokens of the previous step are known. Return None if nothing can be
+        computed yet.
 
         Sequences are assumed to continue unless their maximum length ends them. The result is also None if a sequence
-        would have to be preempted, because the step in flight still writes to its blocks.
+        would have to be preempted, because the launched step still writes to its blocks.
         """
         block_tokens = self._table.limits.block_tokens
         active = self._table.running + self._table.ready
@@ -220,9 +229,10 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def advance(self, plan: ScheduledBatch) -> StepResult:
-        """Apply what is known about a step before its tokens are; the device may still compute it.
+        """Apply what is known about a launched step before its tokens are sampled: the KV of its chunks counts as
+        computed from now on.
 
-        Return the completed blocks of `prefill` requests.
+        Return a result with the blocks of `prefill` requests that the step completes.
         """
         result = StepResult()
         block_tokens = self._table.limits.block_tokens
@@ -242,10 +252,11 @@ class Scheduler:
     def apply(
         self, plan: ScheduledBatch, sampled: ModelRunnerOutput, now: float, *, advanced: StepResult | None = None
     ) -> StepResult:
-        """Apply the results of a step, in which everything in `plan` was computed.
+        """Apply the results `sampled` of a computed step: append the tokens to their sequences, and end sequences that
+        are complete. Return the tokens and reports for the caller of the engine.
 
-        `advanced` is the return value of `advance` if it was called before. Sequences that have ended since the launch
-        get no token, and their completed blocks are not reported.
+        `advanced` is the return value of `advance` if it was called for this step. Sequences that have ended since the
+        launch get no token, and their completed blocks are not reported.
         """
         result = self.advance(plan) if advanced is None else advanced
         by_chunk: dict[int, list[int]] = {}
@@ -270,7 +281,8 @@ class Scheduler:
         return result
 
     def abandon(self, plan: ScheduledBatch) -> None:
-        """Undo `advance` for a step that the device could not compute. The caller fails the requests of the step."""
+        """Undo `advance` for a step that the device could not compute, because it ran out of memory. The caller then
+        fails the requests of the step."""
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_steps_in_flight -= 1
@@ -279,8 +291,8 @@ class Scheduler:
                 self._table.reclaim(sequence)
 
     def spare_tokens_per_s(self) -> float:
-        """Return the prefill headroom: prompt tokens per second that can be computed beside the decoding sequences
-        without violating their ITL SLOs. 0 if a decoding sequence has no SLO or they are violated already."""
+        """Return the prefill headroom: how many prompt tokens per second can be computed beside the decoding sequences
+        without violating their ITL SLOs. 0 if a decoding sequence has no SLO or if an SLO is violated already."""
         step_time_model = self._step_time_model
         decoding = [s for s in self._table.running if s.num_uncomputed_tokens == 1]
         if not decoding:
@@ -292,14 +304,17 @@ class Scheduler:
         return step_time_model.tokens_per_s(chunk_budget, len(decoding))
 
     def _chunk_budget(self, decoding: list[Sequence], budget: int) -> int:
-        """Return how many prompt tokens a step may have beside the `decoding` sequences, at most `budget`."""
+        """Return how many prompt tokens may be computed in the same step as the sequences `decoding` without violating
+        their ITL SLOs, at most `budget`."""
         chunk_budget = self._step_time_model.chunk_budget([s.request.work.itl_s for s in decoding])
         return budget if chunk_budget is None else min(chunk_budget, budget)
 
     def _fits_max_loras(self, sequence: Sequence) -> bool:
-        """Return whether the sequence's LoRA adapter fits into this step, and reserve its place.
+        """Return whether this step can compute the sequence with its LoRA adapter, and if so count the adapter towards
+        `max_loras`.
 
-        If not, the sequence waits for a step with other adapters, or until the weights of its own have been read.
+        If not, the sequence waits: for a step with fewer other adapters, or until the weights of its adapter are on the
+        device.
         """
         adapter = sequence.request.work.lora
         if not adapter or adapter in self._step_loras:
@@ -312,7 +327,8 @@ class Scheduler:
         return True
 
     def _append_chunk(self, chunks: list[ScheduledChunk], sequence: Sequence, budget: int) -> int:
-        """Add a chunk of at most `budget` tokens and return its length; all of `budget` if no other may follow."""
+        """Add a chunk of the sequence's prompt to `chunks`, of at most `budget` tokens. Return by how many tokens the
+        budget is used up: the chunk's length, or all of `budget` if no further chunk may be added to this step."""
         length = min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
@@ -330,7 +346,8 @@ class Scheduler:
         return budget if is_alone else length
 
     def _allocate_next_block(self, sequence: Sequence) -> bool:
-        """Allocate a block for the next token if needed. Return False if the sequence itself was preempted."""
+        """Give a sequence a block for its next token if its last block is full. If no block is free, preempt others.
+        Return False if the sequence itself was preempted."""
         table = self._table
         if sequence.num_computed_tokens < len(sequence.blocks) * table.limits.block_tokens:
             return True
@@ -346,7 +363,7 @@ class Scheduler:
         return True
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
-        """Register the hashes of blocks that are now full, so that other prompts can share them."""
+        """Add the blocks of a sequence that are full now to the prefix cache, so that other prompts can share them."""
         block_tokens = self._table.limits.block_tokens
         known, full = (
             sequence.num_registered_blocks,
@@ -358,16 +375,18 @@ class Scheduler:
             sequence.num_registered_blocks = full
 
     def last_chunk_blocks(self, plan: ScheduledBatch) -> list[CompletedBlocks]:
-        """Return the blocks that `advance` will report for requests of mode `prefill` whose last chunk is in `plan`.
+        """Return the blocks that `advance(plan)` will report as completed, for `prefill` requests whose prompt ends in
+        this step.
 
-        Blocks of earlier chunks that were reported already are left out.
+        Blocks that earlier steps have reported are left out.
         """
         last = [chunk for chunk in plan.chunks if chunk.is_last and chunk.sequence.request.mode == "prefill"]
         block_tokens = self._table.limits.block_tokens
         return [_completed_by(chunk.sequence, chunk.start + chunk.length, block_tokens) for chunk in last]
 
     def _publish(self, sequence: Sequence, result: StepResult) -> None:
-        """Report the completed blocks of a `prefill` request that were not reported yet, including cached ones."""
+        """Add to `result` the completed blocks of a `prefill` request that were not reported yet, including blocks from
+        the prefix cache."""
         completed = _completed_by(sequence, sequence.num_computed_tokens, self._table.limits.block_tokens)
         sequence.request.num_published += len(completed.blocks)
         if sequence.handoff_blocks and sequence.num_computed_tokens == len(sequence.token_ids):
@@ -380,8 +399,8 @@ class Scheduler:
     def _append_tokens(
         self, sequence: Sequence, plan: ScheduledBatch, rows: list[int], sampled: ModelRunnerOutput, result: StepResult
     ) -> None:
-        """Process the sampled tokens of one chunk: several if the parent of n > 1 sequences has reached the end of the
-        prompt."""
+        """Append the tokens that were sampled after one chunk to their sequences, and add them to `result`. `rows` are
+        their numbers in `plan.rows`: several if the prompt of a request with n > 1 has ended, otherwise one."""
         request, table = sequence.request, self._table
         chosen: dict[int, int] = {}
         num_generated = sequence.num_generated
@@ -419,7 +438,9 @@ class Scheduler:
 
 
 def _completed_by(sequence: Sequence, num_computed_tokens: int, block_tokens: int) -> CompletedBlocks:
-    """Return the blocks that are complete with `num_computed_tokens` tokens and were not reported yet."""
+    """Return the KV blocks of a sequence that are complete when `num_computed_tokens` of its tokens are computed,
+    without the blocks that were reported before. The last block of a prompt counts as complete even if it is partly
+    filled."""
     request = sequence.request
     full = num_computed_tokens // block_tokens
     block_hashes = sequence.block_hashes[request.num_published : full]
@@ -435,18 +456,18 @@ def _completed_by(sequence: Sequence, num_computed_tokens: int, block_tokens: in
 
 
 def _must_await(sequence: Sequence, limits: SchedulerConfig) -> bool:
-    """Return whether a sequence cannot be scheduled yet, because its tokens are being computed.
+    """Return whether a sequence cannot be part of the next step, because it needs tokens that the device is still
+    computing.
 
-    Stages of a pipeline read only tokens that the host knows.
+    With pipeline parallelism the step needs all of them: a stage gets its tokens from the host.
     """
     is_staged = limits.num_stages > 1
     return sequence.must_await_tokens or (is_staged and sequence.num_output_placeholders > 0)
 
 
 def _decode_quota(table: RequestTable) -> int:
-    """Return how many sequences may decode in the next step: an equal part for each stage of a pipeline, so that
-    all of them have work.
-    """
+    """Return how many sequences may decode in the next step. With pipeline parallelism it is an equal share for each
+    stage, so that all stages have work."""
     if table.limits.num_stages == 1:
         return table.limits.max_num_seqs
     num_decoding = sum(sequence.num_uncomputed_tokens <= 1 for sequence in table.running)
@@ -454,10 +475,11 @@ def _decode_quota(table: RequestTable) -> int:
 
 
 def _around_images(sequence: Sequence, length: int, chunks: list[ScheduledChunk], limits: SchedulerConfig) -> int:
-    """Return the length of a chunk that ends inside no image: shorter, or if it begins with the image, longer.
+    """Return the length in tokens of a sequence's next chunk, changed so that the chunk ends inside no image: shorter,
+    or longer if the chunk begins with the image. `length` is the wanted length, and `chunks` are already in the step.
 
-    Return 0 if the image has more tokens than the other `chunks` leave room for in the step. Most models may divide
-    images: for them the length stays.
+    Return 0 if the step does not have room for the image. Only some models need whole images; for others `length` is
+    returned.
     """
     if not limits.keeps_images_whole:
         return length
@@ -473,7 +495,8 @@ def _around_images(sequence: Sequence, length: int, chunks: list[ScheduledChunk]
 
 
 def _report_first(request: Request, now: float, result: StepResult) -> None:
-    """Add the report of a request's first token, once."""
+    """Add to `result` how the time to the request's first token was spent, unless this was reported before or its
+    prompt was computed on another instance."""
     # A request whose blocks came from another instance has computed no prompt here.
     if request.is_first_reported or request.started_at is None:
         return
@@ -492,7 +515,8 @@ def _report_first(request: Request, now: float, result: StepResult) -> None:
 
 
 def _sample_rows(chunks: list[ScheduledChunk]) -> list[SampleRow]:
-    """Return one row for each token to sample: a parent sequence needs one for each sequence that it starts."""
+    """Return one row for each token that is sampled in a step with these chunks: one for each chunk that ends its
+    sequence, or n for the prompt of a request with n sequences."""
     rows: list[SampleRow] = []
     for number, chunk in enumerate(chunks):
         if chunk.is_last:

@@ -24,7 +24,8 @@ and returns the scores to use.
 
 
 class SequenceState(Enum):
-    """The states of a sequence; `request_table` lists the container and the owned resources of each."""
+    """The states that a sequence can have, such as waiting, running or finished, each with the blocks and batch slot
+    that it owns then."""
 
     WAITING = auto()  # owns no block
     LOADING = auto()  # owns blocks, some of which are on their way from the host tier
@@ -36,15 +37,16 @@ class SequenceState(Enum):
 
 
 class StopDecision(NamedTuple):
-    """The reason why a token ends its sequence; `stop_token_id` is set only if the token itself is a stop token."""
+    """Why a token ends its sequence. `stop_token_id` is that token if it is a stop token, and None if a limit of the
+    length is reached."""
 
     reason: FinishReason
     stop_token_id: int | None
 
 
 class SortKey(NamedTuple):
-    """The scheduling order: smaller priority value, then earlier due time, then earlier arrival, then smaller sequence
-    index."""
+    """The place of a sequence in the scheduling order; the smallest key runs first. Compared are the priority, then the
+    due time, then the order of arrival, then the sequence's index in its request."""
 
     priority: int
     due: int
@@ -54,7 +56,7 @@ class SortKey(NamedTuple):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
-    """One request of the engine, from `RequestTable.add` until its last sequence has ended."""
+    """One request of the engine with its sequences, from `RequestTable.add` until its last sequence has ended."""
 
     work: Work
     mode: Mode
@@ -95,26 +97,29 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether prompt logprobs are still to be computed."""
+        """Return whether the client has asked for logprobs of the prompt's tokens and they have not been reported
+        yet."""
         return self.work.sampling.prompt_logprobs is not None and not self.is_first_reported
 
     @property
     def num_image_prefix_tokens(self) -> int:
-        """Return how many leading tokens cannot be computed here because their images are on another instance."""
+        """Return how many leading tokens of the prompt cannot be computed here because the images among them are on
+        another instance; 0 if the images are here."""
         return 0 if self.has_images else end_of(self.work.media)
 
     @property
     def must_await_first_tokens(self) -> bool:
-        """Return whether nothing can be scheduled after the prompt until its first tokens are known.
+        """Return whether no step after the prompt can be scheduled until the request's first tokens are known.
 
-        With several sequences they decide which ones continue; a `prefill` request ends with them.
+        With several sequences the first tokens decide which of them continue; a `prefill` request ends with its first
+        tokens.
         """
         unstarted = self.unstarted
         return len(unstarted) > 1 or (bool(unstarted) and (self.mode == "prefill" or self.wants_prompt_logprobs))
 
     def check_stop(self, num_generated: int, token_id: int) -> StopDecision | None:
-        """Return why the sequence ends with `token_id` as its `num_generated`-th generated token, or None if it
-        continues."""
+        """Return why a sequence of this request ends with `token_id` as its generated token number `num_generated`
+        (from 1), or None if it continues."""
         sampling = self.work.sampling
         # Before `min_tokens` a stop token does not end the sequence, as in vLLM.
         if token_id in self.stop_token_ids and num_generated >= sampling.min_tokens:
@@ -122,7 +127,8 @@ class Request:
         return StopDecision("length", None) if self.reaches_max_length(num_generated) else None
 
     def reaches_max_length(self, num_generated: int) -> bool:
-        """Return whether the `num_generated`-th generated token is a sequence's last one, whatever token it is."""
+        """Return whether a sequence ends with its generated token number `num_generated` (from 1) because of
+        `max_tokens` or the longest context, whatever token it is."""
         length = self.work.num_prompt_tokens + num_generated
         return num_generated >= self.work.sampling.max_tokens or length >= self.max_model_len
 
@@ -163,17 +169,19 @@ class Sequence:
 
     @property
     def sort_key(self) -> SortKey:
-        """Return the position of this sequence in the scheduling order."""
+        """Return the key by which sequences are scheduled; the smallest one comes first."""
         return SortKey(self.request.work.priority, self.request.due, self.request.order, self.index)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Return the number of tokens whose KV is to be computed: 1 in the steady state of decoding."""
+        """Return the number of this sequence's tokens whose KV is not computed yet: 1 while it decodes, more while its
+        prompt is computed."""
         return len(self.token_ids) + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def must_await_tokens(self) -> bool:
-        """Return whether the next step of this sequence depends on tokens that are still being computed."""
+        """Return whether no further step of this sequence can be scheduled until tokens that the device is computing
+        now are known, because they may end it."""
         if not self.num_output_placeholders:
             return False
         return self.request.must_await_first_tokens or self.request.reaches_max_length(
@@ -182,11 +190,12 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        """Return the number of generated tokens that are known."""
+        """Return the number of tokens after the prompt whose values are known."""
         return len(self.token_ids) - self.request.work.num_prompt_tokens
 
     def extend_block_hashes(self, num_full: int, block_tokens: int) -> None:
-        """Compute `block_hashes` up to the first `num_full` blocks."""
+        """Compute the hashes of this sequence's first `num_full` blocks, as far as they are missing in `block_hashes`.
+        All these blocks must be full; `block_tokens` is their size in tokens."""
         start = len(self.block_hashes)
         if start < num_full:
             tokens = self.token_ids[start * block_tokens : num_full * block_tokens]

@@ -20,44 +20,49 @@ from baton_serve.engine.errors import RequestError
 
 
 class SourceBlocks:
-    """Names, finds and registers the blocks of sources in one engine. Engine thread only."""
+    """Hashes, finds and registers the blocks that hold cross-attention KV: each prompt of such a model has one source,
+    for example a window of audio that an encoder reads. Engine thread only."""
 
     def __init__(self, pool: BlockPool, num_blocks: int) -> None:
-        """`num_blocks` is the number of blocks of a source, 0 for models without cross-attention."""
+        """`num_blocks` is the number of blocks that hold the cross-attention KV of one source; 0 for models without
+        cross-attention."""
         self._pool = pool
         self.num_blocks = num_blocks
 
     def hashes(self, work: Work) -> list[BlockHash]:
-        """Return the hashes of the blocks of a request's source; empty without one."""
+        """Return the hashes of the blocks with the cross-attention KV of a request's source; empty if it has no
+        source."""
         if not self.num_blocks or not work.media:
             return []
         return cross_hashes(work.root, work.media[0].digest, self.num_blocks)
 
     def find(self, work: Work) -> CachedPrefix:
-        """Return the cached blocks of a request's source, in both tiers. It is empty if any part is missing."""
+        """Return the cached blocks with the cross-attention KV of a request's source, on the device or in the host
+        tier. The result is empty if any of the blocks is not cached."""
         names = self.hashes(work)
         found = self._pool.find(names)
         # The encoder computes all positions together, so that a part of them saves nothing.
         return found if len(found) == len(names) else found.first(0)
 
     def num_needed(self, request: Request) -> int:
-        """Return how many blocks a sequence of the request owns beside those of its tokens."""
+        """Return how many blocks each sequence of this request owns for cross-attention KV; 0 if it has no source."""
         return self.num_blocks if request.work.media else 0
 
     def give(self, sequence: Sequence, cached: list[int], fresh: list[int]) -> None:
-        """Give a sequence the blocks of its source: either cached ones, or fresh ones, which a step will fill. They are
-        freed together with the sequence's other blocks.
-        """
+        """Give a sequence the blocks for the cross-attention KV of its source. Either all are `cached`, or all are
+        `fresh`, and the encoder runs in the sequence's first step to fill them. They are freed together with the
+        sequence's other blocks."""
         assert not (cached and fresh), "a source is cached as a whole or not at all"
         sequence.source_blocks, sequence.must_encode = cached + fresh, bool(fresh)
 
     def share(self, parent: Sequence, fork: Sequence) -> None:
-        """Let a fork of a sequence own the blocks of its source too."""
+        """Let the sequence `fork` own the blocks of its parent's source too."""
         self._pool.share(parent.source_blocks)
         fork.source_blocks, fork.must_encode = list(parent.source_blocks), parent.must_encode
 
     def finish_encoding(self, sequence: Sequence) -> None:
-        """Register the blocks that a launched step fills, so that other sequences find them."""
+        """Add the cross-attention blocks of a sequence to the prefix cache, if a step that runs the encoder to fill
+        them was just launched."""
         if sequence.must_encode:
             # Steps are computed in the order of their launch, so a later step may read the blocks although they are not
             # filled yet.
@@ -65,9 +70,8 @@ class SourceBlocks:
             self._pool.register(self.hashes(sequence.request.work), sequence.source_blocks)
 
     def published(self, sequence: Sequence) -> list[NamedBlock]:
-        """Return the blocks of the source for the decode worker of a `prefill` request; empty if they were reported
-        already.
-        """
+        """Return the blocks with the cross-attention KV of a `prefill` request, which its decode worker fetches; empty
+        if an earlier call returned them."""
         if sequence.request.is_source_published or not sequence.source_blocks:
             return []
         # A preempted prompt is computed again, but its blocks are reported once.
@@ -77,7 +81,8 @@ class SourceBlocks:
 
 
 def check_source(work: Work, source_blocks: int) -> None:
-    """Check that a request for a model with cross-attention has one source. Raises `RequestError`."""
+    """Check that a request has exactly one source if the model has cross-attention (`source_blocks` is not 0). Raises
+    `RequestError` otherwise."""
     # A span with other bounds or with a grid was made for an image, which this model cannot read.
     if source_blocks and (len(work.media) != 1 or work.media[0] != source_span(work.media[0].digest)):
         raise RequestError("invalid", "the model reads one window of audio with each prompt, but the request has none")

@@ -45,9 +45,8 @@ again after a while."""
 
 @dataclass(slots=True)
 class StepTimeModel:
-    """Learns how long the steps of one engine take, to predict which number of prompt tokens meets the ITL SLOs. The
-    engine reports each step to it; engine thread only.
-    """
+    """Learns how long the steps of an engine take, to predict how many prompt tokens a step may have without violating
+    the ITL SLOs of decoding sequences. The engine reports each step to it; engine thread only."""
 
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
@@ -63,7 +62,7 @@ class StepTimeModel:
     """Learned additional seconds of a step with prompts, by size class."""
 
     def decoded(self, seconds: float) -> None:
-        """Record the duration of a step without prompts."""
+        """Record that a step without prompt tokens took `seconds`."""
         self.decode_step_s = _blend(self.decode_step_s, seconds)
         for size in self._extra_s:
             self._extra_s[size] *= DECAY_PER_DECODE_STEP
@@ -71,7 +70,7 @@ class StepTimeModel:
     def computed(self, num_prompt_tokens: int, seconds: float) -> None:
         """Update the prefill rate with a step that computed `num_prompt_tokens` prompt tokens in `seconds`.
 
-        Decoding sequences in the step make no difference here: their share of its time is small.
+        Decoding sequences in the step are not counted: their share of its time is small.
         """
         # In smaller steps the fixed cost of a step dominates, and the rate would look too low.
         if num_prompt_tokens >= 32:
@@ -86,7 +85,7 @@ class StepTimeModel:
             self.prefill_tokens_per_s = rate if is_first else _blend(self.prefill_tokens_per_s, rate)
 
     def mixed(self, num_prompt_tokens: int, num_decoding: int, seconds: float) -> None:
-        """Record the duration of a step with prompt tokens and `num_decoding` decoding sequences."""
+        """Record that a step with this many prompt tokens and decoding sequences took `seconds`."""
         # Without a decode-only step the additional time is unknown.
         if not self.decode_step_s:
             return
@@ -105,9 +104,10 @@ class StepTimeModel:
             self._extra_s[size] = expected_s + weight * (extra_s - expected_s)
 
     def chunk_budget(self, itl_slos_s: Sequence[float | None]) -> int | None:
-        """Return how many prompt tokens a step may have beside decoding sequences with these ITL SLOs (None: no SLO).
+        """Return how many prompt tokens a step may have beside decoding sequences with these ITL SLOs in seconds (None:
+        the sequence has no SLO).
 
-        Return None if the number is not limited.
+        The result is None if the SLOs do not limit the number.
         """
         fitting = self._largest_fitting_size(itl_slos_s)
         if fitting is None:
@@ -116,12 +116,14 @@ class StepTimeModel:
         return max(fitting, size_class(len(itl_slos_s) + MIN_PROMPT_TOKENS)) - len(itl_slos_s)
 
     def meets_itl_slos(self, itl_slos_s: Sequence[float | None]) -> bool:
-        """Return whether steps with the minimum number of prompt tokens meet these ITL SLOs."""
+        """Return whether steps with the smallest allowed number of prompt tokens are short enough for these ITL SLOs,
+        in seconds (None: no SLO)."""
         fitting = self._largest_fitting_size(itl_slos_s)
         return fitting is None or fitting >= size_class(len(itl_slos_s) + MIN_PROMPT_TOKENS)
 
     def _largest_fitting_size(self, itl_slos_s: Sequence[float | None]) -> int | None:
-        """Return the largest size class that meets these ITL SLOs, 0 if none does, or None if all do."""
+        """Return the largest number of tokens of a step, among the fixed size classes, with which the step is expected
+        to meet these ITL SLOs (seconds); 0 if no class does, or None if all do."""
         default_limit_s = self.max_stretch * self.decode_step_s
         allowed_s = [default_limit_s if itl_slo_s is None else max_step_s(itl_slo_s) for itl_slo_s in itl_slos_s]
         # All sequences of a step wait for the same step, so the strictest SLO decides.
@@ -133,12 +135,14 @@ class StepTimeModel:
         )
 
     def tokens_per_s(self, num_prompt_tokens: int, num_decoding: int) -> float:
-        """Return the prefill rate, in tokens per second, of steps with these numbers of prompt tokens and sequences."""
+        """Return how many prompt tokens per second are computed by steps with this many prompt tokens and decoding
+        sequences."""
         extra_s = self._expected_extra_s(num_decoding)[size_class(num_prompt_tokens + num_decoding)]
         return num_prompt_tokens / max(1e-9, self.decode_step_s + extra_s)
 
     def _expected_extra_s(self, num_decoding: int) -> dict[int, float]:
-        """Return for each size class by how many seconds a step with prompts takes longer.
+        """Return, by the number of tokens of a step (its size class), how many seconds longer a step with prompt tokens
+        is expected to take than a step without.
 
         A class that was never measured is extrapolated from the next smaller measured one (or from the decoding
         sequences alone) with the prefill rate, but it is never slower than a larger measured class.
@@ -161,15 +165,16 @@ class StepTimeModel:
 
 
 def max_step_s(itl_slo_s: float) -> float:
-    """Return how long a step may take so that the client receives the next token within `itl_slo_s`."""
+    """Return how many seconds a step may take, so that a client receives its next token within `itl_slo_s` seconds."""
     return min(MAX_ITL_SLO_RATIO * itl_slo_s, itl_slo_s - TOKEN_DELIVERY_S)
 
 
 def size_class(num_tokens: int) -> int:
-    """Return the upper bound of the size class of a step, in tokens; the largest class if it is larger than all."""
+    """Return the size class of a step that computes `num_tokens` tokens: the smallest of the fixed sizes that is not
+    smaller, or the largest size if the step has even more tokens."""
     return SIZE_CLASSES_TOKENS[min(bisect_left(SIZE_CLASSES_TOKENS, num_tokens), len(SIZE_CLASSES_TOKENS) - 1)]
 
 
 def _blend(old: float, new: float) -> float:
-    """Return the moving average after a new value; the first value replaces 0."""
+    """Return the moving average `old` after a further value `new`. The first value replaces an `old` of 0."""
     return new if old == 0.0 else (1 - EMA_WEIGHT) * old + EMA_WEIGHT * new

@@ -18,9 +18,7 @@ MAX_STATES_RATIO = 0.5
 
 def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
     """Return how many bytes the KV cache may use on `device`: the number in the settings, or else the memory that is
-    left. `activation_bytes` is the memory that the largest step needs in addition to the weights. Call it once the
-    weights are loaded.
-    """
+    left when the weights are loaded (call it then). `activation_bytes` is what the largest step needs in addition."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     return devices.kv_cache_bytes(
@@ -29,14 +27,15 @@ def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: in
 
 
 def count_blocks(layout: KVLayout, available_bytes: int, override: int | None) -> int:
-    """Return the number of usable blocks. Block 0 is not counted, because padding is written to it."""
+    """Return how many KV blocks requests can use: `override` if it is set, otherwise as many as fit into
+    `available_bytes`, without block 0, to which padding is written."""
     return override if override is not None else max(0, available_bytes // layout.block_bytes - 1)
 
 
 def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
-    """Return `max_num_seqs`, lowered if the recurrent states of so many sequences would need more than half of the
-    memory for the KV cache. Call it once the weights are loaded. Raises `CapacityError` if no sequence fits.
-    """
+    """Return `config.max_num_seqs`, or fewer if the recurrent states of that number of sequences would need more than
+    half of the KV cache's memory. Call it when the weights are loaded. Raises `CapacityError` if not even one sequence
+    fits."""
     if not layout.state_bytes:
         return config.max_num_seqs
     available = cache_bytes(config, device, 0)
@@ -60,10 +59,10 @@ def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device
 
 
 def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:
-    """Check a KV cache in host memory. Raises `CapacityError` if it is larger than the memory, and warns if it may not
-    fit.
+    """Check that the host has memory for a KV cache of `num_bytes`. Raises `CapacityError` if it is larger than the
+    whole memory, and logs a warning if it is larger than the free memory.
 
-    The kernel grants any size at first, and kills the process later when the memory is used.
+    Linux grants any size at first, and kills the process later when the memory is used.
     """
     if num_bytes > total_bytes:
         raise CapacityError(
@@ -80,7 +79,7 @@ def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """Describes the weights on one of several devices."""
+    """The size of the model's weights on one device, and the number of devices over which the model is divided."""
 
     num_bytes: int
     """Size in bytes of the weights that are not quantized."""
@@ -88,10 +87,11 @@ class DeviceWeights:
 
 
 def check_fit(layout: KVLayout, num_usable: int, max_model_len: int, weights: DeviceWeights | None = None) -> None:
-    """Log the capacity. `weights` are those of an accelerator; None: the host's memory holds the cache.
+    """Log how many tokens and requests the KV cache holds. `weights` are on an accelerator together with the cache;
+    None: the cache is in host memory.
 
-    Raises `CapacityError` if one request does not fit, with the largest `max_model_len`, the number of devices and the
-    formats that do.
+    Raises `CapacityError` if one request of `max_model_len` tokens does not fit. Its message names settings with which
+    it would.
     """
     # A prompt may begin with the blocks of one checkpoint and end with those of another one.
     num_states = 2 * layout.state_blocks + layout.source_blocks
@@ -118,9 +118,8 @@ def check_fit(layout: KVLayout, num_usable: int, max_model_len: int, weights: De
 
 
 def _other_ways(layout: KVLayout, needed: int, available: int, weights: DeviceWeights | None) -> list[str]:
-    """Return which formats and how many devices would give room for a request that needs `needed` bytes of whole
-    blocks, of which there are `available`.
-    """
+    """Return changes of settings, as text for an error message, with which a request that needs `needed` bytes of KV
+    blocks would fit: other formats of KV or weights, or more devices. `available` bytes are there now."""
     ways: list[str] = []
     wide = DTYPE_BYTES[layout.dtype]
     # Scales take a little more than half; one block of them is left as reserve.

@@ -39,10 +39,11 @@ COPY_TIMEOUT_S = 10.0
 
 
 class SlotChecksums:
-    """The xxh3_64 of each slot's bytes when they were stored. `slot_bytes` returns the bytes of a slot as a buffer.
+    """Finds KV blocks in host memory that have changed since they were copied there. It keeps the xxh3_64 of the bytes
+    of each slot; `slot_bytes` returns the bytes of a slot.
 
-    On hosts it is computed immediately, while the bytes are in the CPU cache. On a device the copy is still running, so
-    a thread waits for it. The checksum covers the time in the host's memory, not the copy from the device.
+    If the KV cache is in host memory too, checksums are computed immediately, while the bytes are in the CPU cache.
+    Copies from an accelerator are still running, so threads wait for them. Errors during a copy are not found.
     """
 
     def __init__(self, slot_bytes: Callable[[int], Any], *, has_threads: bool) -> None:
@@ -51,14 +52,15 @@ class SlotChecksums:
         self._stored: dict[int, int | Future[dict[int, int]]] = {}
 
     def record(self, slots: Sequence[int], copied: devices.DeviceEvent | None) -> None:
-        """Compute the checksums of slots that were stored. `copied` is the end of their copies, if they still run."""
+        """Compute and keep the checksums of these slots, to which blocks were just copied. `copied` is the event at the
+        end of the copies; None: they are complete."""
         if self._threads is None:
             self._stored.update(self._compute(slots, copied))
         else:
             self._stored.update(dict.fromkeys(slots, self._threads.submit(self._compute, slots, copied)))
 
     def find_damaged(self, slots: Sequence[int]) -> set[int]:
-        """Return those of the slots whose bytes have changed since they were stored."""
+        """Return the slots, among these, whose bytes are not those for which `record` computed the checksum."""
         # Wait for the checksums of the stored bytes first: until then the copy to these slots may still run.
         expected = [self._expected(slot) for slot in slots]
         if self._threads is None:
@@ -69,7 +71,7 @@ class SlotChecksums:
         return {slot for slot, value in zip(slots, expected, strict=True) if found[slot] != value}
 
     def close(self) -> None:
-        """Wait for the threads, which must not read the slots any more when their memory is freed."""
+        """End the threads. After this call they do not read the slots, whose memory can then be freed."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
@@ -89,9 +91,8 @@ class SlotChecksums:
 
 
 class HostTierMemory:
-    """Holds the bytes of the host tier, and executes the copies that `tier` plans. Engine thread only; without a tier
-    it does nothing.
-    """
+    """The host memory of evicted KV blocks (the host tier). It executes the copies that `tier` has planned; if `tier`
+    is None it does nothing. Engine thread only."""
 
     def __init__(self, cache: KVCache, tier: HostTier | None) -> None:
         self.tier = tier
@@ -113,11 +114,13 @@ class HostTierMemory:
         self._over: devices.DeviceEvent | None = None  # the end of the last finished step
 
     def record_step_end(self) -> devices.DeviceEvent | None:
-        """Return an event at the end of a step that was just launched, or None if copies need not be ordered."""
+        """Return an event at the end of the step that was just launched, to be passed to `on_step_end`; None on the
+        CPU."""
         return devices.record(self._device) if self._streams is not None else None
 
     def on_step_end(self, event: devices.DeviceEvent | None) -> None:
-        """Record that a step has ended. Blocks that are freed from now on are used by no later step than this one."""
+        """Record that a step has ended. Copies that start from now on wait for `event`: a block that is free now is
+        used by that step at the latest."""
         self._over = event
         # Forget copies that are done; else the dicts would grow with every block that ever moved.
         for events in (self._cache.copying, self._slots):
@@ -125,34 +128,32 @@ class HostTierMemory:
                 del events[key]
 
     def move(self) -> None:
-        """Start all copies that the tier has planned since the last call, in their order. Call it before anything else
-        uses the blocks.
-        """
+        """Start all copies between device and host memory that the tier has planned since the last call, in their
+        order. Call it before anything else uses their blocks."""
         moves = self.tier.take_tier_copies() if self.tier is not None else []
         for is_to_host, group in groupby(moves, key=lambda move: move.is_to_host):
             for batch in _batches(list(group), self._per_batch):
                 self._copy(batch, is_to_host=is_to_host)
 
     def before(self, blocks: Iterable[int]) -> None:
-        """Make later work of the device wait until running copies of these blocks have ended. Call it before a step
-        that uses them.
-        """
+        """Make the device's main stream wait until running copies from or to these blocks have ended. Call it before
+        the launch of a step that uses them."""
         copying = self._cache.copying
         if copying:
             for event in _distinct(copying.get(block) for block in blocks):
                 devices.order_after(self._device, event)
 
     def are_copied(self, blocks: Iterable[int]) -> bool:
-        """Return whether no copy of these blocks is running any more."""
+        """Return whether all copies from or to these blocks have ended."""
         return all(event.query() for event in _distinct(self._cache.copying.get(block) for block in blocks))
 
     def wait(self, blocks: Iterable[int]) -> None:
-        """Wait until no copy of these blocks is running any more."""
+        """Wait until all copies from or to these blocks have ended."""
         for event in _distinct(self._cache.copying.get(block) for block in blocks):
             event.synchronize()
 
     def close(self) -> None:
-        """Wait for all copies and free the memory."""
+        """Wait until all copies have ended, and free the host memory."""
         if self._streams is not None:
             devices.synchronize(self._device)
         self._checksums.close()
@@ -212,7 +213,8 @@ class HostTierMemory:
 
 
 def _slab(device: torch.device, count: int, block_bytes: int) -> Tensor:
-    """Return a memory of slots, uint8 [count, block_bytes]; pinned if possible."""
+    """Return new host memory for `count` KV blocks, uint8 [count, block_bytes]. It is pinned if the system allows that;
+    otherwise log a warning, as copies will be slow."""
     try:
         memory = devices.pinned_memory(device, count * block_bytes)
     except RuntimeError as error:
@@ -227,5 +229,5 @@ def _batches(moves: list[HostTierCopy], size: int) -> Iterator[list[HostTierCopy
 
 
 def _distinct(events: Iterable[devices.DeviceEvent | None]) -> list[devices.DeviceEvent]:
-    """Return the events without None and without repetitions."""
+    """Return each event once, in order, and leave out None."""
     return list({id(event): event for event in events if event is not None}.values())

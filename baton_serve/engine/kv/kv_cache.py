@@ -33,9 +33,8 @@ KVMemoryKind = Literal["shared", "device", "mirrored"]
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The part of every block that one of several ranks holds: some layers of it, and some heads of each of these.
-    None: all.
-    """
+    """The part of every KV block that one of several ranks holds: a range of the layers, and for each of these a range
+    of the KV heads. None stands for all layers or heads."""
 
     layers: slice | None = None
     heads: tuple[slice, ...] | None = None
@@ -44,13 +43,14 @@ class BlockPart:
         return self.layers is None or self.layers.start <= number < self.layers.stop
 
     def of(self, blocks: Tensor, layout: KVLayout) -> Tensor:
-        """Return the view of this part of whole blocks, with all heads if the layers differ."""
+        """Return a view of this part in a tensor of whole blocks. If the layers have different shapes, the view has all
+        heads of its layers."""
         if blocks.dim() > 2:
             return blocks[:, self.layers or slice(None), :, slice(None) if self.heads is None else self.heads[0]]
         return blocks[:, slice(*self._elements(layout))]
 
     def share(self, layout: KVLayout) -> float:
-        """Return the size of this part, as a share of the whole block."""
+        """Return the size of this part as a fraction of the whole block, from 0 to 1."""
         start, end = self._elements(layout)
         whole = sum(num_layers * shape.num_elements(layout) for num_layers, shape in layout.runs)
         if self.heads is None:
@@ -58,7 +58,7 @@ class BlockPart:
         return sum(shape.num_elements(layout) for shape in self.own_shapes(layout)) / whole
 
     def own_shapes(self, layout: KVLayout) -> list[KVShape]:
-        """Return the shape of this part of each layer that it has."""
+        """Return the shapes of this part's layers, with only the heads that belong to this part."""
         shapes = [shape for num_layers, shape in layout.runs for _ in range(num_layers)][self.layers or slice(None)]
         if self.heads is None:
             return shapes
@@ -66,7 +66,7 @@ class BlockPart:
         return [KVShape(count, s.head_dim, s.num_planes) for count, s in zip(counts, shapes, strict=True)]
 
     def _elements(self, layout: KVLayout) -> tuple[int, int]:
-        """Return the range of the layers' elements in a block, with all heads."""
+        """Return the first element, and the end, of this part's layers in a whole block, with all heads."""
         sizes = [shape.num_elements(layout) for num_layers, shape in layout.runs for _ in range(num_layers)]
         chosen = self.layers or slice(0, len(sizes))
         return sum(sizes[: chosen.start]), sum(sizes[: chosen.stop])
@@ -91,11 +91,12 @@ class KVCache:
         part: "BlockPart | None" = None,
         shared_fd: int | None = None,
     ) -> None:
-        """Allocate the memory, filled with zeros.
+        """Allocate the memory of `num_blocks` blocks, filled with zeros.
 
-        `part` is that of this process if several ranks share each block. One rank makes the shared memory; the
-        others get its `shared_fd` and own the descriptor from then on. `place` None: shared on hosts, otherwise the
-        device, or mirrored if `part` is given.
+        `part` is the part of each block that this process holds, if several ranks share the blocks. The first rank
+        creates the shared memory; the others get its file descriptor `shared_fd` and own it from then on. `place` is
+        where the memory lies; None: shared memory on the CPU, otherwise the device, with a mirror in host memory if
+        `part` is given.
         """
         self.layout = layout
         self.num_blocks = num_blocks
@@ -139,22 +140,23 @@ class KVCache:
 
     @property
     def device_tensor(self) -> Tensor:
-        """The same memory as bytes, uint8 [num_blocks, block_bytes]."""
+        """The cache's memory as bytes, uint8 [num_blocks, block_bytes]."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
 
     @property
     def whole_blocks(self) -> Tensor:
-        """The blocks as bytes, with the heads of all ranks if they lie in one memory of the host."""
+        """The cache's blocks as bytes, uint8 [num_blocks, block_bytes]. If the ranks share one memory of the host, they
+        contain the heads of all ranks."""
         if self.host_view is None:
             return self.device_tensor
         return torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.num_blocks, self.block_bytes)
 
     def layers(self) -> list[Tensor]:
-        """Return one strided view per layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim], in the layer's own
-        shape.
+        """Return one strided view of the cache for each layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim],
+        in the layer's own shape.
 
-        Scales of quantized KV lie behind each head's tokens (`kernels.kv_codes`). A single plane (MLA) appears as both
-        K and V, with a stride of 0.
+        Scales of quantized KV lie behind each head's tokens (`kernels.kv_codes`). Latent attention (MLA) has one plane,
+        which appears as both K and V, with a stride of 0.
         """
         if self._own_layers is not None:
             parts: Iterable[Tensor] = self._own_layers
@@ -165,7 +167,7 @@ class KVCache:
         return [part[:, :, :, : self.layout.block_tokens].expand(-1, 2, -1, -1, -1) for part in parts]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks on the device. Sources and targets must be disjoint."""
+        """Copy block `sources[i]` to block `targets[i]` on the device. No block may be in both lists."""
         source = torch.tensor(sources, device=self.device)
         target = torch.tensor(targets, device=self.device)
         # As bytes: index kernels do not support float8.
@@ -174,14 +176,13 @@ class KVCache:
             blocks[target] = blocks[source]
 
     def reached(self) -> devices.DeviceEvent | None:
-        """Record an event behind the work that this thread has queued on the device so far, and return it; None if
-        transports need not wait.
-        """
+        """Return a new event at the end of all work that this thread has queued on the device so far; None if
+        transports do not have to wait, because the blocks lie in host memory or have a mirror there."""
         return None if devices.is_host(self.device) or self.is_mirrored else devices.record(self.device)
 
     def mark(self, blocks: Iterable[int], *, after: devices.DeviceEvent | None = None) -> None:
-        """Make transports wait before they touch these blocks: for `after`, or for all work that is queued on the
-        device so far.
+        """Make transports that read or write these blocks wait for the event `after`; if it is None, for all work that
+        is queued on the device so far.
 
         That work computes the blocks, or still uses them for the request that had them before.
         """
@@ -193,7 +194,8 @@ class KVCache:
         return self.versions[block]
 
     def ready_after(self, blocks: Iterable[int]) -> list[devices.DeviceEvent]:
-        """Return the events after which these blocks may be read or written. Callable from any thread."""
+        """Return the events for which a transport waits before it reads or writes these blocks. Any thread may call
+        it."""
         found: dict[int, devices.DeviceEvent] = {}
         for block in blocks:
             for event in (self._ready.get(block), self.copying.get(block)):
@@ -202,34 +204,39 @@ class KVCache:
         return list(found.values())
 
     def to_host(self, blocks: Iterable[int]) -> None:
-        """Copy this rank's part of the blocks to the mirror."""
+        """Copy this rank's part of the blocks from the device to their mirror in host memory. Do nothing without a
+        mirror."""
         if self.is_mirrored:
             for block in blocks:
                 for own, mirror in self._mirror():
                     mirror[block].copy_(own[block])
 
     def from_host(self, blocks: Iterable[int]) -> None:
-        """Copy this rank's part of the blocks from the mirror."""
+        """Copy this rank's part of the blocks from their mirror in host memory to the device. Do nothing without a
+        mirror."""
         if self.is_mirrored:
             for block in blocks:
                 for own, mirror in self._mirror():
                     own[block].copy_(mirror[block])
 
     def _mirror(self) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's memory on the device, and the same part of the mirror."""
+        """Return pairs of tensors: this rank's part of the cache on the device, and the same part of the mirror in host
+        memory. There is one pair, or one for each layer if the layers have different shapes."""
         if self._own_layers is None:
             return [(self.tensor, self._host)]
         return list(zip(self._own_layers, self._host_layers, strict=True))
 
     def forget_host(self, blocks: Iterable[int]) -> None:
-        """Free the host memory of these blocks in the mirror. Nothing may be reading or writing them there."""
+        """Give the memory of these blocks in the mirror back to the system. Nothing may be reading or writing them
+        there."""
         # MADV_REMOVE works on whole pages; blocks that share a page keep their memory.
         if self.is_mirrored and self.block_bytes % mmap.PAGESIZE == 0:
             for block in blocks:
                 self._mapping.madvise(mmap.MADV_REMOVE, block * self.block_bytes, self.block_bytes)
 
     def close(self) -> None:
-        """Close the descriptor. Shared memory is freed at once, other memory with the last tensor that uses it."""
+        """Close the descriptor of shared memory, and free this memory at once. Other memory is freed with the last
+        tensor that uses it."""
         # Other processes may have mapped the file, and would keep its memory as long as they do.
         if self.host_view is not None:
             self._mapping.madvise(mmap.MADV_REMOVE)
@@ -244,7 +251,8 @@ class KVCache:
         self._own_layers, self._host_layers = None, []
 
     def _map(self) -> Tensor:
-        """Map the shared memory, after creating it if there is none yet. Return it as bytes."""
+        """Map the memory that all ranks share, and return it as bytes. It is created first if this rank has no
+        descriptor of it."""
         size = self.num_blocks * self.block_bytes
         if self.shared_fd is None:
             self.shared_fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
@@ -259,7 +267,8 @@ def _num_elements(layout: KVLayout) -> int:
 
 
 def _own_shape(layout: KVLayout, own: Sequence[KVShape], *, is_flat: bool) -> tuple[int, ...]:
-    """Return the shape of one block's tensor for these layers. `is_flat` says that layers of a block differ."""
+    """Return the dimensions of one block in this rank's tensor: for its layers with the shapes `own`. `is_flat` says
+    that the layers of a block have different shapes; then it is one dimension."""
     if is_flat:
         return (sum(shape.num_elements(layout) for shape in own),)
     shape = own[0]
@@ -273,9 +282,10 @@ def _own_shape(layout: KVLayout, own: Sequence[KVShape], *, is_flat: bool) -> tu
 
 
 def _unequal_layers(memory: Tensor, layout: KVLayout, shapes: Sequence[KVShape]) -> Iterator[Tensor]:
-    """Yield each layer's view of `memory` [num_blocks, elements]: [num_blocks, planes, KV heads, rows, head_dim].
+    """Yield one view for each layer of `memory` [num_blocks, elements], whose layers have the different shapes
+    `shapes`: [num_blocks, planes, KV heads, rows, head_dim].
 
-    The last rows of a head hold the scales of its codes, if the KV dtype has scales.
+    The last rows of a head hold the scales of its one-byte codes, if the KV dtype has scales.
     """
     start = 0
     for shape in shapes:
@@ -286,7 +296,7 @@ def _unequal_layers(memory: Tensor, layout: KVLayout, shapes: Sequence[KVShape])
 
 
 def _block_shape(layout: KVLayout) -> tuple[int, ...]:
-    """Return the shape of one block's tensor: one dimension if the layers have different shapes."""
+    """Return the dimensions of one whole block in a tensor; it is one dimension if the layers have different shapes."""
     if len(layout.runs) > 1:
         return (_num_elements(layout),)
     ((num_layers, shape),) = layout.runs

@@ -24,7 +24,8 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One state of one layer. `index` counts the states of the same kind in a layer."""
+    """One of the recurrent states of one layer, such as the convolution's inputs. `index` distinguishes states of the
+    same kind in one layer."""
 
     layer: int
     kind: StateKind
@@ -35,7 +36,7 @@ class StatePart:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size in bytes, rounded up to the alignment."""
+        """Return the size of this state for one sequence in bytes, rounded up to the alignment."""
         return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -44,18 +45,20 @@ StateViews = Mapping[int, Mapping[tuple[StateKind, int], Tensor]]
 
 
 def row_bytes(parts: Sequence[StatePart]) -> int:
-    """Return the size of the states of one sequence in bytes."""
+    """Return how many bytes all these recurrent states need for one sequence."""
     return sum(part.num_bytes for part in parts)
 
 
 class StateMemory:
-    """The states of all batch slots, and the copies between them and checkpoints in blocks. Engine thread only.
+    """The memory of the recurrent states of all batch slots. It also copies them to and from checkpoints in KV blocks.
+    Engine thread only.
 
-    Without parts it does nothing. All operations are queued on the device in the order of the calls.
+    For a model without recurrent states it does nothing. All copies run on the device in the order of the calls.
     """
 
     def __init__(self, parts: Sequence[StatePart], num_slots: int, blocks: Tensor) -> None:
-        """Allocate rows of zeros. `blocks` is the KV cache as bytes, uint8 [num_blocks, block_bytes]."""
+        """Allocate the states of `num_slots` batch slots, filled with zeros. `blocks` is the KV cache as bytes, uint8
+        [num_blocks, block_bytes], for checkpoints."""
         self._blocks = blocks
         block_bytes = blocks.shape[1]
         self.num_blocks = -(-row_bytes(parts) // block_bytes) if parts else 0
@@ -65,7 +68,7 @@ class StateMemory:
         self.views: StateViews = self._make_views(parts)
 
     def execute(self, copies: Iterable[StateCopy]) -> None:
-        """Execute the planned copies, in their order."""
+        """Execute the operations that `StateCheckpoints` has planned, in their order."""
         for copy in copies:
             match copy.kind:
                 case "clear":
@@ -78,19 +81,20 @@ class StateMemory:
                     self.copy(copy.source, copy.slot)
 
     def clear(self, slot: int) -> None:
-        """Set the states of a slot to zeros, for a sequence that starts at its first token."""
+        """Set the recurrent states in a batch slot to zeros, for a sequence that starts at its first token."""
         self._rows[slot].zero_()
 
     def save(self, slot: int, blocks: Sequence[int]) -> None:
-        """Copy the states of a slot to the blocks of a checkpoint."""
+        """Copy the recurrent states in a batch slot to these KV blocks, as a checkpoint."""
         self._blocks[self._index(blocks)] = self._rows[slot].view(self.num_blocks, -1)
 
     def restore(self, slot: int, blocks: Sequence[int]) -> None:
-        """Copy a checkpoint to a slot."""
+        """Copy a checkpoint, which these KV blocks hold, to the recurrent states in a batch slot."""
         self._rows[slot].view(self.num_blocks, -1).copy_(self._blocks[self._index(blocks)])
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the states of a slot to another slot, for a sequence that continues from the same tokens."""
+        """Copy the recurrent states in batch slot `source` to slot `target`, for a fork that has the same tokens so
+        far."""
         self._rows[target].copy_(self._rows[source])
 
     def _index(self, blocks: Sequence[int]) -> Tensor:

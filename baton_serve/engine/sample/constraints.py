@@ -24,9 +24,9 @@ from baton_serve.engine.sample.transcripts import TranscriptRules
 
 @dataclass(slots=True)
 class Constraints:
-    """The masks of one step.
+    """The token masks of one step, one bit for each token of the vocabulary: 1 if the token is allowed.
 
-    `bits` [masks, bytes] are the allowed tokens; row `rows[i]` of the step uses mask `masks[i]`.
+    `bits` is [masks, bytes]; row `rows[i]` of the step uses mask `masks[i]`.
     """
 
     bits: Bits
@@ -38,7 +38,8 @@ class Constraints:
 
 @dataclass(slots=True)
 class _SequenceRules:
-    """The rules of one sequence: its grammar's state, and `allowed_token_ids` as a mask."""
+    """Everything that restricts the tokens of one sequence, such as the state of its grammar, and `allowed_token_ids`
+    as a mask."""
 
     grammar: GrammarState | None
     allowed: Bits | None
@@ -48,7 +49,8 @@ class _SequenceRules:
 
 
 class ConstraintBuilder:
-    """Builds masks and keeps the rules of each sequence as long as the sequence exists. Mask thread only."""
+    """Builds the masks of allowed tokens for each step, from grammars, `allowed_token_ids`, `bad_words`, `min_tokens`
+    and the rules of transcripts. Only the mask thread (of `TokenMasker`) calls it."""
 
     def __init__(self, grammars: Grammars, *, vocab_size: int) -> None:
         self.width = -(-vocab_size // 8)
@@ -59,9 +61,9 @@ class ConstraintBuilder:
         self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
 
     def prepare(self, grammar: str) -> "Future[Compiled]":
-        """Start compiling a grammar before its first use, and return the future of the compiled grammar.
+        """Start to compile a grammar before its first use, and return the future of the compiled grammar.
 
-        An invalid grammar also fails the sequence that uses it later.
+        The future raises `RequestError` if the grammar is invalid; a sequence that uses it fails too.
         """
         return self._grammars.prepare(grammar)
 
@@ -70,7 +72,8 @@ class ConstraintBuilder:
         self._grammars.close()
 
     def build(self, rows: Mapping[int, SampleRow]) -> Constraints:
-        """Build the masks of the constrained rows of a step (`is_constrained`), by their index in the step."""
+        """Return the masks of the rows of a step that need one (`is_constrained`). `rows` are these rows, by their
+        number in the step. Rows for which no token is allowed are listed in the result's `failed`."""
         failed: dict[int, str] = {}
         sequences: dict[TokenSequence, _SequenceRules] = {}
         for number, row in rows.items():
@@ -103,7 +106,7 @@ class ConstraintBuilder:
     def _advanced(self, sequence: TokenSequence) -> _SequenceRules:
         """Return the rules of a sequence, with its grammar advanced to the last generated token.
 
-        Raises `RequestError`.
+        Raises `RequestError` if the grammar is invalid or a token does not follow it.
         """
         known = self._known.get(sequence)
         if known is None:
@@ -117,9 +120,10 @@ class ConstraintBuilder:
         return known
 
     def _grammar_bits(self, sequences: Mapping[TokenSequence, _SequenceRules]) -> dict[TokenSequence, Bits]:
-        """Return the tokens that each sequence's grammar allows, computed together.
+        """Return for each sequence a bit mask of the tokens that its grammar allows next. The masks are computed in
+        parallel.
 
-        Sequences without grammar are left out.
+        Sequences without a grammar, or whose grammar is complete, are left out.
         """
         bound = {s: k.grammar for s, k in sequences.items() if k.grammar is not None and not k.grammar.is_over}
         if not bound:
@@ -132,7 +136,8 @@ class ConstraintBuilder:
         return dict(zip(bound, bits, strict=True))
 
     def _mask(self, sequence: TokenSequence, known: _SequenceRules, grammar: Bits | None) -> Bits:
-        """Return the mask of one sequence. Raises `RequestError` if it excludes every token."""
+        """Return the bit mask of the next token of one sequence: `grammar`, the mask of its grammar or None, joined
+        with its other rules. Raises `RequestError` if no token is allowed."""
         if known.grammar is not None and not known.grammar.is_over:
             known.grammar.check()
         mask = np.full(self.width, 255, dtype=np.uint8) if grammar is None else grammar
@@ -153,7 +158,7 @@ class ConstraintBuilder:
         return mask
 
     def _allowed(self, sampling: SamplingSpec) -> Bits | None:
-        """Return `allowed_token_ids` as a mask, or None if it is not set."""
+        """Return the request's `allowed_token_ids` as a bit mask, or None if it has none."""
         if sampling.allowed_token_ids is None:
             return None
         bits = np.zeros(self.width * 8, dtype=np.uint8)
@@ -164,7 +169,7 @@ class ConstraintBuilder:
         return None if sampling.transcript is None else TranscriptRules(sampling.transcript, self.width)
 
     def _words_of(self, request: Request) -> "BadWords":
-        """Return the bad words of a request, which may have 262,144 tokens."""
+        """Return the bad words of a request, prepared at its first call: they may have 262,144 tokens."""
         words = self._bad_words.get(request)
         if words is None:
             words = self._bad_words[request] = BadWords(request.work.sampling.bad_words)
@@ -175,7 +180,8 @@ class ConstraintBuilder:
 
 
 def is_constrained(row: SampleRow) -> bool:
-    """Return whether a mask is needed for a row."""
+    """Return whether the token of this row must be chosen with a mask: its request has a grammar, `allowed_token_ids`,
+    `bad_words` or rules of transcripts, or fewer than `min_tokens` tokens are generated."""
     sampling = row.sequence.request.work.sampling
     return (
         sampling.grammar is not None
@@ -187,8 +193,8 @@ def is_constrained(row: SampleRow) -> bool:
 
 
 class BadWords:
-    """Finds the tokens that would complete a bad word, in a time that depends on the words' lengths but not on their
-    number."""
+    """The `bad_words` of one request as token sequences. It finds the tokens that would complete one, in a time that
+    depends on the lengths of the words but not on their number."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._last_tokens: dict[int, dict[tuple[int, ...], list[int]]] = {}
@@ -199,7 +205,7 @@ class BadWords:
                 before.setdefault(tuple(word[:-1]), []).append(word[-1])
 
     def banned(self, generated: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a bad word after the generated tokens."""
+        """Return the tokens that must not follow `generated`, because they would complete a bad word."""
         found: list[int] = []
         for length, last_tokens in self._last_tokens.items():
             if length <= len(generated):
@@ -217,7 +223,7 @@ def _clear(mask: Bits, tokens: Sequence[int]) -> None:
 
 
 def _rules(sampling: SamplingSpec) -> str:
-    """Name the rules that are set, for an error message."""
+    """Return the names of the restrictions that a request has, such as "the grammar", for an error message."""
     rules = {
         "the grammar": sampling.grammar is not None,
         "allowed_token_ids": sampling.allowed_token_ids is not None,

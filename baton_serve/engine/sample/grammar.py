@@ -35,7 +35,7 @@ Grammars that sequences use count as long as they are kept here.
 
 
 class GrammarState:
-    """The position of one sequence in its grammar. After the end of sequence, any token is allowed."""
+    """The position of one sequence in its grammar. After the end-of-sequence token, any token is allowed."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
@@ -44,9 +44,9 @@ class GrammarState:
         self._num_accepted = 0
 
     def take(self, generated: Sequence[int]) -> None:
-        """Advance to the end of `generated`, which are all tokens after the prompt.
+        """Advance the grammar to the end of `generated`, which are all tokens of the sequence after the prompt.
 
-        Raises `RequestError` for a wrong token.
+        Raises `RequestError` if a token does not follow the grammar.
         """
         for token in generated[self._num_accepted :]:
             if self.is_over:
@@ -60,13 +60,14 @@ class GrammarState:
         self._num_accepted = len(generated)
 
     def check(self) -> None:
-        """Raise `RequestError` if the matcher has failed, for example because the grammar became too complex."""
+        """Raise `RequestError` if llguidance has failed for this sequence, for example because the grammar became too
+        complex."""
         if self.matcher.is_error():
             raise RequestError("invalid", f"structured output: {first_line(self.matcher.get_error())}")
 
 
 class Grammars:
-    """Compiles grammars for one model's vocabulary, and keeps the most recently used ones."""
+    """Compiles grammars for the vocabulary of one model, and keeps the most recently used ones for further requests."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._folder = folder
@@ -78,7 +79,8 @@ class Grammars:
         self._held: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
 
     def read(self) -> None:
-        """Read the vocabulary at the start. It takes a second for 100,000 tokens and blocks all other threads."""
+        """Read the vocabulary now, at the start of the engine: it takes a second for 100,000 tokens and blocks all
+        other threads. If structured output is not possible with this model, log the reason."""
         try:
             size = self.vocabulary.vocab_size
         except RequestError as exc:
@@ -110,9 +112,11 @@ class Grammars:
             raise RequestError("invalid", f"structured output does not support this tokenizer: {exc}") from exc
 
     def prepare(self, grammar: str) -> "Future[Compiled]":
-        """Start compiling a grammar in the background, and return the future that `start` waits for.
+        """Start to compile a grammar in the background, unless it is known already. Return the future of the compiled
+        grammar; it raises `RequestError` for an invalid one.
 
-        As long as the caller keeps its result, the grammar is not compiled again, whatever others are compiled.
+        As long as the caller keeps the future's result, the grammar is not compiled again, whatever other grammars are
+        compiled.
         """
         compiled = self._compiled.get(grammar)
         # A failure is not kept: its cause may be temporary.
@@ -131,7 +135,8 @@ class Grammars:
         return compiled
 
     def start(self, grammar: str) -> GrammarState:
-        """Return the state before the first token. Wait until the grammar is compiled. Raises `RequestError`."""
+        """Return the position before the first token of a new sequence. This waits until the grammar is compiled.
+        Raises `RequestError` if the grammar is invalid."""
         compiled = self.prepare(grammar)
         try:
             return GrammarState(compiled.result().matcher.deep_copy(), self._eos_token_ids)
@@ -141,11 +146,12 @@ class Grammars:
             raise
 
     def close(self) -> None:
-        """End the compiling thread."""
+        """End the thread that compiles grammars."""
         self._compiler.close()
 
     def _forget_oldest(self) -> None:
-        """Drop the least recently used grammars until the limits hold. The newest one is always kept."""
+        """Drop the least recently used compiled grammars until their number and memory are within the limits. The
+        newest one is always kept."""
         entries = list(self._compiled.items())
         sizes = [one.result().num_bytes if one.done() and not one.exception() else 0 for _, one in entries]
         total, count = sum(sizes), len(sizes)
@@ -161,7 +167,8 @@ class Grammars:
                 self._held[grammar] = one.result()
 
     def allowed(self, states: Sequence[GrammarState]) -> NDArray[np.uint8]:
-        """Return the allowed next tokens of each state, as masks [states, bytes]. Several are computed in parallel."""
+        """Return the tokens that each grammar allows next, as bit masks uint8 [states, bytes]. The masks are computed
+        in parallel."""
         width = (self.vocabulary.vocab_size + 31) // 32 * 4  # llguidance writes masks in words of 32 bits
         bits = np.empty((len(states), width), dtype=np.uint8)
         matchers = [(state.matcher, row) for row, state in enumerate(states)]

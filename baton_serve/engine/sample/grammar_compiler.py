@@ -21,14 +21,15 @@ from baton_serve.engine.errors import RequestError
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Compiled:
-    """A compiled grammar. `num_bytes` is an estimate of its memory: the growth of the process while it was compiled."""
+    """A compiled grammar. `num_bytes` is an estimate of its memory: by how much the process grew while it was
+    compiled."""
 
     matcher: LLMatcher
     num_bytes: int
 
 
 class GrammarCompiler:
-    """Owns the compiling thread. Grammars are compiled one after another, in the order of the calls."""
+    """Owns the thread that compiles grammars, one after another, in the order of the calls."""
 
     def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
         self._vocabulary = vocabulary
@@ -36,7 +37,8 @@ class GrammarCompiler:
         self._has_thread = False
 
     def compile(self, grammar: str) -> "Future[Compiled]":
-        """Start compiling. The future raises `RequestError` for an invalid grammar."""
+        """Start to compile a grammar in this object's thread. The future raises `RequestError` if the grammar is
+        invalid."""
         if not self._has_thread:
             # The size of a thread's stack can only be set for all threads that are created next. Create the pool's only
             # thread now, and restore the size immediately.
@@ -49,7 +51,7 @@ class GrammarCompiler:
         return self._thread.submit(self._compile, grammar)
 
     def close(self) -> None:
-        """End the thread; a grammar that is being compiled is not waited for."""
+        """End the thread, without waiting for a grammar that it is compiling."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> Compiled:
@@ -70,11 +72,11 @@ class GrammarCompiler:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of an error message. The others point to places in the grammar."""
+    """Return the first line of an error message of llguidance. Its other lines point to places in the grammar."""
     return message.strip().split("\n", 1)[0]
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process, in bytes."""
+    """Return how much physical memory this process uses now, in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -15,7 +15,7 @@ from baton_serve.engine.core.sequence import Sequence
 
 @dataclass(slots=True)
 class _Counts:
-    """The tokens that one sequence has seen so far, on the device."""
+    """Which tokens the prompt of one sequence has, and how often each token was generated, as tensors on the device."""
 
     prompt: Tensor  # bool [vocab_size]
     output: Tensor  # float32 [vocab_size]
@@ -23,16 +23,16 @@ class _Counts:
 
 
 class Penalties:
-    """Applies repetition, presence and frequency penalties. It keeps the token counts of each sequence as long as the
-    sequence exists.
-    """
+    """Applies repetition, presence and frequency penalties to scores. It counts the tokens of each sequence on the
+    device, and forgets the counts when the sequence ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts: WeakKeyDictionary[Sequence, _Counts] = WeakKeyDictionary()
 
     def apply(self, scores: Tensor, sequences: Rows[Sequence]) -> Tensor:
-        """Return `scores` [rows, vocab_size] with the penalties of the sequences, one per row, in a new tensor."""
+        """Return `scores` [rows, vocab_size] with penalties applied, as a new tensor. `sequences[i]` is the sequence of
+        row `i`."""
         counts = [self._updated(sequence, scores.shape[1]) for sequence in sequences]
         output = torch.stack([c.output for c in counts])
         seen = torch.stack([c.prompt for c in counts]) | (output > 0)
@@ -44,7 +44,7 @@ class Penalties:
         return scores - self._column([p.presence_penalty for p in params]) * (output > 0)
 
     def _updated(self, sequence: Sequence, vocab_size: int) -> _Counts:
-        """Return the counts of a sequence, with the tokens since the last call added."""
+        """Return the token counts of a sequence, after adding the tokens that it got since the last call."""
         num_prompt = sequence.request.work.num_prompt_tokens
         counts = self._counts.get(sequence)
         if counts is None:
@@ -63,5 +63,5 @@ class Penalties:
         return self._upload(values)[:, None]
 
     def _upload(self, values: list[float] | list[int]) -> Tensor:
-        """Copy values to the device without waiting for its work."""
+        """Return these values as a tensor on the device, without waiting for the copy."""
         return torch.tensor(values).to(self._device, non_blocking=True)

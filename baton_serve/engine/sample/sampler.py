@@ -24,10 +24,11 @@ from baton_serve.engine.sample.transcripts import prefer_timestamps
 def row_logprobs(
     raw: Tensor, chosen: Sequence[int], wanted: Mapping[int, int], named: Mapping[int, Sequence[int]] | None = None
 ) -> list[TokenLogprobs | None]:
-    """Return the logprobs of each row, or None for rows without. `raw` is [rows, vocab_size].
+    """Return the logprobs of each row of `raw` [rows, vocab_size], or None for rows that did not ask for them. `chosen`
+    are the sampled tokens, by row.
 
-    `wanted` is the number of alternatives, by row, for rows that asked for logprobs. `named` are the alternatives of
-    rows that asked for certain tokens.
+    `wanted` maps the row numbers that asked for logprobs to the number of alternatives. `named` maps row numbers to the
+    token ids whose logprobs were asked for instead of the most likely ones.
     """
     picked = torch.tensor(list(wanted), device=raw.device)
     answers = token_logprobs(raw[picked], [chosen[i] for i in wanted], max(wanted.values()))
@@ -40,7 +41,7 @@ def row_logprobs(
 
 
 def named_logprobs(raw: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
-    """Return the logprobs of certain tokens, in their order. `raw` is [vocab_size]."""
+    """Return the logprobs and ranks of these tokens, in their order. `raw` are the logits of one row, [vocab_size]."""
     logprobs = raw.float().log_softmax(dim=-1)
     own = logprobs[torch.tensor(token_ids, device=raw.device)]
     # One by one: all at once would need `len(token_ids)` times the memory of the vocabulary.
@@ -49,8 +50,8 @@ def named_logprobs(raw: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
 
 
 def token_logprobs(raw: Tensor, chosen: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Return the logprobs of the chosen token and of the `num_top` most likely ones, for each row of `raw` [rows,
-    vocab_size].
+    """Return, for each row of logits `raw` [rows, vocab_size], the logprobs of the token in `chosen` and of the
+    `num_top` most likely tokens.
 
     The rank of the chosen token is the number of tokens that are at least as likely.
     """
@@ -83,7 +84,7 @@ Sorting the whole vocabulary is slow, and these nearly always contain all tokens
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Sampled tokens on the device, and logprobs if any row asked for them."""
+    """The sampled tokens of one step, still on the device, and the logprobs if any row asked for them."""
 
     tokens: Tensor  # int64 [num_rows], on the device
     logprobs: list[TokenLogprobs | None] | None = None
@@ -92,19 +93,20 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Samples on one device. Keeps the penalties' counts between steps."""
+    """Samples the tokens of each step on one device. Between steps it keeps the token counts that penalties need."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._penalties = Penalties(device)
 
     def sample(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> ModelRunnerOutput:
-        """Sample and wait for the tokens; see `choose`."""
+        """Sample one token for each row, wait for the tokens and return them. The arguments are those of `choose`."""
         choice = self.choose(logits, rows, masks=masks)
         return ModelRunnerOutput(choice.tokens.tolist(), choice.logprobs, failed=choice.failed)
 
     def choose(self, logits: Tensor, rows: Rows[SampleRow], *, masks: TokenMasks | None = None) -> SamplerOutput:
-        """Sample one token for each row of `logits` [num_rows, vocab_size], of any floating dtype.
+        """Sample one token for each row of `logits` [num_rows, vocab_size], of any floating dtype, and leave the tokens
+        on the device. `rows` names the sequence of each row; `masks` has the allowed tokens, None: all.
 
         This waits for the device only if a row asks for logprobs, or if top_k or top_p need the whole vocabulary. A row
         with NaN gets the token vocab_size.
@@ -131,7 +133,8 @@ class Sampler:
         return SamplerOutput(tokens, logprobs, failed)
 
     def _adjust(self, scores: Tensor, rows: Rows[SampleRow], masks: TokenMasks | None) -> None:
-        """Set forbidden tokens of `scores` to -inf, and apply biases and penalties, in place."""
+        """Change `scores` in place as the requests of the rows want it: set forbidden tokens to -inf, and apply
+        `logit_bias` and penalties."""
         if masks is not None:
             masks.apply(scores)
             prefer_timestamps(scores, rows)
@@ -150,7 +153,8 @@ class Sampler:
             scores[picked] = self._penalties.apply(scores[picked], [rows[i].sequence for i in penalised])
 
     def _draw(self, scores: Tensor, rows: Rows[SampleRow]) -> Tensor:
-        """Sample one token for each row of `scores` [rows, vocab_size] with a temperature."""
+        """Sample one token at random for each row of `scores` [rows, vocab_size], with the row's temperature, min_p,
+        top_k and top_p. Return the tokens, int64 [rows]."""
         params = [row.sequence.request.work.sampling for row in rows]
         scores = scores / self._column([p.temperature for p in params])
         if any(p.min_p > 0.0 for p in params):  # p / p_max >= min_p needs no softmax: subtract logarithms instead
@@ -175,14 +179,14 @@ class Sampler:
         return self._upload(values, dtype=torch.float32)[:, None]
 
     def _upload(self, values: object, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Copy values to the device without waiting for its work."""
+        """Return these values as a tensor on the device, without waiting for the copy."""
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
 def process_logits(scores: Tensor, rows: Rows[SampleRow]) -> dict[int, RowFailure]:
-    """Apply the processors of each row to `scores`, float32 [rows, vocab_size], in place.
+    """Apply the logits processors of each row's request to its row of `scores`, float32 [rows, vocab_size], in place.
 
-    Return the failures by row number. An error of a processor fails its request only.
+    Return the failures by row number: an error of a processor fails only the request that it belongs to.
     """
     failed: dict[int, RowFailure] = {}
     for number, row in enumerate(rows):
@@ -204,18 +208,18 @@ def process_logits(scores: Tensor, rows: Rows[SampleRow]) -> dict[int, RowFailur
 
 
 def all_plain_greedy(rows: Rows[SampleRow]) -> bool:
-    """Return whether argmax gives the token of every row: temperature 0, no penalties, no `logit_bias`, no logprobs,
-    no logits processors.
+    """Return whether argmax gives the right token for every row: temperature 0, no penalties, no `logit_bias`, no
+    logprobs, no logits processors.
 
-    Masks are not checked; the caller must have none.
+    Masks are not checked: the caller must have none.
     """
     requests = [row.sequence.request for row in rows]
     return all(is_plain_greedy(request.work.sampling) and not request.logits_processors for request in requests)
 
 
 def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = MAX_CANDIDATES) -> Tensor:
-    """Set to -inf all but the `top_k` largest scores, and of these all but the fewest whose probability reaches
-    `top_p`.
+    """Set all scores to -inf but the `top_k` largest of each row, and of these only keep the fewest whose probabilities
+    together reach `top_p`. Return the scores.
 
     `scores` is [rows, vocab_size]; `top_k` (vocab_size: no limit) and `top_p` are [rows, 1]. Probabilities are relative
     to the tokens that top_k keeps, as in vLLM.
@@ -244,16 +248,18 @@ def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candi
 
 
 def _largest(scores: Tensor) -> Tensor:
-    """Return the index of the largest score of each row; vocab_size for a row with NaN."""
+    """Return the token with the largest score of each row of `scores` [rows, vocab_size]; vocab_size for a row with
+    NaN."""
     found = scores.max(dim=-1)
     return found.indices.masked_fill_(found.values.isnan(), scores.shape[1])
 
 
 def invert_cumulative(scores: Tensor, points: Tensor) -> Tensor:
-    """Return for each row the first token, in vocabulary order, at which the cumulative probability exceeds its point.
+    """Return for each row the first token, in the order of the vocabulary, at which the sum of the probabilities so far
+    exceeds the row's number in `points`. This samples the distribution if the numbers are random.
 
-    `scores` are logits [rows, vocab_size]; `points` [rows] are random numbers in [0, 1). A row with NaN has no such
-    token: its result is vocab_size.
+    `scores` are logits [rows, vocab_size]; `points` [rows] are in [0, 1). A row with NaN has no such token: its result
+    is vocab_size.
     """
     # float64: in float32 the sum over a large vocabulary loses the small probabilities at its end.
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)

@@ -23,14 +23,15 @@ INDEX_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens the constrained rows of a step may choose, as masks on the device."""
+    """The allowed tokens of the rows of a step that are restricted, as bit masks on the device."""
 
     rows: Tensor  # int64 [rows]
     masks: Tensor  # int64 [rows]
     bits: Tensor  # uint8 [masks, bytes]
 
     def apply(self, scores: Tensor) -> None:
-        """Set forbidden tokens of `scores` [all rows, vocab_size] to -inf, in place."""
+        """Set the scores of tokens that are not allowed to -inf, in place. `scores` is [all rows of the step,
+        vocab_size]."""
         # Unpack the bits on the device: one eighth of the bytes have to be copied.
         powers = (1 << torch.arange(8, device=self.bits.device)).to(torch.uint8)
         allowed = (self.bits[:, :, None] & powers).ne(0).flatten(1)[:, : scores.shape[1]]
@@ -38,9 +39,8 @@ class TokenMasks:
 
 
 class TokenMasker:
-    """Builds the token masks of each step in a thread of its own, and copies them to the device. It owns the thread and
-    the staging memory. Calls of `begin` and `send` alternate.
-    """
+    """Builds the masks of allowed tokens of each step in a thread of its own, while the device computes the step, and
+    copies them to the device. For each step `begin` is called, and then `send`."""
 
     def __init__(self, builder: ConstraintBuilder, device: torch.device) -> None:
         self._builder = builder
@@ -64,15 +64,16 @@ class TokenMasker:
         self._builder.prepare(grammar).add_done_callback(partial(_end_like, ready))
 
     def begin(self, rows: Rows[SampleRow]) -> "Future[Constraints] | None":
-        """Start building the masks of a step. Return None if no row is constrained.
+        """Start to build the masks of a step with these rows, in the mask thread. Return None if no row needs a mask.
 
-        The rows' sequences must not change until the future is done.
+        The sequences of the rows must not change until the future is done.
         """
         constrained = {number: row for number, row in enumerate(rows) if is_constrained(row)}
         return self._thread.submit(self._builder.build, constrained) if constrained else None
 
     def send(self, constraints: Constraints) -> TokenMasks | None:
-        """Copy the masks to the device, in order before later work of this thread. Return None if there are none."""
+        """Copy the masks that `begin` has built to the device. Work that this thread queues later finds them there.
+        Return None if there are none."""
         count, (num_masks, width) = len(constraints.rows), constraints.bits.shape
         if not count:
             return None
@@ -89,13 +90,13 @@ class TokenMasker:
         return TokenMasks(index[0], index[1], sent[index_bytes:].view(num_masks, width))
 
     def close(self) -> None:
-        """End the thread and the compiler."""
+        """End the mask thread, and the thread that compiles grammars."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._builder.close()
 
 
 def _end_like(ready: "Future[object]", compiled: "Future[Compiled]") -> None:
-    """End `ready` as the compilation has ended; its result is the compiled grammar."""
+    """Give the future `ready` the result or the error of the finished future `compiled`."""
     error = None if compiled.cancelled() else compiled.exception()
     if compiled.cancelled():
         ready.cancel()

@@ -17,7 +17,8 @@ from baton_serve.engine.sample.grammar import Bits
 
 
 class TranscriptRules:
-    """The rules of one sequence. `width` is the size of a mask in bytes."""
+    """The rules for the tokens of one transcript, as Whisper was trained with them: which timestamps may follow.
+    `width` is the size of a token mask in bytes."""
 
     def __init__(self, spec: TranscriptSpec, width: int) -> None:
         self._spec = spec
@@ -28,7 +29,7 @@ class TranscriptRules:
             self._always[spec.first_timestamp - 1] = False
 
     def allowed(self, generated: Sequence[int]) -> Bits:
-        """Return the mask of the tokens that may follow the generated ones."""
+        """Return a bit mask of the tokens that may follow the tokens `generated` of this transcript."""
         spec, allowed = self._spec, self._always.copy()
         if not generated:
             allowed[spec.first_suppressed] = False
@@ -37,7 +38,8 @@ class TranscriptRules:
         return np.packbits(allowed, bitorder="little")
 
     def _limit_timestamps(self, allowed: NDArray[np.bool_], generated: Sequence[int]) -> None:
-        """Exclude the tokens that would break the pairs or the order of the timestamps."""
+        """Clear in `allowed` the tokens that must not follow `generated`: timestamps come in pairs and never
+        decrease."""
         # The rules are those of `WhisperTimeStampLogitsProcessor` in transformers: text stands between two times, and a
         # segment begins with the second of two neighbouring times.
         first, spec = self._spec.first_timestamp, self._spec
@@ -61,9 +63,9 @@ class TranscriptRules:
 
 
 def prefer_timestamps(scores: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Exclude the text of rows in which all timestamps together are likelier than any text. `scores` [rows, vocab_size]
-    are changed in place.
-    """
+    """Exclude text where a timestamp must come: in rows of `scores` [rows, vocab_size] in which all timestamps together
+    are likelier than the likeliest text token. Only rows whose request is a transcript with timestamps are changed, in
+    place."""
     for number, row in enumerate(rows):
         spec = row.sequence.request.work.sampling.transcript
         if spec is not None and spec.has_timestamps:

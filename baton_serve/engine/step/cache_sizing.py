@@ -24,7 +24,8 @@ SAMPLER_COPIES = 6
 
 
 class KVCacheBuilder:
-    """Measures the free memory and makes the KV cache and its host tier. Used once, while the engine starts."""
+    """Decides how many KV blocks fit into the memory, and allocates the KV cache, the recurrent states and the host
+    tier. The engine uses it once, while it starts."""
 
     def __init__(
         self, config: EngineConfig, setup: EngineSetup, device: torch.device, ranks: Ranks, *, vocab_size: int
@@ -41,13 +42,15 @@ class KVCacheBuilder:
 
     @property
     def uses_graphs(self) -> bool:
-        """True if steps will be captured in graphs."""
+        """True if steps will be captured in device graphs: the device and the model support it, and `enforce_eager` is
+        not set."""
         return self._forward.is_capturable and not self._config.enforce_eager and devices.has_graphs(self._device)
 
     def count_blocks(self, masking: TokenMasker) -> int:
-        """Return the number of usable blocks, without block 0 (padding). Run the largest step to measure its memory.
+        """Return how many KV blocks requests can use, without block 0 (padding). If no setting states it, run the
+        largest possible step to measure the memory that it needs; `masking` is what this step's sampling uses.
 
-        Raises `CapacityError` if a KV cache in host memory is larger than the memory.
+        Raises `CapacityError` if a KV cache in host memory is larger than the whole memory.
         """
         config, override = self._config, self._config.num_gpu_blocks_override
         if override is not None:
@@ -64,7 +67,8 @@ class KVCacheBuilder:
         return capacity.count_blocks(self._layout, available - rows, None)
 
     def check_fit(self, num_usable: int, max_model_len: int) -> None:
-        """Log what fits. Raises `CapacityError`, with what would fit, if one request of full length does not."""
+        """Log how many tokens and requests fit into `num_usable` KV blocks. Raises `CapacityError` if one request of
+        `max_model_len` tokens does not; its message names settings with which it would."""
         weights: capacity.DeviceWeights | None = None
         # In host memory the weights take nothing from the cache.
         if not devices.is_host(self._device):
@@ -72,22 +76,22 @@ class KVCacheBuilder:
         capacity.check_fit(self._layout, num_usable, max_model_len, weights)
 
     def make_states(self, cache: KVCache) -> StateMemory:
-        """Make the memory of the recurrent states of all batch slots."""
+        """Allocate the recurrent states of all batch slots. `cache` holds their checkpoints."""
         # With several ranks the part of a block that a rank has in shared host memory is not contiguous. Models with
         # states run on one rank, so that no other model needs the cache as bytes.
         blocks = cache.device_tensor if self._states else cache.tensor.new_empty((0, 1), dtype=torch.uint8)
         return StateMemory(self._states, self._limits.max_num_seqs, blocks)
 
     def make(self, num_blocks: int) -> KVCache:
-        """Create the KV cache with this number of blocks on all ranks. In host memory, or if it has a mirror there, the
-        ranks share one memory of the host.
-        """
+        """Allocate the KV cache with this number of blocks, on all ranks. If it is in host memory, or has a mirror
+        there, all ranks share one memory."""
         cache = KVCache(self._layout, num_blocks, self._device, part=self._setup.part)
         self._ranks.build(num_blocks, cache.shared_fd)
         return cache
 
     def make_host_tier(self, cache: KVCache) -> HostTierMemory:
-        """Make the host tier; without `host_kv_bytes` it stores nothing. Raises `ConfigError`."""
+        """Allocate the host tier, `host_kv_bytes` of host memory for evicted KV blocks; 0: it never stores any. Raises
+        `ConfigError` if that is less than one block, or if several ranks hold a part of each block."""
         num_bytes = self._config.host_kv_bytes
         if not num_bytes:
             return HostTierMemory(cache, None)
@@ -102,16 +106,16 @@ class KVCacheBuilder:
         return HostTierMemory(cache, HostTier(num_slots))
 
     def _whole_bytes(self, available: list[int]) -> int:
-        """Return how many bytes of whole blocks fit, if each rank has `available` bytes for its part of them."""
+        """Return how many bytes of KV blocks fit in all, if rank `i` has `available[i]` bytes for its part of each
+        block."""
         size, shares = self._ranks.place.shard.size, self._setup.stage_shares()
         # All ranks have the same number of blocks, so the one with the least room for its part decides.
         least = min(num_bytes / shares[rank // size] for rank, num_bytes in enumerate(available))
         return int(least / self._setup.block_share)
 
     def _measure(self, masking: TokenMasker) -> list[int]:
-        """Return the bytes that each rank can give to its part of the KV cache, after the weights and the largest
-        step.
-        """
+        """Run the largest possible step. Return, by rank, how many bytes are left for the KV cache beside the weights
+        and what that step needs."""
         tokens = self._limits.max_num_batched_tokens
         # A small cache that holds the prompts of the largest step, and one block more for each sequence to grow.
         num_blocks = 2 + -(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs

@@ -9,7 +9,7 @@ from baton_serve.engine.core.step_time_model import StepTimeModel
 
 
 class StepMeter:
-    """Counts steps and tokens, and feeds their durations to the step time model. Owned by the engine."""
+    """Counts the steps and tokens of one engine, and passes the durations of the steps to its `StepTimeModel`."""
 
     def __init__(self, step_time_model: StepTimeModel | None = None) -> None:
         self.step_time_model = step_time_model or StepTimeModel()
@@ -18,7 +18,7 @@ class StepMeter:
         self.steps = 0
 
     def record(self, plan: ScheduledBatch, seconds: float, num_generated: int) -> None:
-        """Record a step that took `seconds` and returned `num_generated` tokens."""
+        """Count a step, which took `seconds` and sampled `num_generated` tokens. A step without chunks is ignored."""
         if not plan.chunks:  # a step that only waited for the host tier says nothing about speed
             return
         # A chunk of one token is counted as decoding, though it can be the last token of a prompt; both cost the same.
@@ -36,7 +36,7 @@ class StepMeter:
 
 
 def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) -> EngineStats:
-    """Return the engine's load and counters, as the router and the metrics need them."""
+    """Return the current load and the counters of an engine: `table` has its requests, `meter` its steps."""
     pool = table.pool
     waiting = [*table.iter_waiting(), *table.loading]
     host = pool.host or HostTier(0)

@@ -20,7 +20,7 @@ IMAGES_MISSING = RowFailure(
 
 
 class RequestFailures:
-    """Ends requests that failed in a step, and removes what this step has reported about them."""
+    """Ends requests that failed in a step, and removes from the step's result what it has reported about them."""
 
     def __init__(self, table: RequestTable, scheduler: Scheduler, mirror_refs: MirrorRefs) -> None:
         self._table = table
@@ -28,7 +28,8 @@ class RequestFailures:
         self._mirror_refs = mirror_refs
 
     def fail(self, request: Request, why: RowFailure, result: StepResult) -> None:
-        """Fail a request: report the failure once, and remove the tokens and blocks that this step reported for it."""
+        """End a request because of `why`, and add it to `result.failed` once. Its tokens and blocks of this step are
+        removed from `result`."""
         request_id = request.work.request_id
         if all(failed.request_id != request_id for failed in result.failed):
             result.failed.append(FailedRequest(request_id, why.message, why.code))
@@ -38,9 +39,9 @@ class RequestFailures:
         self.end(request)
 
     def fail_requests_missing_images(self, result: StepResult) -> None:
-        """Fail the requests whose images the scheduler found missing.
+        """End the requests whose images the scheduler needed and did not have, and add them to `result.failed`.
 
-        Tokens that the step returned for them stay: they were computed correctly.
+        Tokens that this step returned for them stay in `result`: they were computed correctly.
         """
         while self._scheduler.admission.requests_missing_images:
             request = self._scheduler.admission.requests_missing_images.pop()
@@ -48,7 +49,8 @@ class RequestFailures:
             self.end(request)
 
     def fail_requests_without_adapter(self, result: StepResult) -> None:
-        """Fail the requests whose LoRA adapters could not be read again."""
+        """End the requests whose LoRA adapter could not be read from its files again, and add them to
+        `result.failed`."""
         adapters = self._scheduler.adapters
         for fingerprint, why in (adapters.take_failures() if adapters is not None else {}).items():
             for request in [one for one in self._table.requests.values() if one.work.lora == fingerprint]:
@@ -58,16 +60,17 @@ class RequestFailures:
                     self.end(request)
 
     def end(self, request: Request) -> None:
-        """End a request in the table.
+        """End a request that has failed, and free its blocks.
 
-        The mirror keeps the blocks of `prefill` requests, which a transport may be reading.
+        A `prefill` request keeps its blocks, also those in the mirror, because a transport may be reading them.
         """
         if self._table.fail_request(request):
             self._mirror_refs.end(request.work.request_id)
 
 
 class StepPlanner:
-    """Schedules steps together with the copies of the host tier."""
+    """Asks the scheduler for the next step, and starts the copies between device and host memory that the step
+    needs."""
 
     def __init__(self, scheduler: Scheduler, table: RequestTable, host: HostTierMemory) -> None:
         self._scheduler = scheduler
@@ -75,8 +78,8 @@ class StepPlanner:
         self._host = host
 
     def plan(self, now: float) -> ScheduledBatch:
-        """Schedule a step. If it would be empty while blocks are copied from the host tier, or while the weights of an
-        adapter are read, wait for that first."""
+        """Schedule a step and start its copies. If it would be empty while blocks are being copied from the host tier,
+        or while the weights of a LoRA adapter are read, wait for that and schedule again."""
         self._join_loaded()
         plan = self._scheduler.schedule(now)
         self._host.move()
@@ -94,10 +97,8 @@ class StepPlanner:
         return plan
 
     def plan_ahead(self, now: float) -> ScheduledBatch | None:
-        """Schedule a step after one in flight; see `Scheduler.schedule_ahead`.
-
-        Return None if this cannot be done yet.
-        """
+        """Schedule a step after one whose tokens are not known yet, and start its copies. Return None if
+        `Scheduler.schedule_ahead` finds nothing."""
         plan = self._scheduler.schedule_ahead(now)
         self._host.move()
         if plan is not None:
@@ -105,22 +106,23 @@ class StepPlanner:
         return plan
 
     def _join_loaded(self) -> None:
-        """Put sequences into the batch whose blocks have arrived from the host tier."""
+        """Put those sequences into the batch whose blocks have been copied from the host tier to the device."""
         for sequence in list(self._table.loading):
             if self._host.are_copied(_awaited(sequence)):
                 self._table.finish_loading(sequence)
 
 
 def _awaited(sequence: Sequence) -> list[int]:
-    """Return the blocks that a sequence needs before it can start."""
+    """Return all blocks of a sequence that must be on the device before it can run."""
     return sequence.blocks + sequence.checkpoint_blocks + sequence.source_blocks
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A launched step.
+    """A step that was launched and whose tokens the engine has not processed yet.
 
-    `started_at` is its start in seconds of the monotonic clock; None if it followed another step immediately.
+    `started_at` is when the device began it, in seconds of the monotonic clock; None if it followed another step
+    immediately.
     """
 
     plan: ScheduledBatch
@@ -135,15 +137,14 @@ class InFlightStep:
 
 
 def has_prefill_requests(plan: ScheduledBatch) -> bool:
-    """Return whether the step computes blocks for another instance."""
+    """Return whether the step computes prompts for decode workers (requests of mode `prefill`)."""
     return any(chunk.sequence.request.mode == "prefill" for chunk in plan.chunks)
 
 
 def runs_longer_than_launch(plan: ScheduledBatch, limits: SchedulerConfig) -> bool:
-    """Return whether this step takes longer than launching the next one. This holds if the next step is small enough to
-    be a graph, or if this step is large. Otherwise this step's tokens, and its blocks for another instance, would wait
-    for the launch.
-    """
+    """Return whether the device needs longer for this step than the host needs to launch the next one: steps are small
+    enough to be graphs, which are launched fast, or this step is large. Otherwise this step's tokens and blocks would
+    wait for the launch."""
     return (
         limits.max_num_batched_tokens <= MAX_GRAPH_TOKENS
         or sum(chunk.length for chunk in plan.chunks) > MAX_GRAPH_TOKENS

@@ -31,13 +31,15 @@ PIECE_BYTES = 256
 
 
 def num_layer_groups(num_layers: int, asked: int) -> int:
-    """Return the largest divisor of `num_layers` up to `asked`, so that all groups have the same size."""
+    """Return the number of groups of equal size into which the layers are divided: the largest divisor of `num_layers`
+    that is at most `asked`."""
     return max(count for count in range(1, min(asked, num_layers) + 1) if num_layers % count == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroupPlan:
-    """How the model's layers are divided into groups that are reported, and sent, one after the other."""
+    """Into how many groups the model's layers are divided, and how large a report of computed groups must be. The KV of
+    a group is sent to another instance while later layers are computed."""
 
     parts: int
     """Number of groups; a divisor of the number of layers, and of the bytes of a block."""
@@ -46,7 +48,8 @@ class LayerGroupPlan:
 
 
 def plan_layer_groups(asked: int | None, layout: KVLayout, device: torch.device, *, is_divided: bool) -> LayerGroupPlan:
-    """Choose the groups. `asked` None takes the device's default and avoids small reports.
+    """Choose into how many groups the layers are divided. `asked` is the setting `tail_parts`; None takes the device's
+    default and avoids small reports.
 
     With `is_divided`, other ranks compute layers or copy their part of a block to a mirror, and there is one group.
     With recurrent states too: they are sent after the last layer. Groups are equal shares of a block's bytes, so that
@@ -63,15 +66,17 @@ def plan_layer_groups(asked: int | None, layout: KVLayout, device: torch.device,
 
 
 def num_groups_per_report(parts: int, num_bytes: int, min_report_bytes: int) -> int:
-    """Return how many groups to put into each report of a request that has `num_bytes`."""
+    """Return how many of the `parts` layer groups to put into one report, so that the report covers at least
+    `min_report_bytes`. The request's blocks have `num_bytes` in all."""
     return parts if not num_bytes else min(parts, -(-min_report_bytes * parts // num_bytes))
 
 
 class LayerGroupReporter:
-    """Reports layer groups to `on_group`. Owned by the engine, which must call `close`.
+    """Calls `on_group` when groups of layers of a prompt's last chunk are computed. The engine owns it and must call
+    `close`.
 
-    `on_group` is called in the engine's thread on hosts, and in this object's thread on devices. Reports of a request
-    have at least `plan.min_report_bytes`.
+    `on_group` is called in the engine's thread on the CPU, and in this object's thread on other devices. Reports of a
+    request cover at least `plan.min_report_bytes`.
     """
 
     def __init__(self, layout: KVLayout, plan: LayerGroupPlan, device: torch.device, on_group: OnLayerGroup) -> None:
@@ -91,8 +96,9 @@ class LayerGroupReporter:
             self._thread.start()
 
     def follow(self, completed: Sequence[CompletedBlocks]) -> Callable[[int], None] | None:
-        """Return a function to call with a layer's index once its kernels were enqueued, in the step that completes
-        these blocks. It reports each finished group of layers, so that its transfer starts before the step ends.
+        """Return a function for the forward pass of a step that completes these blocks. The caller calls it with each
+        layer's index when the layer's kernels were queued; it reports each finished group, whose transfer can start
+        before the step ends.
 
         Return None if the blocks are too few to be reported in groups.
         """
@@ -115,20 +121,22 @@ class LayerGroupReporter:
         return after_layer if groups else None
 
     def close(self) -> None:
-        """Report what is left and end the thread."""
+        """Report the groups that the device is still computing when they are done, and end the thread."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join()
 
     def _reached(self, part: CompletedLayerGroups) -> None:
-        """Report a group now, or when the device has reached this point."""
+        """Report layer groups whose kernels were just queued: immediately on the CPU, on other devices when they have
+        run."""
         if self._thread is None:
             self._on_group(part)
         else:
             self._waiting.put((devices.record(self._device), part))
 
     def _wait(self) -> None:
-        """Wait for the event of each group and report it, until None arrives."""
+        """Run the reporting thread: wait for the event of each queued report and pass the report on, until None
+        arrives."""
         while (reached := self._waiting.get()) is not None:
             event, part = reached
             # Events end in the order in which they were recorded, so one thread is enough.

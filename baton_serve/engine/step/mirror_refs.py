@@ -14,9 +14,9 @@ from baton_serve.engine.parallel.tp_executor import BlockCopier
 
 
 class MirrorRefs:
-    """Counts the requests that need each block in the mirror, the copy of all ranks' blocks in host memory. Engine
-    thread only. A block is copied there for its first user; its host memory is freed with the last.
-    """
+    """Counts the requests for which transports read each block in the mirror, the copy of all ranks' KV blocks in host
+    memory. A block is copied there for its first request, and its host memory is freed with the last. Engine thread
+    only."""
 
     def __init__(self, cache: BlockCopier) -> None:
         self._cache = cache
@@ -24,7 +24,8 @@ class MirrorRefs:
         self._blocks_of: dict[RequestId, list[int]] = {}
 
     def publish(self, completed: Iterable[CompletedBlocks]) -> None:
-        """Copy computed blocks to the mirror, where they can be read until `end` is called for their request."""
+        """Copy computed blocks of requests from the devices to the mirror, where transports can read them until `end`
+        is called for the request. Do nothing without a mirror."""
         if not self._cache.is_mirrored:
             return
         for of_request in completed:
@@ -35,24 +36,25 @@ class MirrorRefs:
             self._blocks_of.setdefault(of_request.request_id, []).extend(blocks)
 
     def copy_to_device(self, blocks: Iterable[int]) -> None:
-        """Copy received blocks from the mirror to the devices, and free their host memory."""
+        """Copy blocks that transports have written to the mirror to the devices, and free their host memory."""
         if self._cache.is_mirrored:
             blocks = list(blocks)
             self._cache.from_host(blocks)
             self._cache.forget_host(blocks)
 
     def end(self, request_id: RequestId) -> None:
-        """End the use of all blocks that were published for a request. No transport may read them any more."""
+        """Record that no transport reads the published blocks of this request any more. Free the host memory of blocks
+        that no other request has published."""
         blocks = self._blocks_of.pop(request_id, [])
         self._users.subtract(blocks)
         self.free_mirror(block for block in blocks if self._users[block] <= 0)
         self._users += Counter()  # drops entries with a count of 0
 
     def free_mirror(self, blocks: Iterable[int]) -> None:
-        """Free the host memory of blocks that a transfer was to fill but did not."""
+        """Free the host memory of these blocks in the mirror, because a transfer that was to fill them has failed."""
         self._cache.forget_host(blocks)
 
     def check_invariants(self) -> None:
-        """Assert that the counts match the published blocks. For tests."""
+        """Assert that the number of requests of each block agrees with the published blocks. Only tests call it."""
         counted = Counter(block for blocks in self._blocks_of.values() for block in blocks)
         assert +self._users == counted, "the mirror keeps blocks that nobody needs"

@@ -10,9 +10,10 @@ from baton_serve.engine.errors import ConfigError, UsageError
 
 
 class TorchProfiler:
-    """Records between `start` and `stop`, which must be called in the same thread: that of the engine.
+    """Records the engine's work with torch's profiler between `start` and `stop`, which must be called in the engine's
+    thread.
 
-    The ranks of a tensor-parallel engine beside rank 0 are processes of their own and are not recorded.
+    Of several ranks only rank 0 is recorded; the others are processes of their own.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,8 @@ class TorchProfiler:
         self._folder = Path()
 
     def start(self, folder: Path, device: torch.device) -> None:
-        """Start to record. `stop` writes the trace to `folder`, which is created. Raises `UsageError` if it records."""
+        """Start a recording of the CPU and of `device`, which `stop` writes to `folder`. Raises `UsageError` if a
+        recording runs already, and `ConfigError` if the folder cannot be made."""
         if self._profile is not None:
             raise UsageError("the profiler is running: stop it first")
         try:
@@ -36,13 +38,14 @@ class TorchProfiler:
         self._profile.start()
 
     def close(self) -> None:
-        """Stop to record, without a trace. There is one profiler in a process, which the next engine may need."""
+        """End a recording, if one runs, and write nothing. torch has one profiler in a process, which a later engine
+        may need."""
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()
 
     def stop(self) -> Path:
-        """Stop to record, write the trace and return its path. Raises `UsageError` if nothing is recorded."""
+        """End the recording, write the trace and return its path. Raises `UsageError` if no recording runs."""
         if self._profile is None:
             raise UsageError("the profiler is not running: start it first")
         # Cleared first: if the file cannot be written, the profiler must not count as running.

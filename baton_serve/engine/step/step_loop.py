@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """The memory of all KV blocks: the cache on the device, the host tier, and the mirror of several ranks."""
+    """The memory of all KV: the cache on the device, the host tier, the mirror that several ranks share, and the
+    recurrent states."""
 
     kv: KVCache
     host: HostTierMemory
@@ -45,7 +46,8 @@ class CacheMemory:
     states: StateMemory
 
     def copy_forked_blocks(self, table: RequestTable) -> None:
-        """Execute the block copies of forked sequences, and those of recurrent states."""
+        """Execute the planned copies of KV blocks and of recurrent states that forks of sequences need. Called after
+        each step."""
         # Not later: a block that is freed before it was copied could be filled by another request.
         copies = table.take_copies()
         self.host.move()
@@ -55,7 +57,8 @@ class CacheMemory:
         self.copy_states(table)
 
     def copy_states(self, table: RequestTable) -> None:
-        """Execute the planned copies of recurrent states, before the next step and before others use their blocks."""
+        """Execute the planned copies of recurrent states. Called before the next step is launched, and before anything
+        else uses their blocks."""
         if copies := table.checkpoints.take_copies():
             # Blocks of new checkpoints may have to be copied to the host tier first.
             self.host.move()
@@ -64,7 +67,8 @@ class CacheMemory:
 
 
 class StepLoop:
-    """Runs the steps of one engine. Owned by the engine, whose thread calls it."""
+    """Launches the steps of one engine and collects their results. The engine owns it, and calls it in its own
+    thread."""
 
     def __init__(
         self,
@@ -76,7 +80,8 @@ class StepLoop:
         *,
         is_async: bool,
     ) -> None:
-        """With `is_async`, steps are launched ahead. The stages of a pipeline always compute several steps at once."""
+        """With `is_async`, a step is launched before the tokens of the previous step are known. With pipeline
+        parallelism this argument makes no difference: the stages always compute several steps at once."""
         self._scheduler = scheduler
         self._table = table
         self._runner = runner
@@ -96,18 +101,18 @@ class StepLoop:
         self._last_finish = 0.0
 
     def close(self) -> None:
-        """End the threads that report layer groups."""
+        """End the thread that reports computed layer groups, if there is one."""
         if self.layer_groups is not None:
             self.layer_groups.close()
 
     def has_work(self) -> bool:
-        """Return whether `step` has work or events to report."""
+        """Return whether `step` has something to compute, or changes of the prefix cache to report."""
         return (
             self.ahead is not None or bool(self._in_stages) or self._table.pool.has_events or self._scheduler.has_work()
         )
 
     def step(self) -> StepResult:
-        """Run one step for all requests and return its results; see `Engine.step`."""
+        """Finish one step for all requests and return its results, as `Engine.step` describes it."""
         result = StepResult()
         if self._table.limits.num_stages > 1:
             self._step_in_stages(result)
@@ -126,7 +131,8 @@ class StepLoop:
         return result
 
     def unfinished_blocks(self) -> set[int]:
-        """Return the blocks that stages of a pipeline may still be writing, though their hashes are registered."""
+        """Return the KV blocks that stages of a pipeline may still be writing although the prefix cache has their
+        hashes already."""
         size = self._table.limits.block_tokens
         return {
             block
@@ -136,7 +142,8 @@ class StepLoop:
         }
 
     def _step_in_stages(self, result: StepResult) -> None:
-        """Give every stage of a pipeline work as far as there is some, and finish the oldest step."""
+        """With pipeline parallelism: launch steps until each stage has one or nothing is left to compute. Then wait for
+        the oldest step, and add its results to `result`."""
         while len(self._in_stages) < self._table.limits.num_stages and self._begin_in_stages():
             pass
         if self._in_stages:
@@ -145,7 +152,8 @@ class StepLoop:
                 self._finish(current, result)
 
     def _begin_in_stages(self) -> bool:
-        """Schedule a step and launch it on the first stage. Return False if there is nothing to compute now."""
+        """With pipeline parallelism: schedule one more step and launch it on the first stage. Return False if there is
+        nothing to compute now."""
         now, is_first = time.monotonic(), not self._in_stages
         plan = self._planner.plan(now) if is_first else self._planner.plan_ahead(now)
         if plan is None or not plan.chunks:
@@ -158,9 +166,9 @@ class StepLoop:
         return True
 
     def _begin(self, result: StepResult) -> InFlightStep | None:
-        """Schedule a step and launch all of it.
+        """Schedule a step, launch its forward pass and sample its tokens on the device, without waiting.
 
-        Return None if the device ran out of memory: `result` has the failed requests.
+        If the device ran out of memory, add the failed requests to `result` and return None.
         """
         now = time.monotonic()
         plan = self._planner.plan(now)
@@ -176,9 +184,10 @@ class StepLoop:
         return self._choose(launched, result)
 
     def _begin_ahead(self, plan: ScheduledBatch) -> InFlightStep | None:
-        """Launch the step after `plan` up to its logits, before the tokens of `plan` are known.
+        """Launch the forward pass of the step after `plan`, before the tokens of `plan` are known; they are sampled
+        later.
 
-        Return None if it must wait.
+        Return None if this is not possible now, or if it would delay blocks that another instance waits for.
         """
         if not self._is_async:
             return None
@@ -203,15 +212,16 @@ class StepLoop:
         return launched
 
     def _layer_group_callback(self, plan: ScheduledBatch) -> AfterLayer | None:
-        """Return the function that reports layer groups during this step, or None if there is nothing to report."""
+        """Return the function that the forward pass of this step calls after each layer, to report computed layer
+        groups; None if there is nothing to report."""
         return (
             self.layer_groups.follow(self._scheduler.last_chunk_blocks(plan)) if self.layer_groups is not None else None
         )
 
     def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
-        """Sample the tokens of a launched step on the device.
+        """Sample the tokens of a launched step on the device, without waiting. Return the same step.
 
-        Return None if this failed: `result` has the failed requests.
+        If the device ran out of memory, add the failed requests to `result` and return None.
         """
         try:
             launched.chosen = self._runner.choose(launched.started)
@@ -224,7 +234,8 @@ class StepLoop:
         return launched
 
     def _finish(self, launched: InFlightStep, result: StepResult) -> None:
-        """Wait for the tokens of a step, add them to the sequences, and add what the step completed to `result`."""
+        """Wait for the sampled tokens of a step, append them to their sequences, and add tokens, completed blocks and
+        failures to `result`."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
         self._memory.host.on_step_end(launched.ended_event)
@@ -251,7 +262,8 @@ class StepLoop:
         self._meter.record(launched.plan, now - started, len(result.tokens))
 
     def _give_up(self, plan: ScheduledBatch, result: StepResult) -> None:
-        """Fail the requests of a step that ran out of device memory; all others go on.
+        """End all requests of a step for which the device had too little memory, and add them to `result` as failed;
+        other requests go on.
 
         Blocks of `prefill` requests that were reported already stay until `cancel`.
         """

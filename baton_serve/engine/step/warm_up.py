@@ -26,10 +26,11 @@ A slower engine starts sooner if its rate is taken from the short prompt.
 
 
 def measure_speed(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, *, may_be_short: bool) -> StepMeter:
-    """Measure the speed of an engine that has run before (kernels are compiled).
+    """Measure how fast the engine computes prompts and decodes, with a long prompt. Its kernels are compiled already.
+    Return the counted steps, with the learned rates.
 
-    With `may_be_short` a short prompt is enough if the device is slow. On accelerators a short prompt would give too
-    low a rate.
+    With `may_be_short` a short prompt is used if a long one would take too long. On accelerators a short prompt would
+    give too low a rate.
     """
     if may_be_short:
         short = run_warm_up_batch(runner, num_blocks, limits, min(SHORT_PROMPT_TOKENS, limits.max_num_batched_tokens))
@@ -39,28 +40,30 @@ def measure_speed(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig,
 
 
 def should_measure_long_prompt(tokens_per_s: float) -> bool:
-    """Return whether a long prompt, at this rate, takes little enough time to be measured at the start."""
+    """Return whether an engine that computes `tokens_per_s` prompt tokens per second can compute the long warm-up
+    prompt without delaying its start much."""
     return tokens_per_s * MAX_LONG_PROMPT_S >= LONG_PROMPT_TOKENS
 
 
 def run_warm_up_batch(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, num_tokens: int) -> StepMeter:
-    """Run prompts of `num_tokens` tokens in all, with a few decode steps after them, in blocks that no request owns
-    yet.
-    """
+    """Compute test prompts with `num_tokens` tokens in all, and generate a few tokens after them, in KV blocks that no
+    request owns yet. Return the counted steps, with the learned rates."""
     # No prompt may be longer than a sequence or the cache; several prompts make up the number.
     longest = max(1, min(limits.max_model_len, (num_blocks - 1) * limits.block_tokens) - NUM_ANSWER_TOKENS)
     return _compute(runner, num_blocks, limits, [min(num_tokens, longest)] * max(1, num_tokens // longest))
 
 
 def compile_kernels(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig) -> None:
-    """Run batches of every kind that has its own kernels: few and many prompts, of equal and of different lengths."""
+    """Run batches of each kind for which Triton compiles kernels of its own: few and many prompts, of equal and of
+    different lengths."""
     few, many = 2, 17
     for lengths in ([2, 3], [2] * many, [2, 3] * (many // few + 1)):
         _compute(runner, num_blocks, limits, lengths)
 
 
 def _compute(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, lengths: list[int]) -> StepMeter:
-    """Run prompts of these lengths to their end and return the measured times. Raises `ModelError` for NaN logits."""
+    """Compute one test prompt of each of these lengths, and generate a few tokens after it. Return the counted steps,
+    with the learned rates. Raises `ModelError` if logits are NaN."""
     table = RequestTable(BlockPool(num_blocks, caching=False), limits, frozenset())
     scheduler, meter = Scheduler(table), StepMeter()
     sampling = SamplingSpec(seed=0, max_tokens=NUM_ANSWER_TOKENS, temperature=0.0)
