@@ -23,7 +23,9 @@ from baton_serve.kvtransfer.workers import Workers
 
 
 class TransferObserver(Protocol):
-    """Receives transfer events for metrics. Its methods are called on the event loop and must not block."""
+    """Receives events of transfers, to count them in metrics. `peer` is the other instance and `transport` the name of
+    the transport. The methods are called on the event loop and must not block.
+    """
 
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
@@ -35,19 +37,23 @@ class TransferObserver(Protocol):
         ...
 
     def retried(self, *, peer: InstanceId, transport: str, reason: str) -> None:
-        """Count a fetch that starts another attempt, and why."""
+        """Count a fetch from `peer` that starts another attempt. `transport` carried the failed attempt, and `reason`
+        says why it failed.
+        """
         ...
 
     def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
-        """Count blocks, or parts of blocks, whose bytes did not match their checksum on arrival."""
+        """Count `blocks` blocks or parts of blocks from `peer` whose bytes did not match their checksums on arrival."""
         ...
 
     def probed(self, *, peer: InstanceId, transport: str, outcome: ProbeOutcome) -> None:
-        """Count a probe of one transport to `peer` by its outcome."""
+        """Count a probe of one transport to `peer`. `outcome` is its result, such as `proved` or `crashed`."""
         ...
 
     def switched(self, *, peer: InstanceId, transport: str, change: Literal["demoted", "promoted"]) -> None:
-        """Count a transport that was given up (`demoted`) or taken into use after a probe (`promoted`)."""
+        """Count that the connection to `peer` stopped using `transport` because it failed (`demoted`), or began to use
+        it after a probe (`promoted`).
+        """
         ...
 
 
@@ -74,8 +80,8 @@ class SilentObserver:
 
 @dataclass(frozen=True, slots=True)
 class NodeContext:
-    """Holds what one `TransferNode` creates at start and both of its sides use. Only the event loop of the node may use
-    it, except for members that are documented as thread-safe.
+    """Holds what one `TransferNode` creates at start and both its consumer side and its producer side use. Use it only
+    on the node's event loop, except for members that are documented as usable from several threads.
     """
 
     instance: InstanceId
@@ -101,7 +107,7 @@ class NodeContext:
 
 
 def limits_of(settings: TransferSettings) -> SessionLimits:
-    """Return the time and retry limits for the session state machines, taken from the settings of the node."""
+    """Return the timeouts (in seconds) and retry limits of one transfer, taken from the settings of the node."""
     return SessionLimits(
         connect_timeout_s=settings.connect_timeout_s,
         answer_timeout_s=settings.answer_timeout_s,

@@ -20,15 +20,15 @@ TransferError
 
 
 class TransferError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all errors that a transfer of KV blocks can raise."""
 
 
 class LocalTransferError(TransferError):
-    """The call was wrong or this node could not carry it out. A retry does not help."""
+    """A call of `TransferNode` was wrong, or this node could not carry it out. A retry does not help."""
 
 
 class UnknownTicket(LocalTransferError):
-    """The ticket was not opened on this node, or it names another instance or generation."""
+    """This node does not know the ticket: it was not opened here, or it names another instance or generation."""
 
 
 class TooManyFetches(LocalTransferError):
@@ -36,15 +36,15 @@ class TooManyFetches(LocalTransferError):
 
 
 class NodeClosed(LocalTransferError):
-    """The node was not started yet, or it was closed while the call ran."""
+    """The `TransferNode` was not started yet, or it was closed while the call ran."""
 
 
 class TransferCancelled(TransferError):
-    """The transfer was cancelled on this node with `cancel()`."""
+    """The fetch was cancelled by a call of `TransferNode.cancel` on this node."""
 
 
 class RemoteTransferError(TransferError):
-    """The peer or the connection to it failed. Another attempt, or another peer, may succeed."""
+    """The other instance, or the connection to it, failed. Another attempt, or another instance, may succeed."""
 
 
 class PeerLost(RemoteTransferError):
@@ -52,7 +52,9 @@ class PeerLost(RemoteTransferError):
 
 
 class TransferTimeout(RemoteTransferError):
-    """A deadline of the transfer passed."""
+    """A deadline of the transfer passed: that of its ticket, of the consumer's lease, or for opening the ticket at the
+    producer.
+    """
 
 
 class Refused(RemoteTransferError):
@@ -72,4 +74,6 @@ class Corrupt(RemoteTransferError):
 
 
 class TransportUnavailable(RemoteTransferError):
-    """One transport cannot connect this pair of instances. The caller tries the next one of the ladder."""
+    """A transport cannot connect these two instances, or it broke. The caller tries the next transport
+    of the ladder.
+    """

@@ -43,7 +43,9 @@ Outcome = Literal["received", "cancelled", "failed", "unknown"]
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The data by which a consumer reaches the producer with one transport, such as an address and a secret."""
+    """The data that a producer sends so that a consumer can use one of its transports, such as an
+    address and a secret.
+    """
 
     name: Id
     address: Annotated[bytes, Meta(max_length=512)] = b""
@@ -80,18 +82,18 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """The first message on a further connection of a consumer. `secret` is from the `Welcome` of its
-    first connection.
+    """The first message on each further connection of a consumer that is connected already. `secret` is from the
+    `Welcome` of its first connection and proves that both belong together.
     """
 
     secret: Annotated[bytes, Meta(min_length=16, max_length=64)]
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
-    """Ask the producer to prepare a transport. The producer answers with `Attached`.
+    """Ask the producer to prepare `transport` for this connection. The producer answers with `Attached`.
 
-    `epoch` numbers the attachments of one connection. `dialects` are the variants of the transport that the consumer
-    supports, best first.
+    `epoch` is the number of this attempt on the connection; the answer repeats it. `dialects` are the variants of the
+    transport that the consumer supports, best first.
     """
 
     transport: Id
@@ -100,7 +102,9 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
 
 
 class Detach(msgspec.Struct, frozen=True, tag="detach"):
-    """Report that the consumer stops using a transport. The producer frees the resources it holds for it."""
+    """Report that the consumer stops using a transport that the attempt number `epoch` attached. The producer frees the
+    resources that it holds for it.
+    """
 
     transport: Id
     epoch: Natural
@@ -126,7 +130,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
-    """Answer `Attach`. Without an `offer` the transport cannot be used; `reason` states why."""
+    """Answer `Attach`. `offer` contains what the consumer needs to reach the transport; if it is None, the transport
+    cannot be used and `reason` states why.
+    """
 
     transport: Id
     epoch: Natural
@@ -135,7 +141,9 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
 
 
 class Detached(msgspec.Struct, frozen=True, tag="detached"):
-    """Report that the producer's end of a transport broke. Blocks that were announced over it may never arrive."""
+    """Report that the producer's end of a transport, attached by the attempt number `epoch`, broke. Blocks that were
+    announced over it may never arrive.
+    """
 
     transport: Id
     epoch: Natural
@@ -143,19 +151,19 @@ class Detached(msgspec.Struct, frozen=True, tag="detached"):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """Reject a connection: instead of `Welcome`, or if its first message is not `Hello`. `reason` prints both layouts
-    if they differ.
+    """Reject a connection. The producer sends it instead of `Welcome`, or if the first message is neither `Hello` nor a
+    valid `Join`. `reason` contains both layouts if they differ.
     """
 
     reason: Text
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Ask for blocks by the producer's block hashes; each is sent as soon as it exists. A higher `attempt` replaces
-    lower ones.
+    """Ask the producer of a ticket for blocks by their hashes (`names`); each is sent as soon as it is computed. A
+    higher `attempt` replaces lower ones.
 
-    With `partial` the producer serves the blocks it has; without it, finishing before all wanted blocks are published
-    is an error.
+    With `partial` the producer sends only the blocks that it has. Without it, the fetch fails if the producer finishes
+    before all these blocks are published.
     """
 
     ticket: TicketField
@@ -168,8 +176,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Confirm that the fetch is accepted and that its lease runs. `is_open` is False while nobody has opened the ticket
-    on the producer.
+    """Report to the consumer that its fetch is accepted and that its lease runs. `is_open` is False while the instance
+    that computes the blocks has not opened the ticket yet.
     """
 
     ticket: TicketField
@@ -210,7 +218,9 @@ class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
 
 
 class Bytes(msgspec.Struct, frozen=True, tag="bytes"):
-    """Carry the next bytes of a parcel that was announced on this connection, as the frames behind this message."""
+    """Carry the next bytes of the parcel with the number `parcel`, which a `Blocks` message on this connection
+    announced. The bytes are the further frames of this multipart message; `offset` is their position in the parcel.
+    """
 
     parcel: Natural
     offset: Natural
@@ -227,7 +237,9 @@ class Got(msgspec.Struct, frozen=True, tag="got"):
 
 
 class Again(msgspec.Struct, frozen=True, tag="again"):
-    """Ask for blocks again whose bytes did not match their checksums."""
+    """Ask the producer to send blocks, or parts of blocks, again because their bytes did not match their checksums.
+    `indexes` are the numbers (`Piece.index`) under which they were announced.
+    """
 
     ticket: TicketField
     attempt: Natural
@@ -235,11 +247,11 @@ class Again(msgspec.Struct, frozen=True, tag="again"):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Report that the producer publishes nothing more and has served `num_blocks` of the wanted blocks, counted in
-    parts.
+    """Report that the producer has sent or announced everything that it has for a ticket: `num_blocks` of the wanted
+    blocks, counted in parts. `payload` is what it passed to `TransferNode.finish`.
 
-    This message may overtake `Blocks`. `finished_at` is a time of the producer's monotonic clock, so only a consumer on
-    the same host can use it.
+    This message may arrive before the last `Blocks`. `finished_at` is a time of the producer's monotonic clock, so only
+    a consumer on the same host can use it.
     """
 
     ticket: TicketField
@@ -250,8 +262,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
-    """Report that the producer gives up. A consumer that is still copying answers with `Release` when its copies have
-    stopped.
+    """Report that the producer gives a ticket up. A consumer that is still copying blocks answers with `Release` when
+    its copies have stopped.
     """
 
     ticket: TicketField
@@ -261,21 +273,27 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Renew the leases of these tickets. The producer answers with `Renewed`."""
+    """Renew the leases of the consumer's `tickets` at this producer, which answers with `Renewed`. `sequence` is the
+    number of this message.
+    """
 
     sequence: Natural
     tickets: Annotated[list[TicketField], Meta(max_length=MAX_BLOCKS)]
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
-    """Confirm a renewal; `unknown` lists the tickets that the producer does not serve any more."""
+    """Confirm the `Renew` message with the same `sequence`. `unknown` lists those of its tickets that the producer does
+    not serve any more; their leases are not renewed.
+    """
 
     sequence: Natural
     unknown: Annotated[list[TicketField], Meta(max_length=MAX_BLOCKS)]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Report that the consumer copies nothing of this ticket any more and wants nothing more of it."""
+    """Report that the consumer has ended the fetch of a ticket: it reads no block of it any more and wants no more.
+    `outcome` says how it ended.
+    """
 
     ticket: TicketField
     attempt: Natural
@@ -283,14 +301,18 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Ask the producer to start a throw-away process that serves known bytes over these transports."""
+    """Ask the producer to start a separate, short-lived process that serves known bytes over the transports `rungs`, so
+    that the consumer can test them. `number` identifies the probe.
+    """
 
     number: Natural
     rungs: Annotated[list[Rung], Meta(min_length=1, max_length=16)]
 
 
 class Probing(msgspec.Struct, frozen=True, kw_only=True, tag="probing"):
-    """Answer `Probe`: the address of that process and the seed of its bytes, or the reason why it does not run."""
+    """Answer `Probe`: the address of the process that serves the bytes and the seed from which they were generated, or
+    the `outcome` and `reason` if it does not run.
+    """
 
     number: Natural
     address: Annotated[str, Meta(max_length=512)] = ""
@@ -300,7 +322,9 @@ class Probing(msgspec.Struct, frozen=True, kw_only=True, tag="probing"):
 
 
 class Probed(msgspec.Struct, frozen=True, tag="probed"):
-    """Report that the consumer has finished this probe, so that the producer can end the probe's process."""
+    """Report that the consumer has finished the probe with this `number`, so that the producer can end the process that
+    serves it.
+    """
 
     number: Natural
 
@@ -313,5 +337,5 @@ consumer_decoder = Decoder[ToConsumer](ToConsumer, max_bytes=MAX_CONTROL_BYTES)
 
 
 def peer_of(message: Hello | Welcome) -> tuple[InstanceId, Generation]:
-    """Return the instance id and the generation of the node that sent this first message."""
+    """Return the instance id and the generation of the node that sent `message`, the first message of a connection."""
     return message.instance, message.generation

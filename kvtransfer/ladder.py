@@ -29,7 +29,9 @@ Choice = Literal["rule", "proved", "forced", "fallback", "none"]
 
 
 class Rung(msgspec.Struct, frozen=True, array_like=True):
-    """One step of the ladder: a transport, and its dialect if the transport has several."""
+    """One entry of a ladder, the list of transports to try: a transport, and its dialect if the
+    transport has several.
+    """
 
     transport: Annotated[str, Meta(min_length=1, max_length=64)]
     dialect: Annotated[str, Meta(max_length=64)] = ""
@@ -39,7 +41,9 @@ class Rung(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The result of probing one rung: whether it works, and the measured speed if it does."""
+    """The result of probing one rung (a transport with its dialect): whether it works, the measured speed if it does,
+    and the reason if it does not.
+    """
 
     rung: Rung
     outcome: ProbeOutcome
@@ -49,7 +53,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LadderLimits:
-    """The times between probes, and how much faster another transport must be before a ladder changes to it."""
+    """The intervals between probes in seconds, and the factor by which another transport must be faster before a ladder
+    changes to it.
+    """
 
     retry_s: float = 30.0
     """Seconds until a failed rung is probed again; they double with each further failure."""
@@ -69,8 +75,8 @@ class LadderLimits:
 
 @dataclass(slots=True)
 class Standing:
-    """The state of one rung in a ladder: whether it is barred and why, when it may be tried again, and its measured
-    speed. Only its `Ladder` changes it.
+    """The state of one rung (transport and dialect) in a ladder: whether it is barred and why, when it may be tried
+    again, and its measured speed. Only its `Ladder` changes it.
     """
 
     is_usable: bool
@@ -88,11 +94,12 @@ class Standing:
 
 
 class Ladder:
-    """Chooses among the transports that one consumer and one producer process have in common.
+    """Chooses among the transports that one consumer process and one producer process have in common. It does no I/O
+    and reads no clock: times are passed in seconds.
 
-    `rungs` is ordered by preference, best first. `unproved` names the transports that need a probe before use. `forced`
-    maps a transport to the setting by which the operator demands it. `notes` explains which transports are missing from
-    the rungs; `why` repeats it.
+    `rungs` (transports with their dialects) is ordered by preference, best first. `unproved` names the transports that
+    need a probe before use. `forced` maps a transport to the setting by which the operator demands it. `notes` says
+    which transports are missing from the rungs and why; `why` repeats it.
     """
 
     def __init__(
@@ -113,7 +120,9 @@ class Ladder:
         """The rung that carries blocks now, or None."""
 
     def order(self, now: float) -> list[Rung]:
-        """Return the rungs that a new connection may try now, best first."""
+        """Return the rungs (transports with their dialects) that a connection may try at the time `now`, best first.
+        Barred and unproved ones are left out, unless nothing else is left.
+        """
         usable = [rung for rung, standing in self._standings.items() if standing.is_usable]
         if not usable:
             # Nothing is usable. Rather than fail every fetch until the next probe, use rungs again that need no proof
@@ -125,24 +134,30 @@ class Ladder:
         return sorted(usable, key=lambda rung: rung != self._best)
 
     def attached(self, rung: Rung, now: float, detail: str = "") -> None:
-        """Record that blocks travel by this rung from now on. `detail` is appended to its line in `why`."""
+        """Record that blocks travel by `rung` from the time `now` on. `detail` is appended to the line that `why`
+        returns for it.
+        """
         standing = self._standings[rung]
         standing.detail = detail
         standing.is_usable, standing.trouble, standing.served_since = True, "", now
         self.current = rung
 
     def missing(self, rung: Rung, reason: str, now: float) -> None:
-        """Bar a rung for a time because the two instances could not connect by it."""
+        """Bar `rung` because the two instances could not connect by it. It is used again only after a probe, whose
+        interval grows with each failure.
+        """
         self._bar(rung, reason, now)
 
     def demoted(self, rung: Rung, reason: str, now: float) -> None:
-        """Bar the rung in use until a probe has proved it again, because it broke or damaged blocks."""
+        """Bar `rung`, which carried the blocks until now, because it broke or damaged blocks. It is used again only
+        after a probe has proved it.
+        """
         self._bar(rung, f"demoted, {reason}", now)
 
     def due(self, now: float) -> list[Rung]:
-        """Return the rungs that a probe should try now; empty if none is due.
+        """Return the rungs that a probe should test at the time `now`; empty if no barred or unproved rung is due.
 
-        The rung in use is among them for comparison, unless a probe cannot try it.
+        The rung in use is among them, so that the speeds can be compared, unless a probe cannot test it.
         """
         waiting = [rung for rung, standing in self._standings.items() if _is_due(rung, standing, now)]
         if not waiting or self.current is None or self.current.transport in UNSEEN:
@@ -152,13 +167,17 @@ class Ladder:
         return [self.current, *(rung for rung in waiting if rung != self.current)]
 
     def postponed(self, now: float) -> None:
-        """Delay the next probe by `busy_retry_s`, because the peer or this node could not run one now."""
+        """Delay the next probe by `busy_retry_s` seconds from `now` on, because the peer or this node could not run
+        one.
+        """
         for standing in self._standings.values():
             if not standing.is_usable:
                 standing.retry_at = max(standing.retry_at, now + self._limits.busy_retry_s)
 
     def probed(self, verdicts: Sequence[Verdict], now: float) -> Rung | None:
-        """Apply the results of one probe. Return the rung to move to, or None to stay."""
+        """Apply the results of one probe. Return the rung (transport and dialect) to change to, because it is clearly
+        faster or the only one that works, or None to keep the current one.
+        """
         proved: dict[Rung, float] = {}
         for verdict in verdicts:
             standing = self._standings.get(verdict.rung)
@@ -179,7 +198,9 @@ class Ladder:
         return self._move_to(proved)
 
     def choice(self) -> Choice:
-        """Return the reason why the current rung is used, as text for operators."""
+        """Return why the current rung is used, as one of the words of `Choice`, such as `proved` or `fallback`; `none`
+        if no rung is in use.
+        """
         if self.current is None:
             return "none"
         if self.current.transport in self._forced:
@@ -194,12 +215,16 @@ class Ladder:
         return "rule"
 
     def why(self) -> list[str]:
-        """Return one line for each rung that is used or was tried, best first, then `notes`."""
+        """Return text for operators: one line for each rung that is in use, is barred or was probed, best first, then
+        the `notes` that the ladder was created with.
+        """
         lines = [f"{rung.transport}: {line}" for rung in self._standings if (line := self._line_of(rung))]
         return lines + self._notes
 
     def speed(self) -> float:
-        """Return the speed of the current rung in its last probe, in bytes/s, or 0 if there was none."""
+        """Return the speed of the current rung in its last probe, in bytes/s; 0 if no rung is in use or it was not
+        probed.
+        """
         return self._standings[self.current].bytes_per_second if self.current is not None else 0.0
 
     def _move_to(self, proved: Mapping[Rung, float]) -> Rung | None:
@@ -241,5 +266,7 @@ class Ladder:
 
 
 def _is_due(rung: Rung, standing: Standing, now: float) -> bool:
-    """Return whether a rung that cannot be used now should be probed."""
+    """Return whether `rung` should be probed at the time `now`: it is barred or unproved, the wait after its last
+    failure is over, and a probe can test it.
+    """
     return not standing.is_usable and standing.retry_at <= now and rung.transport not in UNSEEN

@@ -11,7 +11,9 @@ from baton_serve.kvtransfer.frames import Host
 
 
 def this_host() -> Host:
-    """Return the identity of this kernel and process. Processes with equal boot ids can share memory."""
+    """Return the identity of this process and of the kernel under which it runs. Processes with equal `boot_id` can
+    share memory.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read().strip()
     return Host(boot_id, os.readlink("/proc/self/ns/pid"), os.getpid())
@@ -31,7 +33,9 @@ class ProcessWatch:
         self._loop.add_reader(pidfd, self._died)
 
     def is_dead(self) -> bool:
-        """Return whether the process has ended. This also works before the event loop has run `on_death`."""
+        """Return whether the watched process has ended, or `close` was called. It asks the kernel, so it may be True
+        before `on_death` was called.
+        """
         if self._fd < 0:
             return True
         poll = select.poll()
@@ -52,8 +56,9 @@ class ProcessWatch:
 
 
 def watch_process(peer: Host, mine: Host, on_death: Callable[[], None]) -> ProcessWatch | None:
-    """Watch the process of a peer. Return None if it cannot be watched: it runs on another host or in another pid
-    namespace, it is this process, or it has already ended.
+    """Watch the process of `peer` from this process, whose identity is `mine`; `on_death` is called on the event loop
+    when it ends. Return None if it cannot be watched: it runs on another host or in another pid namespace, it is this
+    process, or it has already ended.
     """
     # In another pid namespace the same number may belong to an unrelated process, whose end would be taken for the
     # peer's.

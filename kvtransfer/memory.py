@@ -21,9 +21,9 @@ F_SEAL_GROW_SHRINK = 0x0002 | 0x0004
 
 
 class BlockMemory(Protocol):
-    """The memory that holds an instance's KV blocks. `host_view` shows all its bytes if the CPU can address them,
-    otherwise it is None. `shared_fd` is a memfd with the same bytes from offset 0, or None. Memory of a device has
-    neither of them and implements `DeviceMemory`.
+    """The memory that holds an instance's KV blocks. `host_view` shows all its bytes, or is None if the CPU cannot
+    address them. `shared_fd` is a memfd (anonymous file) that contains the same bytes from offset 0, or None. Memory of
+    a device has neither of them and implements `DeviceMemory`.
     """
 
     @property
@@ -37,15 +37,19 @@ class BlockMemory(Protocol):
 
 
 class DeviceMemory(BlockMemory, Protocol):
-    """Blocks that the host cannot address: `host_view` and `shared_fd` are None."""
+    """Memory for KV blocks that the CPU cannot address, such as a GPU's: `host_view` and `shared_fd` are None."""
 
     @property
     def device_tensor(self) -> Any:
-        """Return the blocks as a torch tensor, uint8 `[num_blocks, block_bytes]`."""
+        """Return all blocks as one torch tensor on the device, uint8 `[num_blocks, block_bytes]`. It
+        shares the memory.
+        """
         ...
 
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
-        """Return torch events after which these blocks may be read or overwritten. Any thread may call it."""
+        """Return torch events of the engine's work on these blocks: when all have happened, the blocks may be read or
+        overwritten. Any thread may call it.
+        """
         ...
 
 
@@ -54,27 +58,31 @@ class Versioned(Protocol):
     """A `BlockMemory` that counts how often each block was reused for new content, as the engine's KV cache does."""
 
     def version(self, block: int) -> int | None:
-        """Return a number that changes when the bytes of a published block may have changed, or None if nothing is
-        counted.
+        """Return a number that changes whenever the bytes of this published block may have changed, or None if this
+        memory counts no versions.
         """
         ...
 
 
 def version_of(memory: BlockMemory, block: int) -> int | None:
-    """Return `memory.version(block)`, or None if `memory` does not count versions."""
+    """Return the version of the block with this number (see `Versioned`), or None if `memory` does not
+    count versions.
+    """
     return cast(Versioned, memory).version(block) if _counts_versions(type(memory)) else None
 
 
 @functools.cache
 def _counts_versions(kind: Any) -> bool:
-    """Check a type once: `isinstance` with a protocol takes 5 µs, which is too long for each block."""
+    """Return whether the class `kind` implements `Versioned`. The answer is cached, because `isinstance` with a
+    protocol takes 5 µs, which is too long for each block.
+    """
     return issubclass(kind, Versioned)
 
 
 class PartitionedMemory:
-    """Presents each block of `memory` as `count` smaller blocks that can travel one by one. Part `p` of block `b` has
-    the number `b * count + p`. It implements `DeviceMemory` if `memory` does. `version` returns None if `memory` counts
-    no versions.
+    """Presents each block of `memory` as `count` smaller blocks of equal size that can travel one by one. Part `p` of
+    block `b` has the number `b * count + p`. It implements `DeviceMemory` if `memory` does. `version` returns None if
+    `memory` counts no versions.
     """
 
     def __init__(self, memory: BlockMemory, count: int) -> None:
@@ -107,12 +115,16 @@ class PartitionedMemory:
 
 
 def parts_of(memory: BlockMemory, count: int) -> BlockMemory:
-    """Return `memory` with each block divided into `count` parts, or `memory` itself if `count` is 1."""
+    """Return a view of `memory` in which each block is divided into `count` parts, or `memory` itself if `count` is 1.
+    No bytes are copied.
+    """
     return memory if count == 1 else PartitionedMemory(memory, count)
 
 
 class HostMemory:
-    """Blocks in a memfd that processes on this host can map. It owns the memfd; `close()` frees it."""
+    """KV blocks in host memory, in a memfd (anonymous file) that other processes on this host can map. It owns the
+    memfd; `close()` frees it.
+    """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
@@ -126,7 +138,7 @@ class HostMemory:
         """The version of each block, or None until a test starts to count."""
 
     def block(self, index: int) -> memoryview:
-        """Return a view of the bytes of one block."""
+        """Return a view of the bytes of the block with the number `index`."""
         assert self.host_view is not None
         return self.host_view[index * self.block_bytes : (index + 1) * self.block_bytes]
 
@@ -142,27 +154,31 @@ class HostMemory:
 
 
 def address_of(buffer: "memoryview | mmap.mmap | bytes | bytearray") -> int:
-    """Return the address of a contiguous buffer. The caller keeps the buffer alive."""
+    """Return the memory address of the first byte of a contiguous buffer. The caller must keep the buffer alive."""
     address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
     return address
 
 
 def copy_bytes(destination: int, source: int, size: int) -> None:
-    """Copy `size` bytes between two addresses. Other Python threads run meanwhile, since ctypes releases the GIL."""
+    """Copy `size` bytes from the address `source` to the address `destination`. Other Python threads run meanwhile,
+    since ctypes releases the GIL.
+    """
     ctypes.memmove(destination, source, size)
 
 
 def view_at(address: int, size: int) -> memoryview:
-    """Return a view of the bytes at an address. The caller keeps the memory alive."""
+    """Return a view of the `size` bytes at a memory address. The caller must keep the memory alive as long as the view
+    is used.
+    """
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def keep_freed_memory() -> None:
     """Make glibc reuse freed buffers of up to 32 MiB instead of returning them to the kernel immediately.
 
-    ZeroMQ allocates memory for each frame. Without this setting, the 1 MB of such a frame cost more than 50 page faults
-    on average, half of the receiver's time (docs/log/block-transfer.md). It applies to the whole process, which keeps
-    up to 256 MiB of freed memory.
+    ZeroMQ allocates memory for each frame. Without this setting, each frame of 1 MB cost more than 50 page faults on
+    average, half of the receiver's time (docs/log/block-transfer.md). It applies to the whole process, which keeps up
+    to 256 MiB of freed memory.
     """
     libc = ctypes.CDLL(None)
     # musl has no `mallopt`; there the setting is skipped.
@@ -174,8 +190,8 @@ def keep_freed_memory() -> None:
 
 
 def seal_size(fd: int) -> None:
-    """Prevent any process from changing the size of a memfd, so that reading a mapping of it cannot fault. Ignore it if
-    the kernel forbids sealing.
+    """Prevent any process from changing the size of the memfd `fd`, because reading a mapping behind a shortened file
+    would end the process. Do nothing if the kernel forbids sealing.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_GROW_SHRINK)

@@ -51,8 +51,9 @@ TransportFactory = Callable[[NodeFacts, TransferSettings, InProcess | None], dic
 
 @dataclass(frozen=True, slots=True)
 class NodePorts:
-    """Optional dependencies of a node. `transports` replaces the transports that the settings name; `in_process`
-    enables the transport `memory`. `probe_command` is the command line that starts the separate process of a probe.
+    """Optional dependencies of a `TransferNode`. `observer` counts events for metrics. `in_process` enables the
+    transport `memory` between nodes of one process. `transports` creates the node's transports; None creates those of
+    the settings. `probe_command` is the command line that starts the separate process of a probe.
     """
 
     observer: TransferObserver = field(default_factory=SilentObserver)
@@ -62,8 +63,8 @@ class NodePorts:
 
 
 class TransferNode:
-    """Fetches blocks from peers and serves blocks to them. Call `start` before any other method, and `close` at the
-    end.
+    """Fetches KV blocks from other instances and serves this instance's blocks to them. Call `start` before any other
+    method, and `close` at the end. All methods belong to one event loop.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class TransferNode:
         """The address at which peers reach this node; empty before `start`."""
 
     async def start(self) -> None:
-        """Open the sockets and threads, and serve peers from now on. Raises `LocalTransferError` if the address cannot
-        be bound.
+        """Open the sockets and threads, and serve other instances from now on. Raises `LocalTransferError` if the
+        address of the settings cannot be bound.
         """
         settings, loop = self._settings, asyncio.get_running_loop()
         self._context = NodeContext(
@@ -140,8 +141,8 @@ class TransferNode:
         self._ticking = loop.call_later(settings.tick_s, self._tick)
 
     async def close(self) -> None:
-        """Stop serving and fetching. Running fetches raise `NodeClosed`; tickets are released as `closed` once no peer
-        copies their blocks, or after `CLOSE_TIMEOUT_S`.
+        """Stop serving and fetching. Running fetches raise `NodeClosed`. `released` returns `closed` for tickets that
+        are still served, once no peer copies their blocks, or after `CLOSE_TIMEOUT_S`.
         """
         if self._context is None:
             return
@@ -153,27 +154,28 @@ class TransferNode:
         await self._free(context)
 
     async def connect(self, address: str) -> None:
-        """Connect to a producer now, so that the first fetch is faster. Raises `RemoteTransferError` if it cannot be
-        reached within `connect_timeout_s`.
+        """Connect to the node of another instance at `address` now, so that the first fetch from it is faster. Raises
+        `RemoteTransferError` if it cannot be reached within `connect_timeout_s`.
         """
         await self._consuming.connections.warm(address)
 
     def open(self, ticket: Ticket) -> None:
-        """Start serving a ticket. Fetches that arrived before are served now.
+        """Start serving the blocks of a ticket. A fetch of it that arrived before is served now.
 
-        Raises `UnknownTicket` if the ticket names another source, and `LocalTransferError` if it was opened before.
+        Raises `UnknownTicket` if the ticket names another instance or generation as its source, and
+        `LocalTransferError` if it was opened before.
         """
         self._producing.open(ticket)
 
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
-        """Offer computed blocks, given as hash and block number. They must not move or change until
-        `released` returns.
+        """Offer computed blocks (hash, block number in this node's memory) to the consumer of an open ticket. The
+        blocks must not move or change until `released` returns.
         """
         self._producing.publish(ticket, blocks)
 
     def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> None:
-        """Offer some of the `settings.parts` parts of each block. A block counts as complete only when `publish` names
-        it.
+        """Offer the parts with the numbers `parts` of each block (hash, block number), of the `settings.parts` parts
+        that a block has. A block counts as complete only when `publish` names it.
 
         Raises `LocalTransferError` if `parts` is out of range.
         """
@@ -182,17 +184,19 @@ class TransferNode:
         self._producing.publish_parts(ticket, blocks, parts)
 
     def finish(self, ticket: TicketId, payload: bytes) -> None:
-        """Declare that nothing more will be published for a ticket. `payload` (up to 256 KiB) is handed to the
-        consumer.
+        """Declare that nothing more will be published for a ticket. The consumer's fetch returns `payload` (up to 256
+        KiB) in its result.
         """
         self._producing.finish(ticket, payload)
 
     def fail(self, ticket: TicketId, reason: str) -> None:
-        """Give a ticket up: the fetch of the consumer raises `SourceFailed(reason)`."""
+        """Stop serving a ticket that this node has opened: the consumer's fetch raises `SourceFailed(reason)`."""
         self._producing.give_up(ticket, "failed", reason)
 
     async def released(self, ticket: TicketId) -> ReleaseReason:
-        """Wait until nothing reads the blocks of a ticket any more, and return why. The caller may free them then."""
+        """Wait until nothing reads the blocks that were published for a ticket any more, and return why. The caller may
+        then free the blocks.
+        """
         # Several callers may wait for one outcome: cancelling one of them must not cancel the future.
         return await asyncio.shield(self._producing.outcome(ticket))
 
@@ -206,37 +210,39 @@ class TransferNode:
         partial: bool = False,
         translation: Translation | None = None,
     ) -> FetchResult:
-        """Fetch `wanted` blocks (hash, block number in this node's memory) and return the result with the producer's
-        payload.
+        """Fetch the blocks `wanted` of a ticket from its producer, and return the result with the producer's payload.
+        Each pair is a block hash and the number of the block of this node that the bytes are written to.
 
         `on_blocks` is called with the hashes of blocks as they arrive. `on_end` is called with the result before the
         caller's task runs again. With `partial`, the producer may send fewer blocks than wanted; `FetchResult.names`
         lists the blocks that came. If the producer's layout differs from this node's, `translation` gives the
         producer's hashes of the same tokens; `wanted` must then be the last blocks of these tokens, in order.
 
-        Raises `TransferError`. After an error or a cancellation of the task, nothing writes to the wanted blocks any
-        more.
+        Raises a subclass of `TransferError` if it fails. After an error or a cancellation of the task, nothing writes
+        to the wanted blocks any more.
         """
         options = FetchOptions(on_blocks=on_blocks, on_end=on_end, partial=partial, translation=translation)
         return await self._consuming.fetch(ticket, wanted, options)
 
     def cancel(self, ticket: TicketId) -> None:
-        """Cancel a ticket on either side, at any time. A later `open` or `fetch` of it ends immediately."""
+        """Cancel a ticket that this node serves or fetches, at any time. A later `open` or `fetch` of it ends
+        immediately.
+        """
         self._producing.cancel(ticket)
         self._consuming.cancel(ticket)
 
     def on_fetch(self, handler: FetchHandler) -> None:
-        """Set the handler of partial fetches whose ticket nobody has opened. It receives a ticket and the wanted
-        hashes.
+        """Set the function that serves partial fetches (pulls of cached blocks) whose ticket this node has not opened.
+        It is called with the ticket and the wanted hashes.
 
         The handler acts like any producer: it calls `open`, publishes the blocks that exist, calls `finish`, and awaits
-        `released` before it unpins them.
+        `released` before it allows the blocks to be evicted.
         """
         self._producing.on_fetch = handler
 
     def links(self) -> list[LinkStatus]:
-        """Return the state of each connection to a producer: transport, measured speed, and why that
-        transport is used.
+        """Return the state of each connection of this node to a producer: the transport in use, its measured speed, and
+        why it is used.
         """
         return [
             LinkStatus(
@@ -252,11 +258,11 @@ class TransferNode:
         ]
 
     def num_sessions(self) -> int:
-        """Return the number of transfers in progress in both directions."""
+        """Return the number of running transfers of this node: fetches and served tickets together."""
         return self._producing.num_sessions() + self._consuming.num_sessions()
 
     def check_invariants(self) -> None:
-        """Assert that the state of all transfers is consistent. Tests call it."""
+        """Assert that the state of all transfers of this node is consistent. Only tests call it."""
         self._producing.check_invariants()
         self._consuming.check_invariants()
 
@@ -288,12 +294,14 @@ class TransferNode:
 
 
 def _num_threads(settings: TransferSettings, memory: BlockMemory) -> int:
-    """Return the number of copy threads: more for a device, because they spend most of their time waiting for it."""
+    """Return the number of threads that copy blocks. For memory of a device it is at least `DEVICE_THREADS`, because
+    these threads spend most of their time waiting for the device.
+    """
     return max(settings.copy_threads, DEVICE_THREADS) if memory.host_view is None else settings.copy_threads
 
 
 def _advertised(endpoint: str, host: str) -> str:
-    """Return `endpoint` with its host replaced by `host`, unless that is empty."""
+    """Return the address that peers connect to: `endpoint`, with its host replaced by `host` unless that is empty."""
     if not host:
         return endpoint
     # The bound address may be 0.0.0.0, to which peers cannot connect: keep only its port.

@@ -23,9 +23,10 @@ before the system reports its death.
 
 
 class TransportAttachment:
-    """Owns the transport that carries the blocks of one connection: the best one of `ladder` that works, or only the
-    transport `only` if it is set. Each attempt to attach a transport gets the next number, its epoch, so that late
-    messages of earlier attempts are recognized. It owns the receiver; `ConsumerLink` owns it. Event loop only.
+    """Chooses and owns the transport that carries the blocks of one connection to a producer: the best one of `ladder`
+    that works, or only the transport `only` if it is set. Each attempt to attach a transport gets the next number, its
+    epoch, so that late messages of earlier attempts are recognized. It owns the transport's receiver; `ConsumerLink`
+    owns it. Use it only on the event loop.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class TransportAttachment:
         parts: int,
         only: Rung | None,
     ) -> None:
-        """`welcome` is the producer's answer to `Hello`. Blocks travel in `parts`."""
+        """Attach nothing yet. `welcome` is the producer's answer to `Hello`. `parts` is the number of parts in which
+        each block travels. `only` names the single transport to try; None allows all of `ladder`.
+        """
         self.transport: Transport | None = None
         self.receiver: Receiver | None = None
         self.block_bytes = 0
@@ -56,26 +59,27 @@ class TransportAttachment:
 
     @property
     def is_attaching(self) -> bool:
-        """Return whether a transport is being attached."""
+        """Return whether an attempt to attach a transport is running."""
         return self._attaching is not None
 
     def is_ready(self) -> bool:
-        """Return whether a transport is attached."""
+        """Return whether a transport is attached, so that blocks can be received."""
         return self.receiver is not None and self._attaching is None
 
     def attached_with(self, epoch: int) -> Transport | None:
-        """Return the transport in use if the attempt with this epoch attached it, otherwise None."""
+        """Return the transport in use if the attempt with the number `epoch` attached it, otherwise None."""
         return self.transport if epoch == self._epoch else None
 
     def stream(self, epoch: int) -> Stream | None:
-        """Return the channel that carries the bytes of this epoch's announcements, or None if that attachment was given
-        up.
+        """Return the channel of the transport that the attempt number `epoch` attached. Return None if the transport
+        has no channel of its own (its bytes come in messages or are copied from memory), or if it is not in use any
+        more.
         """
         return self.receiver.stream if self.receiver is not None and epoch == self._epoch else None
 
     async def attach(self) -> None:
-        """Attach the best transport that is left, or wait for a running attempt. Raises `TransportUnavailable` or
-        `PeerLost`.
+        """Attach the best transport of the ladder that works; if an attempt is running, wait for it. Do nothing if a
+        transport is attached. Raises `TransportUnavailable` if none works, and `PeerLost` if the connection breaks.
         """
         if self.receiver is None and self._attaching is None:
             self._attaching = self._context.loop.create_task(self._climb())
@@ -83,14 +87,16 @@ class TransportAttachment:
             await asyncio.shield(self._attaching)
 
     def answered(self, message: Attached) -> None:
-        """Handle `Attached`, the producer's answer to `Attach`. Ignore it if no attempt waits for it any more."""
+        """Pass `Attached`, the producer's answer to `Attach`, to the attempt that waits for it. Ignore the answer if
+        none does.
+        """
         answer = self._answers.get(message.epoch)
         if answer is not None and not answer.done():
             answer.set_result(message)
 
     def demote(self, name: str, reason: str) -> bool:
-        """Stop using the transport `name` until a probe has proved that it works again. Return False, and do nothing,
-        if it is not the one in use.
+        """Stop using the transport `name` for this producer until a probe has proved that it works again; `reason` is
+        logged. Return False, and do nothing, if it is not the one in use.
         """
         if self.transport is None or self.transport.name != name:
             return False
@@ -108,7 +114,9 @@ class TransportAttachment:
         return True
 
     def lose(self, error: PeerLost) -> None:
-        """Close the receiver and fail all pending answers with `error`, because the connection is lost."""
+        """Close the receiver because the connection to the producer is lost. Attempts that wait for an answer fail with
+        `error`.
+        """
         if self.receiver is not None:
             self.receiver.close()
         for answer in self._answers.values():
@@ -117,7 +125,7 @@ class TransportAttachment:
                 answer.exception()  # marks it as read: asyncio logs exceptions that nobody has read
 
     async def close(self) -> None:
-        """Cancel a running attempt to attach a transport. The connection must be closed already."""
+        """Cancel a running attempt to attach a transport. Call `lose` before, which closes the receiver."""
         if self._attaching is not None:
             self._attaching.cancel()
             with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):
@@ -166,8 +174,9 @@ class TransportAttachment:
         return receiver
 
     async def _ask_for(self, rung: Rung) -> Offer:
-        """Ask the producer to prepare a transport, and return its offer. Raises `TransportUnavailable` or
-        `PeerLost`.
+        """Ask the producer to prepare the transport of `rung`, and return its offer (address and secret). Raises
+        `TransportUnavailable` if the producer refuses or does not answer in time, and `PeerLost` if the connection
+        breaks.
         """
         self._epoch += 1
         epoch, timeout_s = self._epoch, self._context.settings.attach_timeout_s
@@ -203,8 +212,8 @@ class TransportAttachment:
 
 
 def _converter(context: NodeContext, wire: KVLayout) -> Converter:
-    """Return a converter from the producer's layout. It imports torch, which every process with a model has loaded
-    already.
+    """Return a converter from `wire`, the layout in which the producer's blocks arrive, to this node's layout. It
+    imports torch, which every process with a model has loaded already.
     """
     module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
     converter: Converter = module.LayoutConverter(context.staging_buffers, wire, context.layout, context.memory)

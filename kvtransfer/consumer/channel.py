@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class ProducerChannel:
-    """Carries messages to and from one producer. `ConsumerLink` owns it. Event loop only.
+    """Carries messages to and from one producer over ZeroMQ sockets. `ConsumerLink` owns it. Use it only on the event
+    loop.
 
     The first socket carries all control messages, and further ones carry bytes of blocks only. If one of them breaks,
     the whole connection is lost: `on_lost` is called with the reason and must call `close`.
@@ -44,11 +45,13 @@ class ProducerChannel:
 
     @property
     def num_connections(self) -> int:
-        """Return the number of sockets."""
+        """Return the number of open sockets to the producer, including the one for control messages."""
         return len(self._sockets)
 
     def send(self, message: ToProducer) -> None:
-        """Send a message to the producer. If that fails, the connection is lost on the next turn of the loop."""
+        """Send a control message to the producer, without blocking. If that fails, `on_lost` is called on the next turn
+        of the event loop. After `close` nothing is sent.
+        """
         if not self.is_up:
             return
         try:
@@ -67,8 +70,9 @@ class ProducerChannel:
         self._credit += num_bytes
 
     def widen(self, num_connections: int, secret: bytes) -> None:
-        """Open more connections to the producer, up to `num_connections` in all. `secret`, from its `Welcome`, proves
-        that they belong together. The producer uses each of them once it has joined.
+        """Open more sockets to the producer, up to `num_connections` in all. `secret`, from the producer's `Welcome`,
+        proves that they belong to the same consumer. The producer sends over a new socket once its `Join` message has
+        arrived.
         """
         for _ in range(num_connections - len(self._sockets)):
             joined = self._connected()
@@ -76,8 +80,8 @@ class ProducerChannel:
             joined.send([encode(Join(secret))])
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, or raise `PeerLost` as soon as the connection is lost. `work` is
-        cancelled then.
+        """Return the result of the coroutine `work`. If the connection is lost before, cancel `work` and raise
+        `PeerLost`.
         """
         task = self._context.loop.create_task(work)
         try:
@@ -93,7 +97,9 @@ class ProducerChannel:
         return task.result()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close all sockets, once. Control messages already sent may still leave for `linger_ms` milliseconds."""
+        """Close all sockets; call it only once. Control messages already queued may still be sent for `linger_ms`
+        milliseconds.
+        """
         self.is_up = False
         self._gone.set_result(None)
         first, *joined = self._sockets

@@ -24,11 +24,11 @@ RETRY_S = 0.05
 
 
 class Connections:
-    """Opens, replaces and closes the connections to producers. Event loop only.
+    """Opens, replaces and closes the connections of one node to producers. Use it only on the event loop.
 
     Fetches that want the same address while it is being opened wait for one task. `on_message` receives each message
-    with its further frames, `on_lost` each lost connection, and `on_broken` each transport that broke while its
-    connection works.
+    with the frames behind it, `on_lost` each lost connection, and `on_broken` each transport that broke while its
+    connection still works.
     """
 
     def __init__(
@@ -64,14 +64,17 @@ class Connections:
         self._prober.tick(now, self.current())
 
     def ready(self, address: str, generation: Generation) -> ConsumerLink | None:
-        """Return a connection that can carry a fetch now, or None."""
+        """Return the connection to this generation of the producer at `address` if a transport is attached to it, so
+        that a fetch can start without waiting; otherwise None.
+        """
         link = self._links.get(address)
         usable = link is not None and link.is_ready() and link.peer is not None and link.peer[1] == generation
         return link if usable else None
 
     async def get(self, address: str, generation: Generation, timeout_s: float) -> ConsumerLink:
-        """Return a connection to this generation of a producer; open one if necessary. Raises `PeerLost`, `Refused` or
-        `TransportUnavailable`.
+        """Return a connection to this `generation` of the producer at `address`, with a transport; open one if
+        necessary, for at most `timeout_s`. Raises `PeerLost` if it does not answer or another generation does,
+        `Refused` if the producer rejects this node, and `TransportUnavailable` if no transport works.
         """
         link = self._links.get(address)
         if link is not None and link.is_up and link.peer is not None and link.peer[1] != generation:
@@ -87,7 +90,9 @@ class Connections:
         return link
 
     async def open(self, address: str, timeout_s: float) -> ConsumerLink:
-        """Return the connection to `address`, whatever generation answers there; open it if necessary."""
+        """Return the connection to the producer at `address`, whatever generation answers there; open it if necessary.
+        Raises the same errors as `get`.
+        """
         link = self._links.get(address)
         if link is not None and link.is_ready():
             return link
@@ -100,8 +105,9 @@ class Connections:
         return await asyncio.shield(task)
 
     async def warm(self, address: str) -> None:
-        """Connect to a producer before the first fetch, and retry until `connect_timeout_s` is over. Raises `PeerLost`,
-        `Refused` or `TransportUnavailable`.
+        """Connect to the producer at `address` before the first fetch. If it is not reachable yet, retry until
+        `connect_timeout_s` is over, then raise `PeerLost`. Raises `Refused` if it rejects this node, and
+        `TransportUnavailable` if no transport works.
         """
         timeout_s = self._context.settings.connect_timeout_s
         deadline = self._context.loop.time() + timeout_s
@@ -115,8 +121,8 @@ class Connections:
                 await asyncio.sleep(RETRY_S)
 
     async def promote(self, old: ConsumerLink, rung: Rung) -> bool:
-        """Open a second connection to the same producer by `rung`, a better transport. It replaces `old` once it works.
-        Return False if it cannot be opened.
+        """Open a second connection to the producer of `old`, by the better transport `rung`. New fetches then use it
+        instead of `old`, on which running fetches end. Return False, and keep `old`, if it cannot be opened.
         """
         link = self._new_link(old.address, rung)
         try:

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerSide:
-    """Runs all fetches of one node. Event loop only.
+    """Runs all fetches of one node. Use it only on the event loop.
 
-    It passes messages and the results of copies to the sessions. These decide what happens next, and it performs the
-    steps that they return.
+    It passes messages of producers and the results of copies to the fetches' state machines (`ConsumerSession`). These
+    decide what happens next, and it performs the actions that they return.
     """
 
     def __init__(self, context: NodeContext) -> None:
@@ -76,7 +76,9 @@ class ConsumerSide:
                 fetching.connecting.cancel()
 
     def cancel(self, ticket: TicketId) -> None:
-        """Cancel a fetch. If it has not begun yet, leave a tombstone, which ends it as soon as it begins."""
+        """Cancel the fetch of this ticket. If it has not begun yet, leave a tombstone, so that it raises
+        `TransferCancelled` when it begins.
+        """
         self._cancelled[ticket] = None
         # The tombstones are bounded: a ticket that is cancelled and never fetched would stay for ever.
         while len(self._cancelled) > self._context.settings.max_tombstones:
@@ -86,7 +88,9 @@ class ConsumerSide:
             self._apply(fetching, fetching.session.cancel())
 
     def tick(self, now: float) -> None:
-        """Check the deadlines of fetches, the connections, and the leases to renew."""
+        """Do the work of one timer tick at the time `now` of the node's clock: end fetches whose deadline has passed,
+        close unused connections, start probes, and renew leases.
+        """
         for fetching in list(self._fetches.values()):
             self._apply(fetching, fetching.session.tick(now))
         self.connections.tick(now, {fetching.link for fetching in self._fetches.values() if fetching.link is not None})
@@ -99,7 +103,9 @@ class ConsumerSide:
         return len(self._fetches)
 
     async def close(self) -> None:
-        """End all fetches with `NodeClosed`, wait for their copies, and close the connections."""
+        """End all running fetches with `NodeClosed`, wait until their copies have ended, then close the connections to
+        producers.
+        """
         running = list(self._fetches.values())
         for fetching in running:
             self._apply(fetching, fetching.session.close())
@@ -108,7 +114,7 @@ class ConsumerSide:
         await self.connections.close()
 
     def check_invariants(self) -> None:
-        """Assert that the sessions of all fetches are consistent."""
+        """Assert that the state machines of all running fetches are consistent. Only tests call it."""
         for fetching in self._fetches.values():
             fetching.session.check_invariants()
 
@@ -139,7 +145,9 @@ class ConsumerSide:
         return Fetching(session, future, options, now, layout=layout, staged=staged)
 
     def _connect(self, fetching: Fetching, timeout_s: float) -> None:
-        """Start the next attempt now if a connection is ready, otherwise when one is open."""
+        """Start the next attempt of a fetch now if a connection to its producer is ready, otherwise as soon as one is
+        open. Opening takes at most `timeout_s`; after that the fetch fails.
+        """
         ticket = fetching.ticket
         link = self.connections.ready(ticket.source_address, ticket.source_generation)
         if link is not None:
@@ -187,7 +195,9 @@ class ConsumerSide:
                 self._apply(fetching, fetching.session.link_lost(reason, dead=dead, now=now))
 
     def _broken(self, link: ConsumerLink, transport: str, reason: str) -> None:
-        """Demote a transport that delivers nothing more: all fetches that use it start again by another one."""
+        """Stop using `transport` on the connection `link`, because it delivers nothing more for the given `reason`. All
+        fetches that use it start another attempt, by another transport.
+        """
         if not link.demote(transport, reason):
             return
         now = self._context.clock()
@@ -301,8 +311,8 @@ class ConsumerSide:
 
 
 async def _settled(future: "asyncio.Future[FetchResult]") -> None:
-    """Wait until a fetch has ended, even if this task is cancelled again meanwhile. Copies are bounded in time, and the
-    caller may free the blocks only after them.
+    """Wait until the fetch that resolves `future` has ended, even if this task is cancelled again meanwhile: the caller
+    may free the blocks only when no copy writes to them. The wait is short, because each copy is bounded in time.
     """
     while not future.done():
         try:

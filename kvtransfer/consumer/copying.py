@@ -23,15 +23,17 @@ more.
 
 @dataclass(slots=True)
 class StopFlag:
-    """A flag that prevents further copies of one attempt. The event loop sets it and worker threads read it."""
+    """A flag that prevents the copies of one attempt of a fetch that have not begun yet. The event loop sets it, and
+    worker threads read it before each copy.
+    """
 
     is_set: bool = False
 
 
 @dataclass(slots=True)
 class CopyResult:
-    """Which placements were copied, damaged (wrong checksum) or abandoned, as lists of `BlockPlacement.index`, and the
-    error if a copy failed.
+    """The results of copies of received blocks: the placements that were copied, damaged (wrong checksum) or abandoned
+    (not copied), as lists of `BlockPlacement.index`. `error` is the reason if a copy failed, otherwise empty.
     """
 
     copied: list[int] = field(default_factory=list)
@@ -51,27 +53,35 @@ the connection.
 
 @runtime_checkable
 class ReceivesAll(Protocol):
-    """A receiver that places all blocks of a message by one call, which costs less than one call for each."""
+    """A transport's receiver that can place all blocks of a message by one call, which costs less than one call for
+    each block.
+    """
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
-        """Place each block as `Receiver.receive` does. Return for each whether it matches its checksum."""
+        """Place all these blocks, each as `Receiver.receive` does. Return one value for each placement: whether the
+        block's bytes match its checksum.
+        """
         ...
 
 
 @runtime_checkable
 class ReceivesWholeBlocks(Protocol):
-    """A receiver that places several blocks of one frame by one call, if the frame contains them whole."""
+    """A transport's receiver that can place several blocks of one frame by one call, if the frame contains them from
+    their first to their last byte.
+    """
 
     def take_whole(self, placements: Sequence[BlockPlacement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
-        """Place blocks whose bytes begin at these offsets of the frame. Return for each whether it matches its
-        checksum.
+        """Copy whole blocks out of `frame` to their destinations. `offsets` has the byte position in the frame at which
+        the block of each placement begins. Return one value for each: whether the bytes match the block's checksum.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CopyJob:
-    """Places blocks whose bytes are available already: in the producer's memory or in the frames of one message."""
+    """One job of a worker thread: place blocks whose bytes are available already, in the producer's memory or in the
+    frames of one message.
+    """
 
     receiver: Receiver
     placements: Sequence[BlockPlacement]
@@ -80,8 +90,8 @@ class CopyJob:
     stop: StopFlag
 
     def run(self) -> CopyResult:
-        """Copy the blocks, and return a result for every placement. It never raises, because the session waits for a
-        result of each placement.
+        """Copy the blocks to their destinations. Return a result for every placement, also after an error or a stop;
+        never raise, because the fetch waits for all results.
         """
         result = CopyResult()
         # One call for all blocks: it waits for a device, or gives up the GIL, only once.
@@ -119,8 +129,9 @@ class CopyJob:
 
 
 class ParcelAssembly:
-    """Assembles the blocks of one parcel from frames that come in order and may be cut anywhere. It knows nothing of
-    threads and never raises.
+    """Writes the blocks of one parcel to their destinations, from frames that come in order and may be cut anywhere,
+    also inside a block. Errors become results of the placements: it never raises. It has no lock: one thread at a time
+    may use it.
     """
 
     def __init__(self, receiver: Receiver, placements: Sequence[BlockPlacement], block_bytes: int) -> None:
@@ -137,11 +148,11 @@ class ParcelAssembly:
 
     @property
     def has_trouble(self) -> bool:
-        """Return whether the results since the last `pop_result` contain damaged or abandoned placements."""
+        """Return whether blocks were found damaged or were abandoned since the last `pop_result`."""
         return bool(self._result.damaged or self._result.abandoned)
 
     def pop_result(self) -> CopyResult:
-        """Return the results that were recorded since the last call."""
+        """Return the results of the placements that ended since the last call of this method, and forget them."""
         result, self._result = self._result, CopyResult()
         return result
 
@@ -171,13 +182,15 @@ class ParcelAssembly:
         self.num_taken += len(frame)
 
     def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
-        """Record that the transport has written a block itself, and whether the bytes matched the checksum."""
+        """Record that the transport has written the block of `placement` itself. `matches` says whether its bytes
+        matched its checksum.
+        """
         if self.open.pop(placement.position, None) is not None:
             (self._result.copied if matches else self._result.damaged).append(placement.index)
 
     def abandon(self, reason: str) -> None:
-        """Give up all placements that have no result yet. `reason` says why; it is empty if they were stopped on
-        purpose.
+        """Record all placements without a result as abandoned: their blocks are not copied. `reason` is the error that
+        caused it; it is empty if the copies were stopped on purpose.
         """
         self._result.error = self._result.error or reason
         self._result.abandoned += [placement.index for placement in self.open.values()]
@@ -185,7 +198,9 @@ class ParcelAssembly:
         self._intake = None
 
     def _take_whole(self, receiver: ReceivesWholeBlocks, frame: memoryview) -> memoryview:
-        """Place the whole blocks at the start of a frame. Return the rest of the frame behind them."""
+        """Let `receiver` place the blocks that lie completely in `frame`, which begins at the start of a block. Return
+        the bytes of the frame behind them, the beginning of the next block.
+        """
         size, first = self._block_bytes, self._position
         count = len(frame) // size
         wanted = [self.open[position] for position in range(first, first + count) if position in self.open]
@@ -197,7 +212,9 @@ class ParcelAssembly:
         return frame[count * size :]
 
     def _take_of_block(self, part: memoryview) -> None:
-        """Take bytes of the current block, or skip them if the block is not wanted any more."""
+        """Copy `part`, the next bytes of the block that is being received, to its destination, or skip them if the
+        fetch does not want the block any more.
+        """
         placement = self.open.get(self._position)
         if placement is not None:
             if self._in_block == 0:
@@ -213,7 +230,9 @@ class ParcelAssembly:
 
 
 class StreamedParcel:
-    """Implements `transports.port.IncomingParcel`: a parcel that a transport's own thread reads from its channel."""
+    """A parcel that a transport's own thread reads from the transport's channel. Implements
+    `transports.port.IncomingParcel`.
+    """
 
     def __init__(
         self, assembly: ParcelAssembly, stop: StopFlag, num_bytes: int, workers: Workers, report: Report, *, parts: int
@@ -227,9 +246,9 @@ class StreamedParcel:
 
     @property
     def placements(self) -> Sequence[BlockPlacement]:
-        """Return the placements that are neither copied nor abandoned yet.
+        """Return the placements of this parcel whose blocks are neither copied nor abandoned yet.
 
-        If the copies of the attempt were stopped, abandon all placements and return an empty list.
+        If the copies of the fetch's attempt were stopped, abandon all placements and return an empty list.
         """
         self._check_stop()
         return list(self._assembly.open.values())
@@ -257,7 +276,9 @@ class StreamedParcel:
 
 
 class BufferedParcel:
-    """A parcel whose bytes come in several messages. They are copied as they arrive, by one worker thread at a time."""
+    """A parcel whose bytes come in several ZeroMQ messages. Worker threads copy the bytes to the blocks as they arrive,
+    only one thread at a time.
+    """
 
     def __init__(
         self, assembly: ParcelAssembly, *, num_bytes: int, stop: StopFlag, workers: Workers, report: Report
@@ -273,8 +294,8 @@ class BufferedParcel:
         self._credit = 0
 
     def feed(self, frames: Sequence[Buffer]) -> bool:
-        """Queue the frames of one message. Return True if all bytes of the parcel have been queued now. Event loop
-        only.
+        """Queue the frames of one message for a worker thread. Return True if all bytes of the parcel have been queued
+        now. Call it only on the event loop.
         """
         self._missing -= sum(len(frame) for frame in frames)
         with self._lock:
@@ -283,7 +304,9 @@ class BufferedParcel:
         return self._missing <= 0
 
     def schedule_run(self) -> None:
-        """Let a worker thread handle the queued frames and check the stop flag, unless one is doing so already."""
+        """Let a worker thread copy the queued frames, or abandon the parcel if the stop flag is set. Do nothing if a
+        thread is at work on this parcel already.
+        """
         with self._lock:
             if self._is_scheduled:
                 return
@@ -306,14 +329,16 @@ class BufferedParcel:
                 return
 
     def _is_news(self) -> bool:
-        """Return whether there is something worth waking the event loop for: damage, the end of the parcel, or
-        `MIN_REPORT_BYTES`.
+        """Return whether the event loop must be informed now: a block was damaged or abandoned, the parcel is complete,
+        or at least `MIN_REPORT_BYTES` have arrived since the last report.
         """
         is_whole = self._assembly.num_taken >= self._num_bytes
         return self._assembly.has_trouble or self._credit >= MIN_REPORT_BYTES or (is_whole and self._credit > 0)
 
     def _is_left_alone(self) -> bool:
-        """Return whether nothing is left to do. Call it last: after True another thread may run this parcel."""
+        """Return whether the worker thread has nothing left to do for this parcel. If so, it must not touch the parcel
+        any more, because another thread may start to work on it.
+        """
         with self._lock:
             # Check and release under one lock: a frame that was queued in between would otherwise wait for a thread in
             # vain.

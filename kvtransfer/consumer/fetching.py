@@ -40,11 +40,12 @@ ERROR_OF: dict[Fault, type[errors.TransferError]] = {
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The result of a successful fetch. `names` lists the hashes of the blocks that arrived.
+    """The result of a successful fetch. `names` lists the hashes of the blocks that arrived, `payload` is what the
+    producer passed to `finish`, and `seconds` is the duration of the whole fetch.
 
     `num_blocks` and `num_bytes` count the blocks as the producer sent them, which differs from `names` if the layouts
-    differ. `exposed_s` runs from the producer's `finish` to the end of the fetch at `ended_at`, a time of the node's
-    clock: it is the part of the transfer that was not hidden behind computation.
+    differ. `exposed_s` is the part of the transfer that computation did not hide: the seconds from the producer's
+    `finish` to the end of the fetch at `ended_at`, a time of the node's clock.
     """
 
     payload: bytes
@@ -59,7 +60,7 @@ class FetchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOptions:
-    """The optional arguments of `TransferNode.fetch`, which explains each of them."""
+    """The optional arguments of `TransferNode.fetch`, whose docstring explains each of them."""
 
     on_blocks: OnBlocks | None = None
     on_end: OnEnd | None = None
@@ -68,10 +69,11 @@ class FetchOptions:
 
 
 class Fetching:
-    """One running fetch: its session, its connection and the caller's callbacks. Event loop only.
+    """One running fetch: its state machine (`session`), its connection and the caller's callbacks. Use it only on the
+    event loop.
 
-    `layout` is the layout of the blocks that the fetch expects. If it differs from this node's, `staged` maps the
-    producer's blocks to this node's.
+    `layout` is the layout of the blocks that the producer must have. If it differs from this node's, `staged` maps the
+    producer's blocks to this node's; otherwise `staged` is None.
     """
 
     def __init__(
@@ -111,14 +113,16 @@ class Fetching:
         return self.session.ticket
 
     def notify(self, step: Arrived) -> bool:
-        """Report newly arrived blocks to the caller by its callback. Return False if the callback raised: then this
-        fetch must end, but the node goes on.
+        """Pass the hashes of newly arrived blocks to the caller's `on_blocks`. Return False if that callback raised:
+        then this fetch must end, but the node goes on.
         """
         names = list(step.names) if self.staged is None else self.staged.arrived(step.names)
         return self._on_blocks is None or not names or self._call("on_blocks", partial(self._on_blocks, names))
 
     def result(self, step: Succeed, now: float) -> FetchResult:
-        """Return what the caller gets when the fetch ends at `now`."""
+        """Return the result that the caller of the fetch gets if it ends successfully at `now`, a time of the node's
+        clock.
+        """
         session = self.session
         # CLOCK_MONOTONIC is common to all processes of a kernel. From another host, use the time when `Done` arrived
         # here.
@@ -137,8 +141,8 @@ class Fetching:
         )
 
     def succeed(self, result: FetchResult) -> None:
-        """Call the caller's `on_end`, then resolve its future with the result, or with the error that a callback
-        raised.
+        """Call the caller's `on_end` with the result, then resolve the future that the caller awaits: with the result,
+        or with an error if one of the caller's callbacks raised.
         """
         if self._on_end is not None and self._error is None:
             self._call("on_end", partial(self._on_end, result))
@@ -148,29 +152,30 @@ class Fetching:
             self.future.set_exception(self._error)
 
     def fail(self, fault: Fault, reason: str) -> None:
-        """Resolve the future with the exception that matches the fault. If a callback of the caller has raised an
-        error, that error is used instead.
+        """Let the future that the caller awaits raise the exception that belongs to `fault`, with the text `reason`. If
+        a callback of the caller has raised before, its error is used instead.
         """
         self.future.set_exception(self._error or ERROR_OF[fault](reason))
 
     @property
     def received(self) -> Sequence[BlockHash]:
-        """Return the hashes of the requested blocks that have arrived and match their checksums. They are hashes of
-        this node's layout.
+        """Return the hashes of the requested blocks that have arrived and match their checksums. If the layouts differ,
+        these are hashes of this node's blocks, not the producer's.
         """
         return self.session.received if self.staged is None else self.staged.received
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Return the fields that identify the request in log lines.
+        """Return the log fields that identify the request: its request id and ticket.
 
-        Callbacks of sockets and timers must add them, because they run outside the request's task, which has them set.
+        Callbacks of sockets and timers must pass them to the logger, because they run outside the request's task, in
+        which the fields are set.
         """
         return {"request_id": self.ticket.request_id, "ticket": self.ticket.ticket}
 
     def _call(self, name: str, callback: Callable[[], None]) -> bool:
-        """Call a callback of the caller and return whether it succeeded. After one that raised, none is called any
-        more.
+        """Call `callback`, which belongs to the caller of the fetch; `name` is for the log. Return False if it raised.
+        After one callback that raised, no further one is called.
         """
         if self._error is not None:
             return True

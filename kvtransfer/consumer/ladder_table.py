@@ -17,7 +17,9 @@ often.
 
 
 class LadderTable:
-    """Keeps one `Ladder`, the order in which transports are tried, for each producing process. Event loop only."""
+    """Keeps one `Ladder`, the order in which transports are tried, for each producer process that this node has met.
+    Use it only on the event loop.
+    """
 
     def __init__(self, settings: TransferSettings, transports: dict[str, Transport]) -> None:
         self._settings = settings
@@ -25,8 +27,8 @@ class LadderTable:
         self._known: OrderedDict[tuple[str, InstanceId, Generation], Ladder] = OrderedDict()
 
     def of(self, address: str, welcome: Welcome) -> Ladder:
-        """Return the ladder of the process that answers at this address. The transports that it offers do not change
-        while it runs.
+        """Return the ladder for the producer that sent `welcome` from this address; create it at the first call. A
+        restarted process (a new generation) gets a new one.
         """
         # The generation is part of the key: a restarted process begins with a new ladder, since its faults may be gone.
         key = (address, welcome.instance, welcome.generation)

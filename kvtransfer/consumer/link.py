@@ -46,8 +46,9 @@ size exists.
 
 
 class ThroughputMeter:
-    """Measures the throughput of one consumer connection in `bytes_per_second`; 0 until it has measured once. A
-    measurement begins with the first announced byte and ends when all announced bytes have arrived or were given up.
+    """Measures the throughput of one connection from a producer. `bytes_per_second` is a moving average; 0 until the
+    first measurement has ended. A measurement begins with the first announced byte and ends when all announced bytes
+    have arrived or were given up.
     """
 
     def __init__(self) -> None:
@@ -58,14 +59,14 @@ class ThroughputMeter:
         self._best_sample = 0
 
     def announced(self, num_bytes: int, now: float) -> None:
-        """Count `num_bytes` that the producer has announced and that this node will receive."""
+        """Count `num_bytes` that the producer has announced and that this node will receive. `now` is in seconds."""
         # Time in which nothing was outstanding is not transfer time: a new sample starts.
         if self._outstanding == 0:
             self._busy_since, self._delivered = now, 0
         self._outstanding += num_bytes
 
     def delivered(self, num_bytes: int, now: float) -> None:
-        """Count `num_bytes` of announced bytes that have arrived or were given up."""
+        """Count `num_bytes` of the announced bytes that have arrived or were given up. `now` is in seconds."""
         self._delivered += num_bytes
         self._outstanding -= num_bytes
         seconds = now - self._busy_since
@@ -79,9 +80,9 @@ class ThroughputMeter:
 
 
 class ConsumerLink:
-    """One connection to a producer. Call `open` once; then `receiver` belongs to the best transport that works, or to
-    the transport `only` if it is set. It owns its channel, its attachment and the watch on the producer's process.
-    `Connections` owns it. Event loop only.
+    """One connection from this node to a producer. Call `open` once; then blocks arrive by the best transport that
+    works, or by the transport `only` if it is set. It owns the sockets, the attached transport and the watch on the
+    producer's process; `Connections` owns it. Use it only on the event loop.
     """
 
     def __init__(
@@ -116,8 +117,9 @@ class ConsumerLink:
         self._channel = ProducerChannel(context, address, on_frames=self._receive, on_lost=self.lose)
 
     async def open(self, timeout_s: float) -> None:
-        """Connect, exchange `Hello` and `Welcome` with the producer, and attach a transport. Raises `PeerLost`,
-        `Refused` or `TransportUnavailable`.
+        """Connect to the producer, exchange `Hello` and `Welcome`, and attach a transport. Raises `PeerLost` if the
+        producer does not answer within `timeout_s` seconds, `Refused` if it rejects this node, and
+        `TransportUnavailable` if no transport works.
         """
         context = self._context
         self.send(
@@ -151,41 +153,44 @@ class ConsumerLink:
 
     @property
     def name(self) -> InstanceId:
-        """Return the id of the producer's instance, or its address until the id is known."""
+        """Return the instance id of the producer, or its address until it has answered."""
         return self.peer[0] if self.peer is not None else InstanceId(self.address)
 
     @property
     def is_up(self) -> bool:
-        """Return whether the connection works."""
+        """Return whether the connection to the producer is not lost or closed."""
         return self._channel.is_up
 
     @property
     def transport(self) -> Transport | None:
-        """Return the transport in use."""
+        """Return the transport by which blocks arrive on this connection now, or None while none is attached."""
         return None if self._attachment is None else self._attachment.transport
 
     @property
     def receiver(self) -> Receiver | None:
-        """Return the receiver of the transport in use."""
+        """Return the consumer's end of the transport in use, or None while none is attached."""
         return None if self._attachment is None else self._attachment.receiver
 
     @property
     def block_bytes(self) -> int:
-        """Return the size of one whole block in bytes, in the layout in which the transport in use sends it."""
+        """Return the size of one whole block in bytes, as the transport in use sends it (before any conversion to this
+        node's layout).
+        """
         return 0 if self._attachment is None else self._attachment.block_bytes
 
     @property
     def is_attaching(self) -> bool:
-        """Return whether a transport is being attached."""
+        """Return whether an attempt to attach a transport to this connection is running."""
         return self._attachment is not None and self._attachment.is_attaching
 
     def is_ready(self) -> bool:
-        """Return whether a fetch can start now."""
+        """Return whether a fetch can start now: the connection works and a transport is attached."""
         return self.is_up and self._attachment is not None and self._attachment.is_ready()
 
     async def ask_probe(self, number: int, rungs: Sequence[Rung], timeout_s: float) -> Probing:
-        """Ask the producer to start a process that serves known bytes by the transports `rungs`, and return its answer.
-        `number` identifies the probe. Raises `PeerLost`, or TimeoutError after twice `timeout_s`.
+        """Ask the producer to start a process that serves known bytes by the transports `rungs`, and return its answer
+        (address or reason). `number` identifies the probe. Raises `PeerLost` if the connection breaks, or TimeoutError
+        after twice `timeout_s`.
         """
         self._probing = self._context.loop.create_future()
         self.send(Probe(number, list(rungs)))
@@ -196,21 +201,22 @@ class ConsumerLink:
             return answer
 
     async def attach(self) -> None:
-        """Attach the best transport that is left, or wait for a running attempt. Raises `TransportUnavailable` or
-        `PeerLost`.
+        """Attach the best transport of the ladder that works; if an attempt is running, wait for it. Do nothing if a
+        transport is attached. Raises `TransportUnavailable` if none works, and `PeerLost` if the connection breaks.
         """
         assert self._attachment is not None, "`open` has not returned"
         await self._attachment.attach()
 
     def demote(self, name: str, reason: str) -> bool:
-        """Stop using the transport `name` until a probe has proved that it works again. Return False, and do nothing,
-        if it is not the one in use.
+        """Stop using the transport `name` for this producer until a probe has proved that it works again; `reason` is
+        logged. Return False, and do nothing, if it is not the one in use.
         """
         return self._attachment is not None and self._attachment.demote(name, reason)
 
     def stream(self, epoch: int) -> Stream | None:
-        """Return the channel that carries the bytes of this epoch's announcements, or None if that attachment was given
-        up.
+        """Return the channel of the transport that the attempt number `epoch` attached. Return None if the transport
+        has no channel of its own (its bytes come in messages or are copied from memory), or if it is not in use any
+        more.
         """
         return None if self._attachment is None else self._attachment.stream(epoch)
 
@@ -223,7 +229,9 @@ class ConsumerLink:
         return self._watch is not None and self._watch.is_dead()
 
     def send(self, message: ToProducer) -> None:
-        """Send a message to the producer. If that fails, the connection is lost on the next turn of the loop."""
+        """Send a control message to the producer, without blocking. If that fails, `on_lost` is called on the next turn
+        of the event loop. After the connection is lost nothing is sent.
+        """
         self._channel.send(message)
 
     def credit(self, num_bytes: int) -> None:
@@ -233,8 +241,9 @@ class ConsumerLink:
         self._channel.credit(num_bytes)
 
     def lose(self, reason: str, *, dead: bool = False, linger_ms: int = 0) -> None:
-        """Close the connection after a failure: fail all pending answers with `PeerLost`, then call `on_lost`. `dead`
-        says that the producer's process has ended. Calls after the first one do nothing.
+        """Close the connection because of `reason`, usually a failure: calls that wait for an answer raise `PeerLost`,
+        then `on_lost` is called. `dead` says that the producer's process has ended. Messages already queued may still
+        be sent for `linger_ms`. Calls after the first one do nothing.
         """
         if not self.is_up:
             return
@@ -251,7 +260,7 @@ class ConsumerLink:
         self._on_lost(self, reason, dead)
 
     async def close(self) -> None:
-        """Close the connection, and cancel a running attempt to attach a transport."""
+        """Close the connection to the producer, and cancel a running attempt to attach a transport."""
         self.lose("closed", linger_ms=LINGER_MS)
         if self._attachment is not None:
             await self._attachment.close()
@@ -290,7 +299,9 @@ class ConsumerLink:
 
 
 def _resolve(future: "asyncio.Future[T] | None", value: T) -> None:
-    """Set the result of a future. Answers that nothing waits for, or that come twice, are ignored."""
+    """Set the result of the future that waits for an answer of the producer. Ignore the answer if nothing waits for it
+    (None) or if it comes a second time.
+    """
     if future is not None and not future.done():
         future.set_result(value)
 

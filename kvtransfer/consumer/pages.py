@@ -18,14 +18,14 @@ MADV_POPULATE_WRITE = 23
 
 
 class Pages:
-    """Makes the kernel allocate the physical pages of one memory before blocks are copied there, in a thread of its
-    own, so that the copies have no page faults. Only one thread may call the methods; call `close` before the memory is
-    freed.
+    """Makes the kernel allocate the physical pages of `memory`, which holds the KV blocks, before received blocks are
+    copied there, so that the copies cause no page faults. A thread of its own does it. Only one thread may call the
+    methods; call `close` before the memory is freed.
     """
 
     def __init__(self, memory: BlockMemory, make: Callable[[int, int], bool] | None = None) -> None:
-        """Create no thread yet. `make` creates the pages of a number of bytes from an address on; the default is
-        `make_pages`.
+        """Create no thread yet. `make(address, num_bytes)` allocates the pages of one range and returns whether that
+        worked; None means `make_pages`.
         """
         view = memory.host_view
         self._start = 0 if view is None else address_of(view)
@@ -37,8 +37,8 @@ class Pages:
         self._make = make or make_pages
 
     def make(self, blocks: Iterable[int]) -> None:
-        """Allocate the pages of these blocks soon, in the background. Each block is handled only once, since its pages
-        stay allocated.
+        """Allocate the pages of the blocks with these numbers soon, in the background. Each block is handled only once,
+        since its pages stay allocated.
         """
         if not self._is_of_use:
             return

@@ -24,8 +24,8 @@ OnCopied = Callable[[Fetching, int, CopyResult], None]
 
 
 class ParcelCopier:
-    """Runs the copies of all fetches of one node. It reports each placement once to `on_copied`. Event loop only; the
-    copies themselves run in worker threads, unless they are short.
+    """Copies the received blocks of all fetches of one node to their destinations, in worker threads or, if they are
+    few bytes, at once. It reports each placement once to `on_copied`. Use it only on the event loop.
     """
 
     def __init__(self, context: NodeContext, on_copied: OnCopied) -> None:
@@ -35,8 +35,8 @@ class ParcelCopier:
     def copy(
         self, fetching: Fetching, placements: Sequence[BlockPlacement], message: Blocks, frames: Sequence[zmq.Frame]
     ) -> None:
-        """Copy the blocks that `message` announces: immediately if they are few bytes, in a worker thread if there are
-        more, or piece by piece if their bytes come in later messages.
+        """Copy the blocks `placements` of a fetch, which `message` announces and `frames` may contain: at once if they
+        are few bytes, in a worker thread if there are more, or piece by piece if their bytes come in later messages.
         """
         context, link, receiver = self._context, fetching.link, fetching.receiver
         assert link is not None and receiver is not None
@@ -89,7 +89,7 @@ class ParcelCopier:
             self._expect(link, message, incoming)
 
     def take(self, link: ConsumerLink, message: Bytes, frames: list[zmq.Frame]) -> None:
-        """Handle further bytes of a parcel that an earlier message announced."""
+        """Copy `frames`, further bytes of a parcel that an earlier message on the connection `link` announced."""
         receipt = link.receipts.get(message.parcel)
         if receipt is None:
             link.credit(sum(len(frame) for frame in frames))
@@ -97,7 +97,9 @@ class ParcelCopier:
             del link.receipts[message.parcel]
 
     def stop(self, fetching: Fetching) -> None:
-        """Stop the copies of the current attempt that have not begun."""
+        """Prevent the copies of the fetch's current attempt that have not begun; each is reported as abandoned. Running
+        copies go on.
+        """
         fetching.stop.is_set = True
         if fetching.link is not None:
             for receipt in fetching.link.receipts.values():
@@ -108,8 +110,9 @@ class ParcelCopier:
     def _reported(
         self, fetching: Fetching, link: ConsumerLink, size: int, result: CopyResult, credit: int, parcel: int = 0
     ) -> None:
-        """Return credit for a parcel and apply the result of its copies. `size` is the number of bytes of each
-        placement.
+        """Pass the results of copies to the fetch, and return `credit`, a number of bytes, to the producer. `size` is
+        the number of bytes of each placement. `parcel` is the number of the parcel if the producer has staged it and
+        waits to free it, otherwise 0.
         """
         if parcel:
             link.send(Got(credit, parcel))

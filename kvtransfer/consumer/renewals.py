@@ -13,8 +13,8 @@ MAX_UNCONFIRMED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """One ticket of a lease renewal that the producer has confirmed. If `is_known` is False, the producer does not
-    serve the ticket any more.
+    """One ticket of a lease renewal that the producer has answered: the ticket, the fetch's attempt and the time at
+    which the renewal was sent. If `is_known` is False, the producer does not serve the ticket any more.
     """
 
     ticket: TicketId
@@ -24,7 +24,7 @@ class Confirmed:
 
 
 class Renewals:
-    """Decides when leases are renewed, and matches confirmations to the renewals.
+    """Decides when a node renews the leases of its fetches, and matches the producers' answers with the renewals.
 
     A lease counts from the time when its renewal was sent, not from the answer: only then is it sure that the
     producer's lease does not end earlier.
@@ -37,15 +37,15 @@ class Renewals:
         self._unconfirmed: OrderedDict[int, tuple[float, Mapping[TicketId, int]]] = OrderedDict()
 
     def is_due(self, now: float) -> bool:
-        """Return whether leases must be renewed now. If so, the interval until the next renewal starts."""
+        """Return whether leases must be renewed now. If so, the next renewal is due one interval after `now`."""
         if now < self._due_at:
             return False
         self._due_at = now + self._interval_s
         return True
 
     def renew(self, attempts: Mapping[TicketId, int], now: float) -> Renew:
-        """Create the renewal message for one connection. `attempts` has for each ticket that is fetched over this
-        connection the number of its current attempt.
+        """Create the message that renews the leases of all fetches over one connection. `attempts` has the number of
+        the current attempt of each fetched ticket.
         """
         self._sequence += 1
         self._unconfirmed[self._sequence] = (now, attempts)
@@ -54,7 +54,9 @@ class Renewals:
         return Renew(self._sequence, list(attempts))
 
     def confirm(self, message: Renewed) -> list[Confirmed]:
-        """Return the tickets that an answer confirms; none if the renewal is unknown."""
+        """Return one `Confirmed` for each ticket of the renewal that `message` answers; none if that renewal is unknown
+        or was answered before.
+        """
         # The time of sending is this node's own: an answer of the peer cannot extend a lease beyond it.
         sent_at, attempts = self._unconfirmed.pop(message.sequence, (0.0, {}))
         unknown = set(message.unknown)

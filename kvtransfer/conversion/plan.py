@@ -13,10 +13,11 @@ from baton_serve.contracts.layout import DTYPE_BYTES, KVLayout
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Copy `count` tokens of block `source`, from `source_token` on, to block `sink`, from `sink_token` on.
+    """Describes one copy: `count` tokens of the producer's block `source`, from its token `source_token` on, go to the
+    consumer's block `sink`, from its token `sink_token` on.
 
-    Both ends count blocks along the sequence of tokens, each in its own block size. After the blocks of KV follow those
-    of the recurrent states, of which bytes are counted instead of tokens.
+    Both ends number their blocks along the sequence of tokens, each in its own block size; the blocks of the recurrent
+    states follow after those of KV. With `is_state`, the last three fields count bytes of these states, not tokens.
     """
 
     source: int
@@ -29,9 +30,9 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Describes the tokens of a fetch in the producer's terms, if the producer's layout differs. `names` are the
-    producer's hashes of all blocks of the first `num_tokens` tokens, and of the recurrent states after them. The fetch
-    wants this node's blocks from number `first_block` of the sequence to its end.
+    """Describes what a fetch asks of a producer whose `layout` differs. `names` are the producer's hashes of all its
+    blocks of the first `num_tokens` tokens of the sequence, and of the recurrent states after them. The fetch wants
+    this node's blocks from the one with the number `first_block` in the sequence to the end of these tokens.
     """
 
     layout: KVLayout
@@ -41,16 +42,18 @@ class Translation:
 
 
 def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int) -> list[TokenRun]:
-    """Return which tokens to copy from which block of `source` to which block of `sink`, so that all blocks of `sink`
-    from `first_block` on are filled, in token order. Each run lies within one block of either end.
+    """Return the copies that fill all blocks of the consumer (`sink`), from block `first_block` of the sequence on,
+    with the first `num_tokens` tokens of the producer (`source`). They are in token order, and each lies within one
+    block of either end.
     """
     first = first_block * sink.block_tokens
     return list(_runs(source.block_tokens, sink.block_tokens, first, num_tokens))
 
 
 def plan_states(source: KVLayout, sink: KVLayout, *, num_tokens: int) -> list[TokenRun]:
-    """Return which bytes of the recurrent states after `num_tokens` tokens to copy from which block to which. They
-    are the same bytes on both ends, which divide them into blocks of other sizes.
+    """Return the copies of the recurrent states after `num_tokens` tokens, from blocks of the producer (`source`) to
+    blocks of the consumer (`sink`). Both ends have the same bytes of states, but divide them into blocks of different
+    sizes.
     """
     before = [-(-num_tokens // layout.block_tokens) for layout in (source, sink)]
     return [
@@ -60,7 +63,9 @@ def plan_states(source: KVLayout, sink: KVLayout, *, num_tokens: int) -> list[To
 
 
 def _runs(source_size: int, sink_size: int, start: int, end: int) -> Iterator[TokenRun]:
-    """Divide a range into runs at the borders of blocks of both sizes."""
+    """Divide the tokens (or bytes) from `start` to `end` wherever a block ends on either side. `source_size` and
+    `sink_size` are the tokens (or bytes) of one block of each side.
+    """
     while start < end:
         # A run ends where a block ends on either side: each run is one copy within one block of both.
         stop = min(end, *((start // size + 1) * size for size in (source_size, sink_size)))
@@ -75,8 +80,9 @@ def _runs(source_size: int, sink_size: int, start: int, end: int) -> Iterator[To
 
 
 def wire_layout(source: KVLayout, sink: KVLayout, *, narrows: bool) -> KVLayout:
-    """Return the layout in which blocks travel: the producer's block size, and the consumer's dtype if it is smaller
-    and the transport `narrows`.
+    """Return the layout in which blocks travel from a producer with the layout `source` to a consumer with the layout
+    `sink`. It has the producer's block size. It has the consumer's dtype if that is smaller and the transport can send
+    it (`narrows`), otherwise the producer's.
 
     Both ends compute it. The producer converts from its own layout to this one, and the consumer from this one to its
     own.

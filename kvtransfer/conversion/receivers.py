@@ -24,8 +24,8 @@ from baton_serve.kvtransfer.transports.port import Buffer, Intake
 
 
 class HostTensor:
-    """Gives host memory the interface of `kvtransfer.memory.DeviceMemory`, so that conversion needs only one
-    implementation.
+    """Gives `memory`, KV blocks in host memory, the interface `kvtransfer.memory.DeviceMemory`, so that one
+    implementation converts blocks in both kinds of memory.
     """
 
     shared_fd = None
@@ -43,7 +43,7 @@ class HostTensor:
 
 
 def as_tensors(memory: BlockMemory) -> DeviceBlocks:
-    """Return the blocks of any memory as tensors."""
+    """Return access to the blocks of `memory`, on the host or on a device, as torch tensors."""
     if memory.host_view is not None:
         return DeviceBlocks(HostTensor(memory))
     device: Any = memory
@@ -52,14 +52,16 @@ def as_tensors(memory: BlockMemory) -> DeviceBlocks:
 
 
 def as_tensor(view: memoryview) -> Tensor:
-    """Return the bytes of `view` as a uint8 tensor that shares its memory. The caller keeps the memory alive."""
+    """Return the bytes of `view` as a uint8 tensor that shares its memory. The caller must keep that memory alive as
+    long as the tensor is used.
+    """
     size = view.nbytes
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address_of(view)), dtype=torch.uint8)
 
 
 class LayoutConverter:
-    """Converts blocks that arrive in the layout `wire` and writes their tokens to the blocks of a node's memory. Any
-    thread may call it.
+    """Converts blocks that arrive in the layout `wire` to a node's own `layout`, and writes their tokens to the blocks
+    in the node's `memory`. Any thread may call it.
     """
 
     def __init__(self, staging_buffers: StagingBuffers, wire: KVLayout, layout: KVLayout, memory: BlockMemory) -> None:
@@ -71,8 +73,8 @@ class LayoutConverter:
         """True if `place` waits for a device."""
 
     def place(self, destination: int, block: memoryview) -> None:
-        """Convert one whole, verified block of the producer, write its tokens to this node's blocks, and wait until
-        they are written.
+        """Convert `block`, one whole verified block of the producer, write its tokens to this node's blocks, and wait
+        until they are written. `destination` is the number that `StagingBuffers` gave to the arriving block.
         """
         targets = self._staging_buffers.targets(destination)
         blocks = [target.block for target in targets]
@@ -85,8 +87,9 @@ class LayoutConverter:
 
 
 class MappedReceiver:
-    """Converts blocks directly out of producer's memory that this process has mapped: its whole KV cache, or the slots
-    of its ring.
+    """Receives blocks of a producer with another layout, whose memory this process has mapped: it converts them
+    directly out of the producer's KV cache, or out of the ring of shared memory in which the producer stages them
+    (`is_ring`).
     """
 
     stream = None
@@ -115,7 +118,9 @@ class MappedReceiver:
 
 
 class ConvertingFrameReceiver:
-    """Collects the frames of a block, and converts the block when it is complete."""
+    """Receives blocks of a producer with another layout that arrive as frames: it collects the frames of each block,
+    and converts the block when it is complete.
+    """
 
     stream = None
 
@@ -137,7 +142,9 @@ class ConvertingFrameReceiver:
 
 
 class GatheredIntake:
-    """Collects one block in a buffer of its own; conversion needs all its bytes together."""
+    """Collects the frames of one block in a buffer, because the conversion to another layout needs all bytes of the
+    block together.
+    """
 
     def __init__(self, converter: LayoutConverter, placement: BlockPlacement) -> None:
         size = converter.wire.block_bytes

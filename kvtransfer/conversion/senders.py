@@ -14,7 +14,9 @@ from baton_serve.kvtransfer.transports.staged import StagedFrames, hashed, pinne
 
 
 class NarrowingSender(StagedFrames):
-    """Sends blocks converted to the `wire` layout, staged in pinned memory."""
+    """Sends blocks to a consumer with a smaller KV dtype: converts them to the layout `wire`, in pinned host memory
+    from which they are sent.
+    """
 
     def __init__(
         self, offer: Offer, memory: BlockMemory, settings: TransferSettings, *, layout: KVLayout, wire: KVLayout
@@ -24,7 +26,9 @@ class NarrowingSender(StagedFrames):
         self._layout, self._wire = layout, wire
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
-        """Convert and stage blocks. `chosen.parts` is always 1 here: blocks that are converted travel whole."""
+        """Convert the blocks of a parcel, copy them to pinned host memory and compute their checksums. `chosen.parts`
+        is always 1 here: blocks that are converted travel whole.
+        """
         source, size, blocks = self._blocks, self._wire.block_bytes, chosen.blocks
         source.check(blocks)
         view = pinned(len(blocks) * size, source.device)

@@ -13,8 +13,9 @@ from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailab
 
 @dataclass(frozen=True, slots=True)
 class TokenTarget:
-    """Copy `count` tokens of an arriving block, from `source_token` on, to this node's `block`, from
-    `sink_token` on. With `is_state` the numbers count bytes of recurrent states instead of tokens.
+    """Describes one copy out of an arriving block of another layout: `count` tokens, from its token `source_token` on,
+    go to this node's block number `block`, from its token `sink_token` on. With `is_state`, the three numbers count
+    bytes of recurrent states, not tokens.
     """
 
     block: int
@@ -26,7 +27,9 @@ class TokenTarget:
 
 class StagedFetch:
     """One fetch from a producer of another layout. `wanted` pairs each block hash of the producer with a place: a
-    number that `StagingBuffers` has reserved and that stands for the block until it is converted.
+    number that `StagingBuffers` has reserved and that stands for the block until it is converted. `names` are the
+    hashes of this node's blocks, and `parts` lists, for each block of the producer, the indexes in `names` of the
+    blocks that it helps to fill.
     """
 
     def __init__(self, wanted: list[tuple[BlockHash, int]], parts: dict[BlockHash, list[int]], names: list[BlockHash]):
@@ -39,8 +42,8 @@ class StagedFetch:
         self._missing = [sum(index in of for of in parts.values()) for index in range(len(names))]
 
     def arrived(self, names: Sequence[BlockHash]) -> list[BlockHash]:
-        """Record that these blocks of the producer have arrived. Return the hashes of this node's blocks that they have
-        completed.
+        """Record that the producer's blocks `names` have arrived and are converted. Return the hashes of this node's
+        blocks that are complete now.
         """
         whole: list[BlockHash] = []
         for name in names:
@@ -53,8 +56,9 @@ class StagedFetch:
 
 
 class StagingBuffers:
-    """Maps each place (the number of an arriving block) to the tokens of this node's blocks that it fills, for all
-    running fetches of a node. The event loop changes it, and threads that write bytes look places up.
+    """Keeps, for all fetches of a node from producers of another layout, which tokens of this node's blocks each
+    arriving block fills. A number, its place, identifies the arriving block. The event loop changes the table, and
+    threads that write bytes look places up.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -66,10 +70,10 @@ class StagingBuffers:
         return len(self._targets)
 
     def begin(self, translation: Translation, wanted: Sequence[tuple[BlockHash, int]]) -> StagedFetch:
-        """Register a fetch of this node's blocks `wanted`, in the order of their tokens; those of recurrent states
-        come last, if they are wanted.
+        """Register a fetch of this node's blocks `wanted` (hash, block number), in the order of their tokens; blocks of
+        recurrent states come last, if they are wanted. Return the fetch as blocks of the producer.
 
-        Raises `LocalTransferError` if the blocks do not match the translation.
+        Raises `LocalTransferError` if `wanted` are not the blocks that `translation` describes.
         """
         first, source = translation.first_block, translation.layout
         pieces = plan(source, self._layout, first_block=first, num_tokens=translation.num_tokens)
@@ -100,7 +104,7 @@ class StagingBuffers:
         return StagedFetch(foreign, parts, [name for name, _ in wanted])
 
     def targets(self, place: int) -> Sequence[TokenTarget]:
-        """Return where the tokens of the block that arrives at this place are written. Raises `TransportUnavailable` if
+        """Return the copies to make out of the arriving block with the number `place`. Raises `TransportUnavailable` if
         its fetch has ended.
         """
         found = self._targets.get(place)
@@ -109,6 +113,6 @@ class StagingBuffers:
         return found
 
     def end(self, staged: StagedFetch) -> None:
-        """Forget a fetch. Call it when no copy of it runs any more."""
+        """Forget a fetch that `begin` registered. Call it when none of its copies runs any more."""
         for _, place in staged.wanted:
             del self._targets[place]

@@ -26,8 +26,8 @@ MAX_CODE_VALUE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 448.0, torch.in
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The heads of layers of one shape: uint8 [..., num_heads, bytes_per_head]. The tokens of a head lie together,
-    followed by their scales if the dtype has any.
+    """The KV of consecutive layers of one shape, as a view of blocks: uint8 [..., heads of all these layers, bytes of a
+    head]. The keys or values of a head's tokens lie together; if the dtype has scales, those of these tokens follow.
     """
 
     data: Tensor
@@ -35,12 +35,16 @@ class _Heads:
     layout: KVLayout
 
     def tokens(self, first: int, count: int) -> Tensor:
-        """Return a view of `count` tokens from token `first` on, [..., num_heads, count * bytes of a row]."""
+        """Return a view of the keys and values of `count` tokens, from token `first` of the block on, without scales:
+        uint8 [..., num_heads, count * head_dim * bytes of an element].
+        """
         row = self.shape.head_dim * DTYPE_BYTES[self.layout.dtype]
         return self.data[..., first * row : (first + count) * row]
 
     def scales(self, first: int, count: int) -> Tensor | None:
-        """Return a view of the scales of `count` tokens from token `first` on, or None without scales."""
+        """Return a view of the scales of `count` tokens, from token `first` of the block on: uint8 [..., num_heads,
+        count * bytes of a scale]. Return None if the dtype has no scales.
+        """
         if not self.shape.scale_rows(self.layout):
             return None
         # A code has one byte.
@@ -49,8 +53,9 @@ class _Heads:
 
 
 def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory: Tensor, layout: KVLayout) -> None:
-    """Copy the tokens of one arrived `block`, uint8 [wire.block_bytes], to the blocks and positions that `targets` name
-    in `memory`, uint8 [num_blocks, layout.block_bytes].
+    """Copy tokens of one arrived `block`, uint8 [wire.block_bytes], to this node's `memory`, uint8 [num_blocks,
+    layout.block_bytes]. `targets` lists which tokens go to which block and position there. The dtype is converted from
+    that of `wire` to that of `layout`.
     """
     for target in targets:
         if target.is_state:
@@ -62,8 +67,8 @@ def place(block: Tensor, wire: KVLayout, targets: Sequence[TokenTarget], memory:
 
 
 def recoded(blocks: Tensor, source: KVLayout, wire: KVLayout) -> Tensor:
-    """Convert blocks to another dtype: uint8 [n, source.block_bytes] to uint8 [n, wire.block_bytes], with the same
-    tokens.
+    """Return blocks with the same tokens in another dtype: uint8 [n, source.block_bytes] becomes uint8 [n,
+    wire.block_bytes].
     """
     made = torch.zeros((len(blocks), wire.block_bytes), dtype=torch.uint8, device=blocks.device)
     for here, there in zip(_heads(blocks, source), _heads(made, wire), strict=True):
@@ -72,7 +77,9 @@ def recoded(blocks: Tensor, source: KVLayout, wire: KVLayout) -> Tensor:
 
 
 def _heads(blocks: Tensor, layout: KVLayout) -> Iterator[_Heads]:
-    """Yield the heads of `blocks`, uint8 [..., block_bytes], for each run of layers of equal shape."""
+    """Divide `blocks`, uint8 [..., block_bytes], into views of consecutive layers of equal shape, and yield one
+    `_Heads` for each view.
+    """
     start = 0
     for num_layers, shape in layout.runs:
         size = num_layers * shape.num_elements(layout) * DTYPE_BYTES[layout.dtype]
@@ -82,9 +89,8 @@ def _heads(blocks: Tensor, layout: KVLayout) -> Iterator[_Heads]:
 
 
 def _convert(here: _Heads, first: int, there: _Heads, start: int, count: int) -> None:
-    """Copy `count` tokens of `here`, from token `first` on, to `there`, from token `start` on.
-
-    The heads have equal shapes; KV dtypes may differ, and are converted.
+    """Copy `count` tokens of the source `here`, from its token `first` on, to the target `there`, from its token
+    `start` on. Both have equal head shapes; if their KV dtypes differ, the values are converted.
     """
     source, sink = here.layout, there.layout
     codes, scales = here.tokens(first, count), here.scales(first, count)
@@ -108,7 +114,9 @@ def _convert(here: _Heads, first: int, there: _Heads, start: int, count: int) ->
 
 
 def _encoded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize rows [..., head_dim]. Return the codes, and a bfloat16 scale for each row."""
+    """Quantize `rows` [..., head_dim], one row for each token and head, to `dtype`. Return the codes, of the same
+    shape, and the bfloat16 scale of each row.
+    """
     wide, largest = rows.float(), MAX_CODE_VALUE[dtype]
     scales = (wide.abs().amax(dim=-1) * (1.0 / largest)).to(torch.bfloat16)
     # Divide by the rounded scale, since this is the one that the consumer multiplies with.

@@ -32,25 +32,29 @@ CHUNK_BYTES = 256 * 1024
 
 
 class CopyHash(Protocol):
-    """Copies blocks and computes their checksums. Blocks have `size` bytes and are given by address. Other Python
-    threads run meanwhile, so the caller must keep the memory alive.
+    """Copies blocks in host memory and computes their xxh3_64 checksums. Each block is given by the address of its
+    first byte and has `size` bytes. Other Python threads run meanwhile, so the caller must keep the memory alive.
     """
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
-        """Return the xxh3_64 of each block. `blocks` are the addresses of their first bytes."""
+        """Return the xxh3_64 checksum of each block. `blocks` are the addresses of their first bytes."""
         ...
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
-        """Copy each block, and return the xxh3_64 of the copied bytes."""
+        """Copy each block from its address in `sources` to the address at the same position in `destinations`. Return
+        the xxh3_64 checksum of each copied block.
+        """
         ...
 
     def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
-        """Copy each block without a checksum."""
+        """Copy each block as `copy` does, but compute no checksum. The sources stay as they are."""
         ...
 
 
 class PlainCopyHash:
-    """Copies in chunks and hashes each chunk at its destination while it is still in the cache."""
+    """Implements `CopyHash` without C++: copies in chunks, and hashes each chunk at its destination while it is still
+    in the CPU cache.
+    """
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
         return [xxh3_64_intdigest(view_at(block, size)) for block in blocks]
@@ -64,7 +68,9 @@ class PlainCopyHash:
 
 
 class NativeCopyHash:
-    """Uses `copyhash.cpp`, which loads and stores each byte once. Large copies bypass the cache."""
+    """Implements `CopyHash` with the C++ code of `copyhash.cpp`, which loads and stores each byte once. Large copies
+    bypass the CPU cache.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         array = ctypes.POINTER(ctypes.c_uint64)
@@ -100,8 +106,8 @@ class NativeCopyHash:
 
 @functools.cache
 def copy_hash() -> CopyHash:
-    """Return the best implementation for this machine. The first call may compile the library, so nodes call it when
-    they start.
+    """Return the fastest implementation of `CopyHash` that works on this machine. The first call may compile the C++
+    library for seconds, so nodes call it when they start.
     """
     try:
         return NativeCopyHash(load_library(SOURCE))
@@ -113,7 +119,9 @@ def copy_hash() -> CopyHash:
 
 
 def _words(values: Sequence[int] | int) -> "ctypes.Array[ctypes.c_uint64]":
-    """Return these numbers as a C array, or an array of this many zeros. For few numbers it is quicker than numpy."""
+    """Return `values` as a C array of 64-bit numbers; if it is a single number, return an array of that many zeros. For
+    few numbers this is quicker than numpy.
+    """
     return (ctypes.c_uint64 * values)() if isinstance(values, int) else (ctypes.c_uint64 * len(values))(*values)
 
 

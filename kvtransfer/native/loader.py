@@ -32,8 +32,9 @@ class LibraryUnavailableError(Exception):
 
 
 def load_library(source: Path, *, cache: Path | None = None, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
-    """Load the shared library that is compiled from `source`; compile it first if no process on this machine has done
-    so. Raises `LibraryUnavailableError`.
+    """Load the shared library that is compiled from the C++ file `source`. Compile it first, unless a process on this
+    machine has done so with the same compiler and `flags`. `cache` is the folder of compiled libraries; None is the
+    folder `native` in Baton's cache. Raises `LibraryUnavailableError` if it cannot be compiled or loaded.
     """
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -77,6 +78,8 @@ def _fingerprint(source: Path, compiler: str, flags: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """Return the lines of /proc/cpuinfo that determine what -march=native means."""
+    """Return the lines of /proc/cpuinfo that name the CPU model and its instruction sets: they determine what the
+    compiler option -march=native means.
+    """
     lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     return "\n".join(line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model name"))

@@ -26,8 +26,8 @@ CHECK_S = 0.5
 
 
 class Prober:
-    """Starts probes when they are due, for all connections of one node. If a probe proves a better transport, it opens
-    a connection by it (`promote`). Event loop only.
+    """Starts probes when they are due, for all connections of one node to producers. If a probe proves that another
+    transport is better, it calls `promote`, which opens a connection by it. Use it only on the event loop.
     """
 
     def __init__(self, context: NodeContext, promote: Callable[[ConsumerLink, Rung], Awaitable[bool]]) -> None:
@@ -39,7 +39,9 @@ class Prober:
         self._number = 0
 
     def tick(self, now: float, links: Iterable[ConsumerLink]) -> None:
-        """Start a probe if one is due, no other one runs, and no process of an earlier probe is stuck."""
+        """Start a probe for the first of `links` whose ladder has one due at the time `now`. Do nothing while another
+        probe runs or the process of an earlier one cannot be killed.
+        """
         if not self._context.settings.probe or self._task is not None or now < self._next_look:
             return
         self._next_look = now + CHECK_S
@@ -53,7 +55,7 @@ class Prober:
                 return
 
     async def close(self) -> None:
-        """Cancel a running probe and wait until its process is gone."""
+        """Cancel a running probe and wait until its process has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -122,15 +124,15 @@ class Prober:
 
 
 def device_of(memory: BlockMemory) -> str:
-    """Return the name of the memory's device as torch calls it, or an empty string for host memory."""
+    """Return torch's name of the device that holds `memory`, such as `cuda:0`, or an empty string for host memory."""
     if memory.host_view is not None:
         return ""
     return str(getattr(memory, "device_tensor").device)  # noqa: B009 - only `DeviceMemory` has this attribute
 
 
 def extensions() -> list[str]:
-    """Return the modules that this process has imported to make its device known to torch. The probe process must
-    import them too.
+    """Return the modules that this process has imported because they make its device known to torch. The process of a
+    probe must import them too.
     """
     return [name for name in KNOWN_EXTENSIONS if name in sys.modules]
 

@@ -15,7 +15,7 @@ KNOWN_EXTENSIONS = ("intel_extension_for_pytorch",)
 
 
 class ProbeMemory(BlockMemory, Protocol):
-    """A `BlockMemory` whose whole content can be written and compared."""
+    """Memory for the few blocks of a probe, whose whole content can be written and read back."""
 
     def write(self, content: NDArray[np.uint8]) -> None:
         """Overwrite all blocks with `content`, uint8 [NUM_BLOCKS, BLOCK_BYTES]."""
@@ -27,8 +27,8 @@ class ProbeMemory(BlockMemory, Protocol):
 
 
 def memory_on(device: str, preload: Sequence[str]) -> ProbeMemory:
-    """Return memory on `device`, or in the host's memory if `device` is empty. `preload` names the modules to import
-    first.
+    """Return new memory for the blocks of a probe on `device`, or in host memory if `device` is empty. The modules
+    `preload` are imported before, if they are known to add a device to torch.
     """
     if not device:
         return HostProbeMemory()
@@ -39,14 +39,14 @@ def memory_on(device: str, preload: Sequence[str]) -> ProbeMemory:
 
 
 def content_of(seed: int) -> NDArray[np.uint8]:
-    """Return pseudo-random bytes for a seed, uint8 [NUM_BLOCKS, BLOCK_BYTES]. Memory can hardly contain
-    them by chance.
+    """Return the bytes that a probe sends, pseudo-random bytes made from `seed`: uint8 [NUM_BLOCKS, BLOCK_BYTES].
+    Memory can hardly contain them by chance.
     """
     return np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
 
 
 class HostProbeMemory(HostMemory):
-    """Probe memory that processes of this host can map."""
+    """Memory for the blocks of a probe in host memory, which other processes of this host can map."""
 
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS, BLOCK_BYTES)
@@ -63,7 +63,9 @@ class HostProbeMemory(HostMemory):
 
 
 class DeviceProbeMemory:
-    """Probe memory on a device. Each write waits until the device has done it, so no event is needed."""
+    """Memory for the blocks of a probe on a device. `write` waits until the device has finished, so the blocks are
+    always ready.
+    """
 
     num_blocks = NUM_BLOCKS
     block_bytes = BLOCK_BYTES

@@ -33,9 +33,9 @@ LAYOUT = KVLayout(
 
 
 class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of a probe process. Without `address` it serves blocks; otherwise it fetches them from the process at
-    this address. `device` is torch's name of the device, empty for host memory. `preload` names modules to import
-    first, because they register the device with torch.
+    """The task of a probe's process, which tests the transports `rungs` with bytes made from `seed`. Without `address`
+    it serves blocks; otherwise it fetches them from the process at this address. `device` is torch's name of the
+    device, empty for host memory. `preload` names modules to import first, because they register the device with torch.
     """
 
     rungs: list[Rung]
@@ -48,14 +48,14 @@ class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeAddress(msgspec.Struct, frozen=True):
-    """The first answer of a probe process that serves blocks: the address from which they are fetched."""
+    """The first answer of a probe's process that serves blocks: the address from which the blocks can be fetched."""
 
     address: str
 
 
 def settings_of(settings: TransferSettings, rungs: Sequence[Rung], timeout_s: float) -> TransferSettings:
-    """Return a copy of an instance's settings for a probe of `rungs`: little memory, short deadlines, and no probes of
-    its own.
+    """Return a copy of an instance's transfer settings for the process of a probe: only the transports `rungs`, little
+    memory, deadlines of at most `timeout_s`, and no probes of its own.
     """
     scheme, _, rest = settings.bind.partition("://")
     dialects = {rung.dialect for rung in rungs if rung.dialect}
@@ -88,7 +88,7 @@ def place_of(name: BlockHash) -> int:
 
 
 def complete(rungs: Sequence[Rung], verdicts: Sequence[Verdict], outcome: ProbeOutcome, reason: str) -> list[Verdict]:
-    """Add to `verdicts` one for each rung that has none, and return all. The first rung without a verdict gets
+    """Return one verdict for each of `rungs`: that of `verdicts`, or a new one. The first rung without a verdict gets
     `outcome` and `reason`, because the probe ended there; the rungs behind it are `skipped`.
     """
     known = {verdict.rung: verdict for verdict in verdicts}

@@ -62,7 +62,9 @@ OUTCOMES: tuple[tuple[type[BaseException], ProbeOutcome], ...] = (
 
 
 def main() -> None:
-    """Run the `ProbePlan` that is read from stdin, and exit without cleaning up, because a driver may hang in it."""
+    """Read a `ProbePlan` from stdin, serve or fetch blocks as it says, and exit without cleaning up, because a driver
+    may hang in the cleanup.
+    """
     # Libraries print to stdout. Keep it for answers, and let everything else go to stderr.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -83,8 +85,8 @@ def main() -> None:
 
 
 async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
-    """Serve every block that is asked for until the process is killed. `answer` sends the address to the parent
-    process.
+    """Serve every known block of the probe that is asked for, until this process is killed. `answer` sends this
+    process's address to the parent process.
     """
     memory = memory_on(plan.device, plan.preload)
     memory.write(content_of(plan.seed))
@@ -102,8 +104,9 @@ async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
 
 
 async def fetch(plan: ProbePlan, answer: SendAnswer) -> None:
-    """Fetch the blocks by one transport after the other, compare their bytes, and send a verdict for each by `answer`.
-    The transports that cannot hang come first and leave their unused time to the others.
+    """Fetch the blocks from the serving process by each transport of the plan in turn, compare their bytes with the
+    expected ones, and send a verdict for each by `answer`. Each gets an equal share of the remaining time, so time that
+    an earlier one did not use goes to the later ones.
     """
     deadline = time.monotonic() + SHARE * plan.timeout_s
     memory = memory_on(plan.device, plan.preload)
@@ -138,8 +141,9 @@ async def _try(
 async def _measure(
     node: TransferNode, rung: Rung, plan: ProbePlan, memory: ProbeMemory, expected: NDArray[np.uint8]
 ) -> Verdict:
-    """Fetch once to warm up, then measure. Each fetch is verified by its content: the checksums are part of what is
-    being probed.
+    """Fetch the blocks by the transport `rung` once to warm up, then several times to measure the speed. After each
+    fetch, compare the content of `memory` with `expected`, because checksums of the transport are part of what is being
+    tested.
     """
     passes = PASSES_DEVICE if plan.device else PASSES_HOST
     best = 0.0
@@ -176,8 +180,8 @@ def _ticket(name: str, plan: ProbePlan) -> Ticket:
 
 
 def _end_with_parent() -> None:
-    """Exit when stdin closes. The parent keeps it open as long as it needs this process, also if the parent itself is
-    killed.
+    """Wait until stdin closes, then exit this process. The parent keeps stdin open as long as it needs this process; if
+    the parent is killed, it closes too.
     """
     while os.read(sys.stdin.fileno(), 4096):
         pass

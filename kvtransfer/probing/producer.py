@@ -16,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class ProbeHost:
-    """Runs the processes that serve the probes of consumers, for one node. Event loop only."""
+    """Runs, for one node, the processes that serve known bytes to the probes of consumers. Use it only on the event
+    loop.
+    """
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
@@ -26,19 +28,21 @@ class ProbeHost:
         """Link and number of the probe that is being served."""
 
     def handle(self, link: ProducerLink, message: Probe | Probed) -> None:
-        """Start the serving process on a `Probe` message, or end it on a `Probed` message."""
+        """Start a process that serves bytes when the consumer of `link` sends `Probe`, or end it when it sends
+        `Probed`. If a probe runs already, answer that this node is busy.
+        """
         if isinstance(message, Probe):
             self._begin(link, message)
         elif self._task is not None and self._for == (link.number, message.number):
             self._task.cancel()
 
     def lost(self, link: ProducerLink) -> None:
-        """End the serving process of a consumer whose connection broke."""
+        """End the process that serves the probe of the consumer of `link`, whose connection broke."""
         if self._task is not None and self._for[0] == link.number:
             self._task.cancel()
 
     async def close(self) -> None:
-        """End the process of a running probe and wait until it is gone."""
+        """End the process that serves a running probe and wait until it has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -90,7 +94,9 @@ class ProbeHost:
 
 
 def can_serve(context: NodeContext, hello: Hello, rung: Rung) -> bool:
-    """Return whether this node can serve the consumer by this rung."""
+    """Return whether this node has the transport and dialect `rung` and can reach by it the consumer
+    that sent `hello`.
+    """
     transport = context.transports.get(rung.transport)
     if transport is None or not transport.serves(hello):
         return False

@@ -34,7 +34,9 @@ happened.
 
 
 class ProbeFailedError(Exception):
-    """The process of a probe failed. `outcome` and `reason` say how."""
+    """The process of a probe could not be started, crashed, or did not answer in time. `outcome` is the word for the
+    verdict, and the message says why.
+    """
 
     def __init__(self, outcome: ProbeOutcome, reason: str) -> None:
         super().__init__(reason)
@@ -42,8 +44,8 @@ class ProbeFailedError(Exception):
 
 
 class ProbeProcess:
-    """A short-lived process that may hang in a driver without harm to the instance. The owner must call `end`,
-    otherwise the process and its pipes stay.
+    """A separate process that tests transports for a probe, so that a driver that hangs there does not harm the
+    instance. The owner must call `end`, otherwise the process and its pipes stay.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -54,7 +56,8 @@ class ProbeProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], plan: ProbePlan) -> "ProbeProcess":
-        """Start a process and send it the plan. Raises `ProbeFailedError`.
+        """Start the process with this command line and send it the plan. Raises `ProbeFailedError` if it cannot be
+        started.
 
         A thread starts it, because fork takes long in a process that has mapped much memory.
         """
@@ -77,11 +80,13 @@ class ProbeProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the process has ended and was reaped."""
+        """Return whether the process has ended and its exit status was collected."""
         return self._process.poll() is not None
 
     async def answer(self) -> bytes | None:
-        """Return the next answer of the process. None if it closed its output; it has had a moment to exit."""
+        """Wait for the next answer of the process, one line of JSON, and return it. Return None if the process has
+        closed its output; it has then had half a second to exit by itself.
+        """
         while True:
             try:
                 line = await self._reader.readline()
@@ -97,7 +102,9 @@ class ProbeProcess:
             self._error_output = line.strip() or self._error_output
 
     async def end(self) -> bool:
-        """Kill the process and all its children. Return False if the system could not end it within `REAP_S`."""
+        """Kill the process and all processes that it started. Return False if the system could not end it within
+        `REAP_S` seconds, because a driver holds it.
+        """
         if not self.is_gone:
             with contextlib.suppress(ProcessLookupError):
                 # SIGTERM would not do: the process may hang in a driver call that never returns to Python.
@@ -139,15 +146,15 @@ class ProbeRunner:
 
     @property
     def is_blocked(self) -> bool:
-        """Return whether a process of an earlier probe could not be killed: a driver holds it, and would hold the next
-        process too.
+        """Return whether a process of an earlier probe still exists because it could not be killed: a driver holds it,
+        and would hold the process of the next probe too.
         """
         self._stuck = [process for process in self._stuck if not process.is_gone]
         return bool(self._stuck)
 
     async def serve(self, plan: ProbePlan) -> tuple[ProbeProcess, str]:
-        """Start a serving process and return it with its address. The caller must pass it to `end`. Raises
-        `ProbeFailedError`.
+        """Start a process that serves the blocks of a probe, and return it with its address. The caller must pass it to
+        `end`. Raises `ProbeFailedError` if it does not start in time or crashes.
         """
         process = await ProbeProcess.start(self._command, plan)
         try:
@@ -168,7 +175,9 @@ class ProbeRunner:
             raise
 
     async def fetch(self, plan: ProbePlan) -> list[Verdict]:
-        """Run a fetching process and return one verdict for each rung of the plan, whatever the process does."""
+        """Run a process that fetches the blocks of a probe by each transport of the plan. Return one verdict for each,
+        also if the process crashes or hangs; it does not raise.
+        """
         verdicts: list[Verdict] = []
         outcome: ProbeOutcome = "crashed"
         reason = ""
@@ -189,10 +198,11 @@ class ProbeRunner:
         return complete(plan.rungs, verdicts, outcome, reason or f"the process ended with {process.fate()}")
 
     async def end(self, process: ProbeProcess) -> None:
-        """Kill a probe process and its children, and wait until it has ended, for at most `REAP_S`.
+        """Kill the process of a probe and the processes that it started, and wait up to `REAP_S` seconds until it has
+        ended.
 
-        If the caller is cancelled, the wait continues in the background. A process that has not ended then blocks
-        further probes (`is_blocked`).
+        If the caller is cancelled, the wait continues in the background. A process that has not ended in time prevents
+        further probes until it is gone (`is_blocked`).
         """
         ending = asyncio.ensure_future(self._end(process))
         self._ending.add(ending)
@@ -201,7 +211,9 @@ class ProbeRunner:
         await asyncio.shield(ending)
 
     async def close(self) -> None:
-        """Wait until all processes are dead and reaped. Cancel the callers of `serve` and `fetch` first."""
+        """Wait until all processes that `end` was called for have ended, or the wait for them was given up. Cancel the
+        callers of `serve` and `fetch` first.
+        """
         if self._ending:
             await asyncio.wait(self._ending)
 
@@ -227,8 +239,8 @@ def _spawn(command: Sequence[str], plan: ProbePlan) -> "subprocess.Popen[bytes]"
 
 
 async def probe_here(source: str, target: str, timeout_s: float, *, command: Sequence[str] = COMMAND) -> list[Verdict]:
-    """Probe all transports between two devices of this machine and return a verdict for each. A device has torch's
-    name; an empty string means host memory.
+    """Probe all transports from the device `source` to the device `target` of this machine, and return a verdict for
+    each. Devices have torch's names; an empty string means host memory. Each process may take `timeout_s` seconds.
     """
     rungs = [Rung("usm"), Rung("zeromq")]
     rungs += [Rung("oneccl")] if source else [Rung("oneccl", backend.name) for backend in host_backends()]
