@@ -29,8 +29,8 @@ from baton_serve.services.router.text.thread_pools import ANSWERS
 
 
 class SseDeltaWriter:
-    """Writes the deltas of one generation to one stream of server-sent events. Implements
-    `generation.DeltaConsumer`.
+    """Writes the text deltas of one API call to its client as server-sent events (SSE). Implements
+    `generation.DeltaConsumer`, so that a delta can be written in the same call that receives its tokens.
     """
 
     __slots__ = ("_encode", "_events", "_exchange", "_is_direct", "_num_logprobs")
@@ -43,10 +43,12 @@ class SseDeltaWriter:
         num_logprobs: Callable[[int, TextDelta], int] | None = None,
         is_direct: bool = True,
     ) -> None:
-        """Create the writer. `encode` returns the events for the next delta of a choice, or empty bytes.
+        """Create the writer for the stream `events`. `encode` takes the index of a choice and its next delta, and
+        returns the events as bytes, or empty bytes if there is nothing to send.
 
-        `num_logprobs` returns the number of logprobs in these events: many are encoded in a thread. If `is_direct` is
-        False, deltas are never encoded in the call that brings their tokens.
+        `num_logprobs` returns how many logprobs `encode` would format for the same arguments: many are encoded in a
+        thread. If `is_direct` is False, deltas are never encoded in the call that receives their tokens, but only in
+        `copy`.
         """
         self._events = events
         self._exchange = events.exchange
@@ -55,8 +57,9 @@ class SseDeltaWriter:
         self._is_direct = is_direct and events.exchange is not None
 
     async def copy(self, generation: TextGeneration) -> bytes:
-        """Write the events of all deltas until the generation is done. Return the last events without writing them, so
-        that the caller sends them together with the end of the stream. Raises `ApiError` or `ClientGoneError`.
+        """Write the events of all deltas of `generation` to the client until it has ended. Return the bytes of the last
+        events without writing them, so that the caller sends them together with the end of the stream. Raises the
+        `ApiError` that ended a request, or `ClientGoneError` if the client has disconnected.
         """
         while True:
             # Without an exchange (another server, or a middleware of the operator) every write must be awaited.
@@ -80,7 +83,9 @@ class SseDeltaWriter:
         return self._exchange.is_writable
 
     def write_delta(self, choice: int, text_delta: TextDelta) -> None:
-        """Write the events of a delta immediately. Call it only if `can_write` returned True."""
+        """Write the events of the next delta of a choice to the client immediately. Call it only if `can_write`
+        returned True.
+        """
         assert self._exchange is not None, "copy passes no consumer without an exchange"
         if data := self._encode(choice, text_delta):
             self._exchange.write(data)
@@ -110,19 +115,21 @@ class AnswerFormat(Protocol):
         ...
 
     def beside_opening(self) -> msgspec.Struct | None:
-        """Return further top-level fields for the chunks that `opening` returns, such as the prompt's token ids, or
-        None.
+        """Return further top-level fields for the chunks that `opening` returns, such as the prompt's token ids; None
+        for no further fields.
         """
         ...
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:
-        """Return the part of a chunk (its choice) for one delta, or None if there is nothing to send yet."""
+        """Return the element of a chunk's `choices` for one delta, or None if there is nothing to send yet."""
         ...
 
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
-        """Return the complete answer, for a request without streaming. `text_deltas` has one delta for each choice."""
+        """Return the complete answer to a request without streaming. `text_deltas` has one delta for each choice, with
+        all its text; `baton` is how the requests were placed and timed, or unset if the client did not ask for it.
+        """
         ...
 
 
@@ -138,7 +145,8 @@ class ResponseHeader(msgspec.Struct, frozen=True):
 class SseEncoder:
     """Encodes the chunks of one stream as server-sent events.
 
-    The fields that all chunks share are encoded once; each chunk then adds its choice, and usage if it is wanted.
+    The fields that all chunks share (`ResponseHeader`) are encoded once; each chunk then adds its choice, and the token
+    counts (`usage`) if the client wants them.
     """
 
     def __init__(self, head: ResponseHeader) -> None:
@@ -146,14 +154,16 @@ class SseEncoder:
         self._start = b"data: " + _encoder.encode(head)[:-1] + b',"choices":['
 
     def choice(self, choice: msgspec.Struct, usage: bytes, beside: msgspec.Struct | None = None) -> bytes:
-        """Return the event with one choice. `usage` is an encoded field with a leading comma, or empty; `beside` holds
-        further top-level fields.
+        """Return the event with one choice. `usage` is the JSON of the field `usage` with a leading comma, or empty;
+        `beside` holds further top-level fields of the chunk, or is None.
         """
         extra = b"," + _encoder.encode(beside)[1:-1] if beside is not None else b""
         return b"".join((self._start, _encoder.encode(choice), b"]", extra, usage, b"}\n\n"))
 
     def last(self, usage: Usage, baton: Explanation | list[Explanation] | None) -> bytes:
-        """Return the event after the last choice: it has no choices, only the usage and the explanation."""
+        """Return the event after the last choice: it has no choices, only the token counts (`usage`) and how the
+        requests were placed and timed (`baton`, left out if it is None).
+        """
         extra = b',"baton":' + _encoder.encode(baton) if baton is not None else b""
         return b"".join((self._start, b'],"usage":', _encoder.encode(usage), extra, b"}\n\n"))
 
@@ -169,9 +179,10 @@ async def answer(
     send: Send,
 ) -> None:
     """Send the answer of a generation, streamed or whole, and return once it is sent or the client has disconnected.
-    `form` converts it to the endpoint's format. Raises `ApiError` as long as nothing has been sent; later errors are
-    sent as an event of the stream. A disconnected client cancels the generation. The caller must end the generation in
-    any case (`generation.ended`).
+
+    `form` converts the text to the endpoint's format; `head` has the fields that are equal in all chunks. Raises
+    `ApiError` as long as nothing has been sent; later errors are sent as an event of the stream. A disconnected client
+    cancels the generation. The caller must end the generation in any case (`generation.ended`).
     """
     try:
         with DisconnectWatch(receive, generation.abandon, context.exchange):
@@ -230,7 +241,9 @@ async def _stream(
 
 
 class _DeltaEncoder:
-    """Converts the deltas of one generation to encoded chunks. It is called for every token, so it avoids work."""
+    """Converts the deltas of one generation to chunks, encoded as server-sent events. It is called for every token, so
+    it does as little as possible.
+    """
 
     __slots__ = (
         "_around",
@@ -262,7 +275,9 @@ class _DeltaEncoder:
             self._around = [self._around_text(choice) for choice in range(generation.num_choices)]
 
     def encode(self, choice: int, text_delta: TextDelta) -> bytes:
-        """Return the chunks for the next delta of a choice, or empty bytes if there is nothing to send."""
+        """Return the chunks for the next delta of a choice, as bytes of the stream; empty bytes if there is nothing to
+        send.
+        """
         # The fast path of most tokens: only the text itself is encoded.
         if self._around and text_delta.finish_reason is None and self._opened[choice]:
             before, after = self._around[choice]
@@ -277,7 +292,7 @@ class _DeltaEncoder:
         return opening if delta is None else opening + self._chunks.choice(delta, usage)
 
     def num_logprobs(self, choice: int, text_delta: TextDelta) -> int:
-        """Return the number of logprobs that `encode` would write for a delta."""
+        """Return the number of logprobs that `encode` would format for a delta, with those of an echoed prompt."""
         if self._opened[choice] or not self._form.echoes_logprobs:
             return text_delta.num_logprobs
         encoded = self._generation.lifecycle(choice).prompt_logprobs
@@ -291,7 +306,9 @@ class _DeltaEncoder:
         return b"".join([self._chunks.choice(first, usage, beside) for first in self._form.opening(choice)])
 
     def _around_text(self, choice: int) -> tuple[bytes, bytes]:
-        """Encode a chunk of a choice with a placeholder and return the bytes before and after the placeholder."""
+        """Encode a chunk of a choice with a placeholder as its text. Return the bytes before and after the placeholder,
+        between which the text of a later delta is put.
+        """
         # NUL can stand nowhere else in the chunk: ids and names of models contain no control characters. The search is
         # from the right, because the text comes after them.
         delta = self._form.delta(choice, TextDelta("\0", []))

@@ -35,7 +35,7 @@ _LOGPROBS_INLINE = 100
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The end of an answer: its token counts, and why it ended."""
+    """Describes the end of an answer: its token counts, and why it ended."""
 
     usage: Usage
     has_calls: bool
@@ -47,7 +47,9 @@ class AnswerEnd:
 
 
 class SseEvent(msgspec.Struct, frozen=True):
-    """A server-sent event with a name, which these APIs have and OpenAI's chat API has not."""
+    """A server-sent event with a name, as the Messages and Responses APIs have it; events of OpenAI's chat API have no
+    name.
+    """
 
     name: str
     data: msgspec.Struct
@@ -57,23 +59,27 @@ class Dialect(Protocol):
     """Converts one answer to the events and response objects of one API (Responses or Messages)."""
 
     def begin(self, usage: Usage) -> Sequence[SseEvent]:
-        """Return the events with which a stream begins, before the first block of content."""
+        """Return the events with which a stream begins, before the first content block. `usage` has the prompt's token
+        counts.
+        """
         ...
 
     def change(self, change: Change) -> Sequence[SseEvent]:
-        """Return the events for one change: a block was opened, got more text or was closed."""
+        """Return the events for one change of the answer: a content block was opened, got more text or was closed."""
         ...
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
-        """Return the events after the last block."""
+        """Return the events after the last content block. `blocks` are all blocks of the answer; `end` says why it
+        ended.
+        """
         ...
 
     def failure(self, error: ApiError) -> Sequence[SseEvent]:
-        """Return the last events of a stream that failed."""
+        """Return the last events of a stream whose generation failed with `error`."""
         ...
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
-        """Return the complete answer, for a request without streaming."""
+        """Return the complete answer, for a request without streaming. `blocks` are its content blocks, complete."""
         ...
 
 
@@ -92,9 +98,11 @@ async def serve(
     keep: Keep | None = None,
 ) -> None:
     """Send the answer of a chat in the format of `dialect`, and return once it is sent or the client has disconnected.
+
     Raises `ApiError` as long as nothing has been sent; later errors are sent as events of the stream. A disconnected
-    client cancels the generation. The caller must end the generation in any case (`generation.ended`). `keep` gets the
-    complete answer before the client gets the end of it, so that the client can refer to it at once.
+    client cancels the generation. The caller must end the generation in any case (`generation.ended`). `keep`, if
+    given, stores the complete answer as JSON before the client gets the end of it, so that the client can refer to it
+    at once.
     """
     try:
         with DisconnectWatch(receive, begun.generation.abandon, context.exchange):
@@ -111,7 +119,8 @@ async def serve(
 
 
 async def whole_answer(begun: BegunChat, dialect: Dialect, on_delta: Callable[[], None] = lambda: None) -> bytes:
-    """Wait for the complete answer and return it as JSON. `on_delta` is called whenever more of it is there.
+    """Wait for the complete answer to a chat and return it in the format of `dialect`, as JSON. `on_delta` is called
+    each time that new tokens have arrived.
 
     Raises the `ApiError` that ended the generation, or `ClientGoneError`.
     """
@@ -156,7 +165,9 @@ async def _stream(begun: BegunChat, dialect: Dialect, events: EventStream, keep:
 
 
 class _Answer:
-    """Builds the blocks of an answer from its text deltas. These APIs have one choice, so there is one sequence."""
+    """Builds the content blocks of an answer from its text deltas. The Messages and Responses APIs have one choice, so
+    all deltas are of one sequence.
+    """
 
     def __init__(self, begun: BegunChat) -> None:
         self.blocks = ContentBlockBuilder()
@@ -166,7 +177,7 @@ class _Answer:
         self._last: TextDelta | None = None
 
     def changes(self, text_deltas: Sequence[TextDelta]) -> list[Change]:
-        """Add the deltas to the blocks and return what has changed, in order."""
+        """Add the deltas to the content blocks of the answer and return what has changed in the blocks, in order."""
         changes: list[Change] = []
         for text_delta in text_deltas:
             changes += self.blocks.push(self._parts(text_delta), text_delta.logprobs or ())
@@ -176,7 +187,9 @@ class _Answer:
         return changes
 
     def end(self) -> AnswerEnd:
-        """Describe how the answer ended. Call it only after its last delta."""
+        """Return the token counts of the answer and why it ended. Call it only after the last delta was given to
+        `changes`.
+        """
         assert self._last is not None, "the answer has not ended"
         # `stop_reason` may also be the id of a stop token, which these APIs cannot express.
         stop = self._last.stop_reason

@@ -24,7 +24,9 @@ from baton_serve.services.router.text.token_sequence import NewTokens
 
 
 class SubmitRequests(Protocol):
-    """The type of `Dispatcher.submit`, which sends requests to instances. Their tokens arrive in `token_queue`."""
+    """The type of the method `Dispatcher.submit`, which sends requests to instances. Their tokens arrive in
+    `token_queue`.
+    """
 
     def __call__(
         self, requests: Sequence[PromptRequest], token_queue: TokenQueue, *, timing: RequestTiming
@@ -33,7 +35,7 @@ class SubmitRequests(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamPlan:
-    """Describes the beam searches of one API call: one request and one search for each prompt."""
+    """Describes the beam searches of one API call: for each prompt it has a request to the instances and a search."""
 
     requests: Sequence[PromptRequest]
     """The requests as they were without beam search. Their tokens and sampling are replaced for each step."""
@@ -52,19 +54,21 @@ class BeamPlan:
 
 @dataclass(frozen=True, slots=True)
 class _BeamQuery:
-    """Asks an instance for the most likely tokens after one beam of prompt number `prompt`."""
+    """Asks an instance for the most likely next tokens after one beam of the prompt with index `prompt`."""
 
     prompt: int
     beam: Beam
 
 
 class BeamGeneration:
-    """Runs the beam searches of one API call as a `TextGeneration`."""
+    """Runs the beam searches of one API call (one for each prompt) and has the interface of a `TextGeneration`."""
 
     def __init__(
         self, plan: BeamPlan, submit: SubmitRequests, *, timing: RequestTiming, clock: Callable[[], float]
     ) -> None:
-        """Submit the first step. `timing` is that of the API call. Raises `ApiError` if it is not admitted."""
+        """Submit the requests of the first step to the instances with `submit`. `timing` is the arrival and SLO of the
+        API call. Raises `ApiError` if the requests are not admitted.
+        """
         self.num_choices = plan.count * len(plan.requests)
         self.is_done = False
         self._plan = plan
@@ -85,9 +89,10 @@ class BeamGeneration:
         return self.lifecycles[choice // self._plan.count]
 
     async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
-        """Run the search to its end and return one complete delta for each choice; `consumer` is not used.
+        """Run all searches to their end and return one complete delta for each choice, with the index of the choice.
+        `consumer` is not used.
 
-        Raises `ApiError` or `ClientGoneError`.
+        Raises the `ApiError` that ended a request, or `ClientGoneError` after `abandon`.
         """
         while self._queries:
             await self._apply_answers()
@@ -100,7 +105,7 @@ class BeamGeneration:
         return [(choice, self._delta(beam)) for choice, beam in enumerate(best)]
 
     def abandon(self) -> None:
-        """Cancel the search because the client has disconnected, and make `take` raise `ClientGoneError`."""
+        """Cancel the searches because the client has disconnected, and make `take` raise `ClientGoneError`."""
         self._token_queue.fail(ClientGoneError("the client disconnected"))
         self.cancel("the client disconnected")
 
@@ -115,7 +120,9 @@ class BeamGeneration:
         return explained(self.lifecycles, self._clock())
 
     def _submit_step(self) -> list[_BeamQuery]:
-        """Submit one request for each running beam of all prompts; return an empty list if all searches are over."""
+        """Submit one request to the instances for each beam that can still grow, of all prompts. Return the queries
+        that the requests ask; an empty list if all searches are over.
+        """
         searches = self._plan.searches
         queries = [_BeamQuery(i, beam) for i, search in enumerate(searches) for beam in search.running]
         if queries:
@@ -125,7 +132,9 @@ class BeamGeneration:
         return queries
 
     def _timing_of_step(self) -> RequestTiming:
-        """Return the timing of the next step's requests. Raises `DeadlineError` if the search takes too long."""
+        """Return the arrival times for the requests of the next step. Raises `DeadlineError` if the whole search has
+        taken longer than `--request-timeout-s`.
+        """
         if self._num_steps == 0:
             return self._arrival
         # `continues` exempts later steps from admission and from the limits of the API key: the first step has passed
@@ -136,7 +145,7 @@ class BeamGeneration:
         return msgspec.structs.replace(self._arrival, at=now, tokenizing_at=now, tokenized_at=now, continues=True)
 
     async def _apply_answers(self) -> None:
-        """Wait for the answers to all queries of the step and advance the searches with them."""
+        """Wait for the instances' answers to all queries of the present step, and extend the beams with them."""
         answers: dict[int, TokenLogprobs] = {}
         while len(answers) < len(self._queries):
             # Answers come in any order. Updates without logprobs only report the end of a request.
@@ -149,7 +158,9 @@ class BeamGeneration:
                 search.advance(own)
 
     def _prompt_request(self, number: int, query: _BeamQuery) -> PromptRequest:
-        """Return the request for one token after a beam; `number` is the query's index in this step."""
+        """Return the request that asks for the one next token after a beam; `number` is the query's index in this
+        step.
+        """
         request, token_ids = self._plan.requests[query.prompt], query.beam.token_ids
         is_first = self._num_steps == 0
         # Greedy and without stop tokens: only the logprobs count, and the search itself decides when a beam ends. The
@@ -174,7 +185,9 @@ class BeamGeneration:
         )
 
     def _delta(self, beam: Beam) -> TextDelta:
-        """Convert a finished beam to text, and count its tokens for the usage."""
+        """Convert a finished beam to the text delta of its choice, and add its tokens to the token counts of the API
+        call.
+        """
         writer, num_logprobs = self._plan.write(), self._plan.logprobs
         logprobs = beam.steps if num_logprobs is not None else None
         stop_token_id = beam.token_ids[-1] if beam.finish_reason == "stop" else None

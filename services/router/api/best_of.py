@@ -15,12 +15,15 @@ from baton_serve.services.router.text.text_output import TextAccumulator, TextDe
 
 
 class BestOfGeneration:
-    """A `TextGeneration` that returns the best `count` sequences of each prompt of another one."""
+    """Implements `best_of`: a `TextGeneration` that computes more sequences of each prompt than the client gets, and
+    returns the `count` most likely ones.
+    """
 
     def __init__(self, inner: SampledGeneration, *, count: int, keeps_logprobs: bool) -> None:
-        """Create the generation. All sequences of `inner` must carry logprobs, which rank them.
+        """Create it. `inner` generates all sequences; each of its tokens must carry a logprob, because the sums rank
+        them.
 
-        `keeps_logprobs` says whether the client wants them too.
+        `keeps_logprobs` says whether the client wants logprobs too; otherwise they are removed.
         """
         self.lifecycles: Sequence[RequestLifecycle] = inner.lifecycles
         self.num_choices = count * len(inner.lifecycles)
@@ -33,9 +36,10 @@ class BestOfGeneration:
         return self.lifecycles[choice // self._count]
 
     async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
-        """Wait for the end of all sequences and return one complete delta for each choice; `consumer` is not used.
+        """Wait until all sequences have ended, and return one complete delta for each choice, with the index of the
+        choice. `consumer` is not used.
 
-        Raises `ApiError` or `ClientGoneError`.
+        Raises the `ApiError` that ended a request, or `ClientGoneError` after `abandon`.
         """
         gathered = [RankedText() for _ in range(self._inner.num_choices)]
         num_logprobs = 0
@@ -59,7 +63,9 @@ class BestOfGeneration:
         self._inner.cancel(reason)
 
     def usage(self) -> Usage:
-        """Return the token counts of all sequences. The ones that were not chosen were computed too, so they count."""
+        """Return the token counts of all sequences. The sequences that were not chosen were computed too, so they
+        count.
+        """
         return self._inner.usage()
 
     def explain(self) -> Explanation | list[Explanation]:
@@ -67,14 +73,16 @@ class BestOfGeneration:
 
 
 class RankedText(TextAccumulator):
-    """One sequence with the sum of its tokens' log-probabilities."""
+    """Collects the text of one sequence, and adds up the log-probabilities of its tokens (`cumulative`)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cumulative = 0.0
 
     def add(self, text_delta: TextDelta, *, keeps_logprobs: bool = True) -> None:
-        """Append a piece. Without `keeps_logprobs` its logprobs only count in the sum, and are removed from it."""
+        """Append the next delta of the sequence. Its logprobs are added to the sum; without `keeps_logprobs` they are
+        then removed from the delta.
+        """
         for step in text_delta.logprobs or ():
             self.cumulative += step.chosen.logprob
         if not keeps_logprobs:
@@ -83,5 +91,5 @@ class RankedText(TextAccumulator):
 
 
 def best_of(texts: Sequence[RankedText], count: int) -> list[RankedText]:
-    """Return the `count` most likely texts, the best first. Equal ones stay in their order (the sort is stable)."""
+    """Return the `count` most likely texts, the best first. Equally likely ones keep their order."""
     return sorted(texts, key=attrgetter("cumulative"), reverse=True)[:count]

@@ -52,8 +52,8 @@ class ChatEndpoint:
 
 
 class ChatInputTokensEndpoint:
-    """Counts the prompt tokens of a chat without sending it to an instance, as llama.cpp's server. It is a plain ASGI
-    application.
+    """Answers a request that only counts the prompt tokens of a chat, as llama.cpp's server does. Nothing is sent to an
+    instance. It is a plain ASGI application.
     """
 
     def __init__(self, service: ModelService) -> None:
@@ -66,12 +66,14 @@ class ChatInputTokensEndpoint:
 
 
 class ChatShape:
-    """The parameters of a chat request that decide the form of its answer: role, echo, logprobs, token ids and message
-    format.
+    """The parameters of a chat request that decide the form of its answer: role, echo, logprobs, token ids, and whether
+    the text is split into reasoning and tool calls.
     """
 
     def __init__(self, request: ChatCompletionRequest, message_format: MessageFormat, *, role: str) -> None:
-        """Read the fields from the request. `role` is that of `--response-role`."""
+        """Read these parameters from the request. `message_format` says how the model's text is parsed; `role` is the
+        value of `--response-role`.
+        """
         last = request.messages[-1]
         # If the model continues the last message instead of starting a new one, the answer has that message's role.
         continues = bool(request.continue_final_message) or request.add_generation_prompt is False
@@ -85,7 +87,7 @@ class ChatShape:
 
 
 class ChatFormat:
-    """The `AnswerFormat` of OpenAI's chat API."""
+    """The `AnswerFormat` of OpenAI's chat API: converts text deltas to chunks or to a whole chat completion."""
 
     object_name = "chat.completion"
 
@@ -105,17 +107,21 @@ class ChatFormat:
             self._readers = [shape.message_format.reader() for _ in range(generation.num_choices)]
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        """Return the chunk that OpenAI's API sends first: the role, and here the echoed message."""
+        """Return the first chunk of a choice: as in OpenAI's API it has the role, and here also the echoed message, if
+        any.
+        """
         return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._shape.role, content=self._shape.echo)),)
 
     def beside_opening(self) -> msgspec.Struct | None:
-        """Return the prompt's token ids if the client wants token ids."""
+        """Return the prompt's token ids, which are sent beside the first chunk, or None if the client does not want
+        token ids.
+        """
         return PromptTokenIds(self._generation.lifecycles[0].request.token_ids) if self.sends_tokens else None
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct | None:
-        """Return the choice to send for a delta.
+        """Return the element of a chunk's `choices` for a delta.
 
-        Return None while text is held back, because it may become a tool call or reasoning.
+        Return None while its text is held back because it may become a tool call or reasoning.
         """
         is_last = text_delta.finish_reason is not None
         delta: ChatDelta | None = ChatDelta(content=text_delta.text)
@@ -136,7 +142,9 @@ class ChatFormat:
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
-        """Return the complete answer, for a request without streaming."""
+        """Return the complete chat completion, for a request without streaming. `text_deltas` has the whole text of
+        each choice.
+        """
         choices = [
             ChatChoice(
                 index=i,

@@ -27,7 +27,9 @@ from baton_serve.services.router.text.sampling_params import TextRules, text_rul
 
 
 class BegunChat(msgspec.Struct, frozen=True):
-    """A chat whose generation has started. The endpoint owns it and must end it by a `with` block."""
+    """A chat whose generation has started. The endpoint owns it and uses it in a `with` block, whose end cancels what
+    still runs.
+    """
 
     model: str
     """The model's name that the answer carries."""
@@ -43,7 +45,9 @@ class BegunChat(msgspec.Struct, frozen=True):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Cancel the generation, so that no instance keeps working on it, and release the memory of its images."""
+        """Cancel the generation, so that no instance keeps working on it, and give back the memory that is reserved for
+        its images.
+        """
         try:
             self.generation.cancel("its answer has ended")
         finally:
@@ -53,7 +57,7 @@ class BegunChat(msgspec.Struct, frozen=True):
 async def begin_chat(
     service: ModelService, request: ChatCompletionRequest, context: RequestContext, api_id: str, *, is_long: bool
 ) -> BegunChat:
-    """Prepare a chat request and submit it to the instances.
+    """Render the chat's template, tokenize the prompt, load its images, and submit it to the instances.
 
     `api_id` is the id of the answer. With `is_long` (a large body) the template is rendered in a thread, so that it
     does not block the event loop. Raises `ApiError` if the request is not valid or not admitted.
@@ -111,7 +115,8 @@ async def _begin(
 
 
 async def count_tokens(service: ModelService, request: ChatCompletionRequest, *, is_long: bool) -> int:
-    """Return the number of prompt tokens that a chat request has, images included. Nothing is sent to an instance.
+    """Return the number of prompt tokens that a chat request has, those of images included. Nothing is sent to an
+    instance. With `is_long` (a large body) the template is rendered in a thread.
 
     Raises `ApiError` if the model does not exist or the request cannot be rendered.
     """
@@ -126,7 +131,9 @@ async def count_tokens(service: ModelService, request: ChatCompletionRequest, *,
 async def counted_tokens(
     service: ModelService, text: str, urls: Sequence[str], *, add_special_tokens: bool
 ) -> list[int]:
-    """Return the tokens of a prompt of which nothing is sent to an instance, with those of its images."""
+    """Return the token ids of a prompt that is only counted or shown, not sent to an instance. They include the tokens
+    of the images at `urls`.
+    """
     tokenize = partial(
         service.model.tokenize, add_special_tokens=add_special_tokens, max_tokens=service.max_tokenised()
     )

@@ -73,7 +73,7 @@ class CompletionEndpoint:
 
 
 class CompletionFormat:
-    """The `AnswerFormat` of OpenAI's completions API.
+    """The `AnswerFormat` of OpenAI's completions API: converts text deltas to chunks or to a whole completion.
 
     `echoed` holds the text of each prompt if the answers begin with it (`echo`), otherwise it is None.
     """
@@ -105,7 +105,7 @@ class CompletionFormat:
         self._has_begun = [False] * generation.num_choices
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        """Return the echoed prompt of a choice with its logprobs, or nothing without `echo`."""
+        """Return the first chunk of a choice: the echoed prompt with its logprobs. Return nothing without `echo`."""
         if self._echoed is None:
             return ()
         lifecycle = self._generation.lifecycle(choice)
@@ -122,11 +122,11 @@ class CompletionFormat:
         )
 
     def beside_opening(self) -> None:
-        """Return None: this API carries prompt token ids in the choices."""
+        """Return None: in the completions API each choice carries the token ids of its prompt."""
         return None
 
     def delta(self, choice: int, text_delta: TextDelta) -> msgspec.Struct:
-        """Return the choice to send for a delta."""
+        """Return the element of a chunk's `choices` for a delta."""
         if self._is_echo_only:
             return CompletionChoice(
                 index=choice, text="", finish_reason=text_delta.finish_reason, token_ids=self._token_ids([])
@@ -144,7 +144,9 @@ class CompletionFormat:
     def whole(
         self, text_deltas: Sequence[TextDelta], usage: Usage, baton: Explanation | list[Explanation] | msgspec.UnsetType
     ) -> msgspec.Struct:
-        """Return the complete answer, for a request without streaming."""
+        """Return the complete answer, for a request without streaming. `text_deltas` has the whole text of each
+        choice.
+        """
         return CompletionAnswer(
             id=self._head.id,
             created=self._head.created,
@@ -180,7 +182,9 @@ class CompletionFormat:
         return token_ids if self.sends_tokens else msgspec.UNSET
 
     def _prompt_token_ids(self, choice: int) -> list[int] | msgspec.UnsetType | None:
-        """Return the prompt's token ids at the first call for a choice, and None later: they are sent once."""
+        """Return the token ids of a choice's prompt at the first call for this choice, and None at later calls, because
+        they are sent once. Return unset if the client does not want token ids.
+        """
         if not self.sends_tokens:
             return msgspec.UNSET
         is_first, self._has_begun[choice] = not self._has_begun[choice], True
@@ -206,7 +210,9 @@ class CompletionFormat:
         return self._logprobs.prompt(logprobs)
 
     def _decoded(self, lifecycle: RequestLifecycle) -> list[TokenLogprobs | None]:
-        """Return the logprobs of a prompt, or an empty list if the request did not ask for them."""
+        """Return the logprobs of the prompt of `lifecycle`, one entry per token, or an empty list if the request did
+        not ask for them. Only the first token, which has no logprob, is None.
+        """
         encoded = lifecycle.prompt_logprobs
         return [] if encoded is None else decode_logprobs(encoded)
 
@@ -230,7 +236,9 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 async def _all_token_ids(
     service: ModelService, request: CompletionRequest, prompts: Sequence[str | list[int]], limits: ModelLimits
 ) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises `BadRequestError` if one, or all together, are too long."""
+    """Return the token ids of each prompt, in order. Raises `BadRequestError` if one prompt is too long for the model,
+    or all together are too long for one request.
+    """
     result: list[list[int]] = []
     num_tokens = 0
     for prompt in prompts:
@@ -264,7 +272,9 @@ async def _echoed(
     prompts: Sequence[str | list[int]],
     token_ids: Sequence[list[int]],
 ) -> list[str] | None:
-    """Return the text of each prompt with which its answers begin (`echo`), or None without `echo`."""
+    """Return the texts that the answers repeat before their own text (`echo`), one for each prompt; None without
+    `echo`. The texts are empty if the client gets the prompt as token ids instead.
+    """
     if not request.echo:
         return None
     # As in vLLM: the client gets the prompt as token ids, so its text is left out.

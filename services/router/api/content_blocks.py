@@ -16,7 +16,9 @@ BlockKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of an answer. Blocks are compared and hashed by identity, so that they can be keys of a dict."""
+    """One content block of an answer: a text, reasoning, or one tool call. Blocks are compared and hashed by identity,
+    so that they can be keys of a dict.
+    """
 
     index: int
     """Position in the answer, from 0."""
@@ -31,20 +33,22 @@ class Block:
 
     @property
     def text(self) -> str:
-        """The text so far. For a tool call these are the arguments as JSON."""
+        """The text of the block so far. For a tool call it is its arguments as JSON."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOpened:
-    """A new block began; it has no text yet."""
+    """Reports that a new block of an answer has begun; it has no text yet."""
 
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGrown:
-    """New `text` was added to the end of a block, and `logprobs` of its tokens."""
+    """Reports that the new `text` was added to the end of a block. `logprobs` are those of its tokens, if the request
+    asked for them.
+    """
 
     block: Block
     text: str
@@ -53,7 +57,7 @@ class BlockGrown:
 
 @dataclass(frozen=True, slots=True)
 class BlockClosed:
-    """A block is complete."""
+    """Reports that a block of an answer is complete."""
 
     block: Block
 
@@ -62,8 +66,8 @@ Change: TypeAlias = BlockOpened | BlockGrown | BlockClosed
 
 
 class ContentBlockBuilder:
-    """Collects the parts of one answer (text, reasoning, tool calls) into blocks. At most one block is open
-    at a time.
+    """Collects the parts of one answer (text, reasoning, tool calls) into content blocks, and reports each change. At
+    most one block is open at a time.
     """
 
     def __init__(self) -> None:
@@ -73,9 +77,9 @@ class ContentBlockBuilder:
         """Of tokens whose text is held back, because it is incomplete or may become a tool call."""
 
     def push(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprobs] = ()) -> list[Change]:
-        """Add the next parts of the answer, and return the changes of the blocks, in order.
+        """Add the next parts of the answer to its blocks, and return how the blocks have changed, in order.
 
-        `logprobs` are those of the tokens that came with the parts. Only text keeps them.
+        `logprobs` are those of the tokens that came with the parts. Only blocks of text keep them.
         """
         changes: list[Change] = []
         self._held_logprobs += logprobs
@@ -88,7 +92,9 @@ class ContentBlockBuilder:
         return changes
 
     def finish(self) -> list[Change]:
-        """Close the last block. Call it after the last part; an answer without any part gets one empty text block."""
+        """Close the open block, and return how the blocks have changed. Call it after the last part; an answer without
+        any part gets one empty text block.
+        """
         changes: list[Change] = [] if self.blocks else self.push([Content("")])
         # The last tokens, such as the end of sequence, may have no text.
         if self._open is not None and (last := self._take_logprobs(self._open)):
@@ -97,7 +103,9 @@ class ContentBlockBuilder:
         return changes
 
     def _take_logprobs(self, block: Block) -> Sequence[TokenLogprobs]:
-        """Return the logprobs that are held back, after adding them to the block. Only a text gets them."""
+        """Return the logprobs of all tokens since the last call, after adding them to `block`. Only a block of text
+        gets them; for another block return nothing.
+        """
         # The markup of a call or of reasoning has no place in the text, so its logprobs are dropped with it.
         taken, self._held_logprobs = self._held_logprobs, []
         if block.kind != "text":

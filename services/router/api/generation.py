@@ -19,23 +19,26 @@ from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 
 class DeltaConsumer(Protocol):
-    """Receives text deltas as soon as their tokens arrive in the router, without a switch to the request's task.
-    `answer.SseDeltaWriter` implements it. Its methods must not block.
+    """Receives text deltas in the same call in which their tokens arrive in the router, without a switch to the
+    request's asyncio task. `answer.SseDeltaWriter` implements it. Its methods must not block.
     """
 
     def can_write(self) -> bool:
-        """Return whether the client reads fast enough, so that the next delta may be written immediately."""
+        """Return whether the client has read all earlier events, so that the next delta may be written immediately."""
         ...
 
     def write_delta(self, choice: int, text_delta: TextDelta) -> None:
-        """Write a delta of a choice. It is never the last delta of the choice."""
+        """Write the next delta of a choice to the client. It is never the last delta of the choice, which `take`
+        returns.
+        """
         ...
 
 
 class TextGeneration(Protocol):
-    """The source of the deltas of one API call: sampled text, the best of several texts, or a beam search.
+    """Generates the text of one API call and returns it as deltas: sampled text, the best of several texts, or a beam
+    search.
 
-    Created by `ModelService.generate`; the endpoint owns it and ends it with `ended`.
+    It is created by `ModelService.generate`. The endpoint owns it and ends it with `ended`.
     """
 
     @property
@@ -45,7 +48,7 @@ class TextGeneration(Protocol):
 
     @property
     def num_choices(self) -> int:
-        """The number of choices of the answer, over all prompts."""
+        """The number of choices of the answer, of all prompts together."""
         ...
 
     @property
@@ -54,11 +57,13 @@ class TextGeneration(Protocol):
         ...
 
     def lifecycle(self, choice: int) -> RequestLifecycle:
-        """Return the request that computes a choice."""
+        """Return the request to the instances that computes a choice."""
         ...
 
     async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
-        """Wait for the next deltas and return them with the index of their choice; see `SampledGeneration.take`."""
+        """Wait for the next text deltas and return them, each with the index of its choice. `consumer`, if given, may
+        get deltas directly instead; see `SampledGeneration.take`.
+        """
         ...
 
     def abandon(self) -> None:
@@ -66,7 +71,7 @@ class TextGeneration(Protocol):
         ...
 
     def cancel(self, reason: str) -> None:
-        """Stop all work of the instances for this generation. `reason` is for logs."""
+        """Stop all work of the instances for this API call. `reason` is for logs."""
         ...
 
     def usage(self) -> Usage:
@@ -74,13 +79,15 @@ class TextGeneration(Protocol):
         ...
 
     def explain(self) -> Explanation | list[Explanation]:
-        """Return how the requests were placed and timed (x-baton-explain); a list if there are several prompts."""
+        """Return when each request was placed where, and what it waited for (header `x-baton-explain`); a list if there
+        are several prompts.
+        """
         ...
 
 
 @contextmanager
 def ended(generation: TextGeneration) -> Iterator[None]:
-    """Return a context manager that cancels the generation at the end of the `with` block, also after an error, so that
+    """Return a context manager that cancels `generation` at the end of the `with` block, also after an error, so that
     no instance continues to work for it.
     """
     try:
@@ -93,7 +100,7 @@ class SampledGeneration:
     """The `TextGeneration` of ordinary requests: n sampled sequences for each prompt.
 
     Choice `i` is sequence `i % n` of the request for prompt `i // n`, in OpenAI's order. `writers` has one entry for
-    each choice.
+    each choice, which converts its tokens to text.
     """
 
     __slots__ = (
@@ -136,10 +143,12 @@ class SampledGeneration:
         return self.lifecycles[choice // self._n]
 
     async def take(self, consumer: DeltaConsumer | None = None) -> list[tuple[int, TextDelta]]:
-        """Wait until there are new deltas and return them with the index of their choice, in order for each choice.
+        """Wait until there are new deltas and return them, each with the index of its choice. The deltas of a choice
+        are in order.
 
-        While this waits, `consumer` gets deltas directly, as long as it can write; they are not returned here. The
-        delta that ends a choice is always returned. Raises the `ApiError` that ended a request, or `ClientGoneError`.
+        While this waits, `consumer` gets deltas directly as long as its client reads fast enough; these are not
+        returned here. The delta that ends a choice is always returned. Raises the `ApiError` that ended a request, or
+        `ClientGoneError`.
         """
         text_deltas: list[tuple[int, TextDelta]] = []
         callback = None
@@ -163,7 +172,9 @@ class SampledGeneration:
         return text_deltas
 
     def _pass_on(self, consumer: DeltaConsumer, choice: int, tokens: TokenUpdate, at: float) -> bool:
-        """Pass new tokens of a choice to the consumer. Return False if `take` must return them instead."""
+        """Convert new tokens of a choice to a delta and write it with `consumer`. `at` is the time at which they
+        arrived, in seconds. Return False, with nothing done, if `take` must return the tokens instead.
+        """
         if tokens.finish_reason is not None or not consumer.can_write():
             return False
         text_delta = self.writers[choice].push(tokens)
@@ -196,7 +207,9 @@ class SampledGeneration:
 
 
 def usage_of(lifecycles: Sequence[RequestLifecycle], generated: int) -> Usage:
-    """Return the usage of an API call: prompt and cached tokens of all requests, and `generated` tokens."""
+    """Return the token counts of an API call: the prompt and cached tokens of its requests, and `generated`, the number
+    of generated tokens.
+    """
     prompt = sum([len(lifecycle.request.token_ids) for lifecycle in lifecycles])
     cached = sum([sum(lifecycle.timeline.cached_tokens.values()) for lifecycle in lifecycles])
     return Usage(
@@ -208,6 +221,8 @@ def usage_of(lifecycles: Sequence[RequestLifecycle], generated: int) -> Usage:
 
 
 def explained(lifecycles: Sequence[RequestLifecycle], now: float) -> Explanation | list[Explanation]:
-    """Return the explanation of a single request, or the list of all explanations if there are several prompts."""
+    """Return how the request was placed and timed until `now`; if there are several (one for each prompt), return a
+    list.
+    """
     explanations = [lifecycle.timeline.explain(lifecycle.request.request_id, now) for lifecycle in lifecycles]
     return explanations[0] if len(explanations) == 1 else explanations

@@ -38,9 +38,9 @@ _random = random.Random()
 
 
 class GenerationStarter:
-    """Starts the generations of one model: sampled, `best_of`, or beam search.
+    """Starts the text generation of API calls for one model: sampled, `best_of`, or beam search.
 
-    `ModelService` owns it as long as the router runs. It keeps no state of its own between requests.
+    `ModelService` owns it as long as the router runs. It keeps no state between requests.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class GenerationStarter:
     ) -> TextGeneration:
         """Submit the prompts of an API call to the instances and return the source of its text deltas.
 
-        `api_id` is the id of the answer. The caller must end the generation (`generation.ended`). Raises `ApiError` if
-        the parameters do not fit the limits or the request is not admitted.
+        `api_id` is the id of the answer; `rules` says how tokens become text; `limits` are those of the model. The
+        caller must end the generation (`generation.ended`). Raises `ApiError` if the parameters do not fit the limits
+        or the request is not admitted.
         """
         # Copied only if it changes: most requests ask for no priority, and copying a request costs time.
         if (priority := allowed(request.priority, timing.caller)) != (request.priority or 0):
@@ -107,7 +108,10 @@ class GenerationStarter:
         *,
         cache_salt: str,
     ) -> list[PromptRequest]:
-        """Return one request for each prompt, with the sampling parameters that apply to all of them."""
+        """Return one request to the instances for each prompt of an API call. All have the same sampling parameters;
+        their ids begin with `api_id`, the id of the answer. Raises `ApiError` for parameters that do not fit the
+        limits.
+        """
         # Instances need unique ids, but clients may choose ids (x-request-id) and use one twice.
         unique = f"{api_id}-{_random.getrandbits(32):08x}"
         tokens = token_rules(request, rules, limits, num_prompts=len(prompts))
@@ -141,7 +145,9 @@ class GenerationStarter:
     def _beam_plan(
         self, request: GenerationRequest, requests: Sequence[PromptRequest], rules: TextRules, size: SequenceCounts
     ) -> BeamPlan:
-        """Return the plan of a request with beam search: one search for each prompt."""
+        """Return the plan of an API call with beam search: one search for each prompt, whose request is in
+        `requests`.
+        """
         eos = frozenset() if request.ignore_eos else self._model.eos_token_ids
         searches = [
             BeamSearch(
@@ -169,7 +175,9 @@ class GenerationStarter:
         )
 
     def _log(self, requests: Sequence[PromptRequest]) -> None:
-        """Log the prompts of requests. Call it only with `--enable-log-requests`, because prompts are confidential."""
+        """Log the text of the prompts of these requests. Call it only with `--enable-log-requests`: prompts are
+        confidential.
+        """
         for prompt_request in requests:
             prompt = self._model.detokenizer.text(prompt_request.token_ids, skip_special_tokens=False)
             extra = {"request_id": prompt_request.request_id, "prompt": prompt[: self._settings.max_log_len]}

@@ -38,7 +38,7 @@ from baton_serve.services.router.text.speech.cutting import AudioCutter
 
 @coroutine
 def _yield_to_loop() -> Generator[None, None, None]:
-    """Suspend the task until the next turn of the event loop, like `asyncio.sleep(0)` but without its checks."""
+    """Let other tasks of the event loop run once, like `asyncio.sleep(0)` but faster, because it checks nothing."""
     yield
 
 
@@ -47,9 +47,10 @@ def _pool_size(view: ModelView, role: str) -> int:
 
 
 class ModelService:
-    """Serves one model of the router: checks requests against the model's limits and starts their generations. `Models`
-    owns one service per model from start to stop. Endpoints get the service of the default model, and find another one
-    with `of` or `serving`. `view` describes the model's instances. All methods run on the event loop.
+    """Serves one model of the router: checks requests against the model's limits and starts their generations.
+
+    `Models` owns one service per model from start to stop. Endpoints get the service of the default model, and find
+    another one with `of` or `serving`. `view` describes the model's instances. All methods run on the event loop.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class ModelService:
         """The services of all models of this router, this one included."""
 
     def join(self, siblings: "list[ModelService]") -> None:
-        """Connect this service with those of the router's other models, so that `of` finds them. `siblings` includes
-        this service. Call it before the first request.
+        """Connect this service with the services of the router's other models, so that `of` finds them. `siblings` are
+        all of them, this service included. Call it before the first request.
         """
         self.siblings = siblings
         self.image_memory = siblings[0].image_memory  # its limits are those of the process
@@ -106,7 +107,9 @@ class ModelService:
 
     @property
     def tokens_as_ids(self) -> bool:
-        """Return whether tokens in logprobs are written as ids unless the request wants otherwise."""
+        """True if tokens in logprobs are written as `token_id:N`, unless the request says otherwise
+        (`--return-tokens-as-token-ids`).
+        """
         return self.settings.return_tokens_as_token_ids or self.settings.skip_tokenizer_init
 
     @staticmethod
@@ -129,7 +132,8 @@ class ModelService:
         raise ModelNotFoundError(f"the model {requested!r} does not exist; served: {', '.join(served)}", param="model")
 
     async def serving(self, requested: str | None) -> "ModelService":
-        """Return `of(requested)`, after waiting until an instance of that model is known, at most `--instance-wait-s`.
+        """Return the service of the requested model, as `of` does, after waiting until an instance of that model is
+        known; it waits at most `--instance-wait-s`.
 
         A router that has just started waits like this for its first instances. Raises `ModelNotFoundError`.
         """
@@ -149,13 +153,15 @@ class ModelService:
         return self.of(requested)
 
     def _is_served(self, name: str) -> bool:
-        """Return whether a model or adapter of the router has this name."""
+        """Return whether one of the router's models or their adapters has this name."""
         return any(name in sibling.view.names() or name in sibling.view.adapters() for sibling in self.siblings)
 
     def _has_instances(self, requested: str | None) -> bool:
-        """Return whether an instance of the requested model is known.
+        """Return whether the router knows an instance of the requested model; None stands for the model of this
+        service.
 
-        If no model has the name, return whether instances of all models are known: one may still bring the name.
+        If no model has the name, return whether each model has an instance: one that is missing may still bring an
+        adapter of that name.
         """
         named = [
             sibling
@@ -166,9 +172,9 @@ class ModelService:
         return all(sibling.view.is_known() for sibling in candidates)
 
     def limits(self) -> ModelLimits:
-        """Return the limits for requests that generate text, such as the context length. Raises `UnavailableError` if
-        the context length is not known because no instance is connected, and `BadRequestError` for a model that
-        computes vectors.
+        """Return the model's limits for requests that generate text, such as the context length. Raises
+        `UnavailableError` if the context length is not known because no instance is connected, and `BadRequestError`
+        for a pooling model, which generates no text.
         """
         if self._known_limits is None or self._limits_version != self.cluster.version:
             # The version is stored afterwards: if this raises, the next call must try again.
@@ -200,8 +206,8 @@ class ModelService:
         )
 
     def timing(self, context: RequestContext, *, tokenizing_at: float) -> RequestTiming:
-        """Return the arrival, tokenization times and SLO of a request. Its tokenization started at `tokenizing_at` and
-        ended just now.
+        """Return when a request arrived and was tokenized, with its SLO and its caller. Its tokenization started at
+        `tokenizing_at` (seconds on the service's clock) and ended just now.
         """
         return RequestTiming(
             at=context.arrived_at,
@@ -215,8 +221,9 @@ class ModelService:
     async def tokenize(
         self, text: str, limits: ModelLimits, *, add_special_tokens: bool, truncation: Truncation | None
     ) -> list[int]:
-        """Return the token ids of a prompt. With `truncation`, return only a few more tokens than it keeps.
-        Raises `BadRequestError` for a text that is far too long, unless it is to be truncated.
+        """Return the token ids of a prompt's text. With `truncation`, only the end or beginning that it keeps, and a
+        few tokens more, is tokenized: the caller still cuts the result. Raises `BadRequestError` for a text that is far
+        too long, unless it is to be truncated.
         """
         # A text that is much too long is rejected or cut before all of it is tokenized, which could take seconds.
         if truncation is None:
@@ -231,14 +238,14 @@ class ModelService:
         return token_ids
 
     def max_tokenised(self) -> int:
-        """Return the largest number of tokens that /tokenize and the endpoints that count tokens handle."""
+        """Return the largest number of tokens that /tokenize and the endpoints that count tokens accept."""
         return max(MAX_TOKENISED, self.view.max_model_len() or 0)
 
     async def with_grammar(
         self, rules: TextRules, request: GenerationRequest, spec: GrammarSpec | None, context: RequestContext
     ) -> TextRules:
-        """Return a copy of the sampling parameters `rules` with the compiled grammar of `spec` and the request's
-        `bad_words`. Compiling a grammar can take long; it is cancelled if the client of `context` disconnects. Raises
+        """Return a copy of `rules` to which the compiled grammar of `spec` (None: no grammar) and the request's
+        `bad_words` are added. Compiling can take long; it is cancelled if the client of `context` disconnects. Raises
         `BadRequestError` for a grammar that is not valid, and the other errors of `ServedModel.grammar`.
         """
         if spec is None and not request.bad_words:
@@ -261,8 +268,9 @@ class ModelService:
     ) -> TextGeneration:
         """Submit the prompts of an API call to the instances and return the source of its text deltas.
 
-        `api_id` is the id of the answer. The caller must end the generation (`generation.ended`). Raises `ApiError` if
-        the parameters do not fit the limits or the request is not admitted.
+        `api_id` is the id of the answer; `rules` says how tokens become text; `limits` are those of the model. The
+        caller must end the generation (`generation.ended`). Raises `ApiError` if the parameters do not fit the limits
+        or the request is not admitted.
         """
         if rules.stop and self.settings.skip_tokenizer_init:
             raise BadRequestError(

@@ -12,9 +12,11 @@ from baton_serve.services.router.text.served_model import ModelNames
 
 
 class ModelView:
-    """Summarizes what the registered instances of one model report: names, adapters, context length. `ModelService`
-    owns it as long as the router runs. It changes nothing. Values that need all records are computed again only if
-    `cluster.version` has changed, because every request asks for them. Runs on the event loop.
+    """Summarizes what the instances of one model report to the registry: names, adapters, context length.
+
+    `ModelService` owns it as long as the router runs. It changes nothing. A value that needs the records of all
+    instances is computed again only if `cluster.version` has changed, because every request asks for it. Runs on the
+    event loop.
     """
 
     def __init__(self, settings: RouterSettings, cluster: Cluster) -> None:
@@ -33,7 +35,7 @@ class ModelView:
         self._is_known = False
 
     def workers(self) -> list[WorkerState]:
-        """Return the instances of this model."""
+        """Return the instances of this model that the router knows."""
         workers = self._cluster.workers()
         # With a single model, instances need not carry the name that the router knows: the folder's path may differ
         # from host to host.
@@ -49,20 +51,22 @@ class ModelView:
         return self._is_known
 
     def only_names(self) -> frozenset[str] | None:
-        """Return the names of this model, to which the placement of its requests is restricted, or None if the router
-        serves no other model.
+        """Return the names of this model if the router serves other models too: requests may be placed only on
+        instances that have one of them. Return None if this is the router's only model.
         """
         return self._own_names if self.shares_router else None
 
     def names(self) -> list[str]:
-        """Return the names under which clients may request the model; answers carry the first one."""
+        """Return the names under which clients may request the model. Answers carry the first of them."""
         if self._names_version != self._cluster.version:
             self._names_version = self._cluster.version
             self._known_names = self._find_names()
         return self._known_names
 
     def adapters(self) -> dict[str, AdapterRecord]:
-        """Return the LoRA adapters of the model's instances by name, in the version that most instances have."""
+        """Return the LoRA adapters of the model's instances by name. If instances have different versions of an
+        adapter, return the version that most of them have.
+        """
         if self._adapters_version != self._cluster.version:
             self._adapters_version = self._cluster.version
             self._known_adapters = most_common_adapters([worker.record.adapters for worker in self.workers()])
@@ -76,7 +80,8 @@ class ModelView:
         return self._names.all(advertised)
 
     def model_name(self, requested: str | None) -> str:
-        """Return the name that the answer carries: the model's first one, or the name of the requested adapter.
+        """Return the name of the model that the answer to a request carries: the name of the requested adapter, or else
+        the model's first name.
 
         Raises `ModelNotFoundError` if neither the model nor an adapter has the requested name.
         """
@@ -91,7 +96,9 @@ class ModelView:
         return names[0]
 
     def lora_of(self, requested: str | None) -> str:
-        """Return the fingerprint of the adapter that a request names, or an empty string if it names none."""
+        """Return the fingerprint of the LoRA adapter that a request names, which identifies its weights, or an empty
+        string if the request names no adapter.
+        """
         if requested is None or requested in self.names():
             return ""
         adapter = self.adapters().get(requested)
@@ -101,7 +108,7 @@ class ModelView:
         return adapter.fingerprint
 
     def max_model_len(self) -> int | None:
-        """Return the largest number of tokens of prompt and answer that all known instances accept.
+        """Return the largest number of tokens, of prompt and answer together, that all known instances accept.
 
         `--max-model-len` may lower it. Return None if no instance is known and the setting is not given.
         """

@@ -27,7 +27,9 @@ from baton_serve.services.router.text.text_output import TextDelta
 
 
 class TranscriptionEndpoint:
-    """Answers one of the two paths, streamed or as a whole. It is a plain ASGI application."""
+    """Answers `POST /v1/audio/transcriptions` or `/v1/audio/translations` (`task` says which), streamed or as a whole.
+    It is a plain ASGI application.
+    """
 
     def __init__(self, service: ModelService, schema: type[TranscriptionRequest], task: Task) -> None:
         self._service = service
@@ -78,7 +80,9 @@ class TranscriptionEndpoint:
 
 
 class _Answer:
-    """The answer to one request."""
+    """The answer to one request to transcribe or translate an audio file. It knows the request, the file's windows and
+    the `FileTranscriber` that computes their text.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,9 @@ class _Answer:
         self._task: Task = task
 
     async def send(self, send: Send) -> None:
-        """Send the whole answer. Raises `ApiError`."""
+        """Compute the text of the whole file and send it as one HTTP response. Raises `ApiError` if it cannot be
+        computed.
+        """
         language = await self._language()
         windows = await self._transcriber.transcribe(language, self._task)
         answer = whole_answer(
@@ -114,7 +120,9 @@ class _Answer:
         await send({"type": "http.response.body", "body": answer.body})
 
     async def stream(self, events: EventStream, head: TranscriptChunk) -> None:
-        """Send the text as it is generated, window after window. Raises `ApiError` before the first event."""
+        """Send the text as it is generated, window after window of the audio file. `head` has the fields that all
+        chunks share. Raises `ApiError` before the first event; later errors are sent as the last event.
+        """
         texts = _WindowTexts(self._service.model.detokenizer, self._profile, len(self._cut.windows))
         ordered = OrderedText(len(self._cut.windows), texts.push)
         reason: str | None = "stop"
@@ -136,21 +144,23 @@ class _Answer:
         await events.end(last + DONE)
 
     async def _language(self) -> str | None:
-        """Return the language that the client states or that the model finds; None for a model of one language."""
+        """Return the code of the audio's language (such as `en`): the one that the client states, or else the one that
+        the model detects. Return None if the model knows only one language.
+        """
         if not self._profile.languages:
             return None
         return (self._request.language or await self._transcriber.detect_language()).lower()
 
 
 class _WindowTexts:
-    """Converts the tokens of each window to text as they arrive, without timestamps."""
+    """Converts the tokens of each window of an audio file to text as they arrive, without the timestamp tokens."""
 
     def __init__(self, detokenizer: Detokenizer, profile: SpeechProfile, num_windows: int) -> None:
         self._profile = profile
         self._streams = [detokenizer.stream() for _ in range(num_windows)]
 
     def push(self, number: int, delta: TextDelta) -> str:
-        """Return the new text of a window."""
+        """Return the new text of window `number` that the tokens of `delta` complete; it may be empty."""
         text = self._streams[number].push(text_tokens(delta.token_ids, self._profile))
         return text if delta.finish_reason is None else text + self._streams[number].finish()
 

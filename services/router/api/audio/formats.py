@@ -23,21 +23,21 @@ _encoder = msgspec.json.Encoder()
 
 
 class DurationUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The usage of a transcription: the seconds of audio, rounded up."""
+    """The field `usage` of a transcription: the length of the audio in seconds, rounded up."""
 
     type: Literal["duration"] = "duration"
     seconds: int
 
 
 class PlainTranscript(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer in the format `json`."""
+    """The body of an answer with `response_format: json`."""
 
     text: str
     usage: DurationUsage
 
 
 class VerboseTranscript(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer in the format `verbose_json`."""
+    """The body of an answer with `response_format: verbose_json`. `duration` is the length of the audio in seconds."""
 
     task: Task
     language: str | None
@@ -48,13 +48,13 @@ class VerboseTranscript(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentDelta(msgspec.Struct, frozen=True):
-    """The new text of a chunk."""
+    """The new text in one chunk of a streamed transcription."""
 
     content: str
 
 
 class TranscriptChoice(msgspec.Struct, frozen=True):
-    """The only choice of a chunk."""
+    """The only element of `choices` in a chunk of a streamed transcription."""
 
     delta: ContentDelta
     finish_reason: str | None = None
@@ -62,7 +62,7 @@ class TranscriptChoice(msgspec.Struct, frozen=True):
 
 
 class TranscriptChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One event of a stream, with vLLM's names."""
+    """One chunk of a streamed transcription, with the field names of vLLM."""
 
     id: str
     object: str
@@ -72,12 +72,12 @@ class TranscriptChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     usage: Usage | None = None
 
     def event(self) -> bytes:
-        """Return the chunk as a server-sent event."""
+        """Return the chunk as a server-sent event, encoded."""
         return b"data: " + _encoder.encode(self) + b"\n\n"
 
 
 class WholeAnswer(msgspec.Struct, frozen=True):
-    """The body of an answer with its media type."""
+    """The body of an HTTP response, encoded, and its media type (`content-type`)."""
 
     content_type: bytes
     body: bytes
@@ -93,7 +93,10 @@ def whole_answer(
     language: str | None,
     duration_s: float,
 ) -> WholeAnswer:
-    """Return the answer to a request that is not streamed."""
+    """Return the answer to a transcription request that is not streamed, in the request's `response_format`.
+
+    `windows` are the parts of the audio file with their tokens, in order; `duration_s` is the length of the file.
+    """
     # Windows follow each other as tokens of words do: each begins with its own space.
     text = "".join(detokenizer.text(text_tokens(window.token_ids, profile)) for window in windows).strip()
     usage = DurationUsage(seconds=ceil(duration_s))

@@ -23,7 +23,9 @@ _LISTS = frozenset({"timestamp_granularities", "temperature", "include"})
 
 
 class TranscriptionRequest(BaseModel):
-    """The form of `POST /v1/audio/transcriptions`. All values of a form are texts."""
+    """The form fields of `POST /v1/audio/transcriptions`, without the file. A form sends every value as text, which is
+    converted here.
+    """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -48,18 +50,22 @@ class TranscriptionRequest(BaseModel):
 
     @property
     def has_timestamps(self) -> bool:
-        """Return whether the answer needs the times of segments."""
+        """Return whether the answer contains the start and end time of each segment (subtitles and `verbose_json`)."""
         return self.response_format in ("srt", "vtt", "verbose_json")
 
 
 class TranslationRequest(TranscriptionRequest):
-    """The form of `POST /v1/audio/translations`. The text is English; `language` is that of the audio."""
+    """The form fields of `POST /v1/audio/translations`. The answer is in English; `language` is the language of the
+    audio.
+    """
 
     to_language: Literal["en"] = "en"
 
 
 def read_request(form: Form, expected: type[TranscriptionRequest]) -> TranscriptionRequest:
-    """Validate the fields of a form. Raises `BadRequestError`."""
+    """Convert the fields of a form to a request of the class `expected`. Raises `BadRequestError` for a field that is
+    unknown, not valid, or sent more often than allowed.
+    """
     # Clients of OpenAI's library send empty texts for parameters that were left out.
     values: dict[str, object] = {}
     for name, given in form.fields.items():
@@ -86,7 +92,9 @@ def read_request(form: Form, expected: type[TranscriptionRequest]) -> Transcript
 
 
 def _check(request: TranscriptionRequest) -> None:
-    """Check combinations of fields. Raises `BadRequestError`."""
+    """Raise `BadRequestError` if fields of the request, each valid by itself, contradict each other or ask for
+    something that is not served, such as times of words.
+    """
     if "word" in request.timestamp_granularities:
         raise BadRequestError(
             "timestamp_granularities: times of words are not supported, ask for segments",

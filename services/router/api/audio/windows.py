@@ -35,13 +35,17 @@ MIN_AVERAGE_LOGPROB = -1.0
 
 
 class AbandonableGeneration(Protocol):
-    """The part of `TextGeneration` by which a disconnected client ends the work for it."""
+    """The part of `TextGeneration` that `FileTranscriber` needs to stop the running generation when the client
+    disconnects.
+    """
 
     def abandon(self) -> None: ...
 
 
 class FileTranscriber:
-    """Transcribes the windows of one file. Made for each request."""
+    """Transcribes one audio file, which was cut into windows (parts of up to 30 s): sends them to instances and
+    collects their tokens. It is created for each request.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class FileTranscriber:
 
     @property
     def usage(self) -> Usage:
-        """Return the numbers of prompt and generated tokens so far."""
+        """The numbers of prompt and generated tokens of all windows so far."""
         prompt = sum(one.prompt_tokens for one in self._usages)
         generated = sum(one.completion_tokens for one in self._usages)
         return Usage(prompt_tokens=prompt, completion_tokens=generated, total_tokens=prompt + generated)
@@ -74,7 +78,9 @@ class FileTranscriber:
         return DisconnectWatch(receive, self._abandon, self._context.exchange)
 
     async def detect_language(self) -> str:
-        """Return the most likely language of the first window, which takes one token."""
+        """Let the model name the most likely language of the file's first window, and return its code (such as `en`).
+        The model generates one token for it.
+        """
         languages = self._profile.languages
         # The model was trained to name the language first; the audio is encoded once for this and for the transcript.
         options = {"max_tokens": 1, "temperature": 0.0, "allowed_token_ids": sorted(languages.values())}
@@ -85,8 +91,9 @@ class FileTranscriber:
         return next(language for language, token in languages.items() if token == found[0])
 
     async def deltas(self, language: str | None, task: Task) -> AsyncIterator[tuple[int, TextDelta]]:
-        """Iterate over the pieces of all windows, as they are generated, with the number of the window. Windows of one
-        group come in any order.
+        """Yield the new tokens of all windows as they are generated, each with the number of its window in the file.
+
+        A group of windows is computed at the same time, so that their tokens come in any order; group follows group.
         """
         prompt = await self._prompt(language, task)
         options = self._options(self._request.temperature[0])
@@ -96,7 +103,9 @@ class FileTranscriber:
                 yield number, delta
 
     async def transcribe(self, language: str | None, task: Task) -> list[TranscribedWindow]:
-        """Return all windows with their tokens. Windows that are not good enough are computed again."""
+        """Return all windows of the file with their tokens, in order. A window whose text repeats itself or is
+        improbable is computed again at the request's next temperature, as in Whisper.
+        """
         prompt = await self._prompt(language, task)
         found: dict[int, TranscribedWindow] = {}
         for temperature in self._request.temperature:
@@ -109,14 +118,18 @@ class FileTranscriber:
         return [found[number] for number in range(len(self._windows))]
 
     def _is_good(self, window: TranscribedWindow | None) -> bool:
-        """Return whether a window need not be computed again."""
+        """Return whether a window's text is good enough: it does not repeat itself and its tokens are probable enough.
+        It is False for None, a window that was not computed yet.
+        """
         if window is None:
             return False
         text = self._service.model.detokenizer.text(text_tokens(window.token_ids, self._profile))
         return compression_ratio(text) <= MAX_COMPRESSION_RATIO and average_logprob(window) >= MIN_AVERAGE_LOGPROB
 
     async def _whole(self, group: Sequence[int], prompt: list[int], temperature: float) -> dict[int, TranscribedWindow]:
-        """Return the windows of a group with all their tokens."""
+        """Compute the windows with the numbers `group` at one temperature, and return each by its number with all its
+        tokens.
+        """
         tokens = {number: TextDelta("", [], []) for number in group}
         async for number, delta in self._generated(group, prompt, self._rules(), self._options(temperature)):
             whole = tokens[number]
@@ -134,7 +147,9 @@ class FileTranscriber:
         }
 
     async def _prompt(self, language: str | None, task: Task) -> list[int]:
-        """Return the prompt of all windows, with the text that the client states."""
+        """Return the token ids of the decoder prompt, which is the same for all windows. It includes the text that the
+        client gave as `prompt`. `language` is None for a model of one language.
+        """
         text = self._request.prompt.strip()
         previous: list[int] = []
         if text:
@@ -153,7 +168,7 @@ class FileTranscriber:
         )
 
     def _options(self, temperature: float) -> dict[str, object]:
-        """Return the sampling parameters of the request."""
+        """Return the sampling parameters of the request with this temperature, as fields of a completion request."""
         request = self._request
         return {
             "temperature": temperature,
@@ -170,7 +185,9 @@ class FileTranscriber:
     async def _generated(
         self, group: Sequence[int], prompt: list[int], rules: TextRules, options: dict[str, object]
     ) -> AsyncIterator[tuple[int, TextDelta]]:
-        """Iterate over the pieces of the windows of a group, with the number of the window. Raises `ApiError`."""
+        """Generate text for the windows with the numbers `group`, and yield their new tokens, each with the number of
+        its window. `options` are sampling parameters by name. Raises `ApiError` if the generation fails.
+        """
         service, limits = self._service, self._service.limits()
         check_prompt(prompt, limits, param="prompt")
         prompts = [
@@ -201,17 +218,23 @@ class FileTranscriber:
 
 
 class OrderedText:
-    """Puts the text of windows that are computed together into the order of the file."""
+    """Puts the text of an audio file's windows into the order of the file, although several windows are computed at the
+    same time.
+    """
 
     def __init__(self, num_windows: int, decode: Callable[[int, TextDelta], str]) -> None:
-        """`decode` returns the new text of a window for its next piece."""
+        """Create it for a file of `num_windows` windows. `decode` gets the number of a window and its next delta, and
+        returns the new text.
+        """
         self._decode = decode
         self._held: list[list[str]] = [[] for _ in range(num_windows)]
         self._is_over = [False] * num_windows
         self._current = 0
 
     def push(self, number: int, delta: TextDelta) -> str:
-        """Return the text that can be sent after the next piece of window `number`."""
+        """Add the next delta of window `number`. Return the text that can be sent now: text of a window is held back
+        until all earlier windows have ended.
+        """
         self._held[number].append(self._decode(number, delta))
         # Windows of a group are computed together, but the text is sent in order.
         self._is_over[number] = delta.finish_reason is not None

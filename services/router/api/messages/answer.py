@@ -16,8 +16,8 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A content block with reasoning. `signature` stays empty: Anthropic uses it to verify reasoning that a client
-    sends back.
+    """A content block with the model's reasoning. `signature` stays empty: with it Anthropic's own service verifies
+    reasoning that a client sends back.
     """
 
     type: Literal["thinking"] = "thinking"
@@ -37,7 +37,9 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of an answer. As in Anthropic's API, `input_tokens` excludes the cached ones."""
+    """The token counts of an answer. As in Anthropic's API, `input_tokens` does not include the tokens found in the
+    cache, which `cache_read_input_tokens` counts.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -101,7 +103,7 @@ class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
-    """The last event of a stream."""
+    """The last event of a stream of the Messages API."""
 
 
 class AnthropicError(msgspec.Struct, frozen=True):
@@ -127,5 +129,5 @@ _ERROR_TYPES = {
 
 
 def error_answer(error: ApiError) -> ErrorAnswer:
-    """Convert an error to the shape of Anthropic's API."""
+    """Return the error as a response body of Anthropic's API."""
     return ErrorAnswer(AnthropicError(_ERROR_TYPES.get(error.status, "api_error"), error.message))

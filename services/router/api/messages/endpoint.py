@@ -60,7 +60,9 @@ class MessagesEndpoint:
 
 
 class CountTokensEndpoint:
-    """A plain ASGI application that counts the prompt tokens of a conversation without sending it to an instance."""
+    """Answers `POST /v1/messages/count_tokens`: counts the prompt tokens of a conversation without sending it to an
+    instance. It is a plain ASGI application.
+    """
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -72,13 +74,15 @@ class CountTokensEndpoint:
 
 
 def _request(body: bytes) -> tuple[MessagesRequest, ChatCompletionRequest]:
-    """Parse a body and convert it to a chat request. Raises `BadRequestError`."""
+    """Parse the body of a Messages request. Return it and the chat request with the same meaning. Raises
+    `BadRequestError`.
+    """
     request = parse(body, MessagesRequest)
     return request, as_chat(request)
 
 
 class MessagesDialect:
-    """The `api_format.Dialect` of the Messages API, for one answer."""
+    """Converts one answer to the events and objects of Anthropic's Messages API; implements `api_format.Dialect`."""
 
     def __init__(self, api_id: str, model: str) -> None:
         self._id = api_id
@@ -87,7 +91,9 @@ class MessagesDialect:
         self._call_ids: dict[Block, str] = {}
 
     def begin(self, usage: Usage) -> Sequence[SseEvent]:
-        """Return `message_start`, which contains the answer without content."""
+        """Return the event `message_start`, which contains the answer without content and with the prompt's token
+        counts.
+        """
         message = MessagesAnswer(
             id=self._id,
             model=self._model,
@@ -99,7 +105,7 @@ class MessagesDialect:
         return [SseEvent("message_start", MessageStart(message))]
 
     def change(self, change: Change) -> Sequence[SseEvent]:
-        """Return the event for a change of a block."""
+        """Return the event for a content block that was opened, got more text or was closed."""
         match change:
             case BlockOpened(block):
                 return [SseEvent("content_block_start", BlockStart(block.index, self._block(block, is_new=True)))]
@@ -109,7 +115,7 @@ class MessagesDialect:
                 return [SseEvent("content_block_stop", BlockStop(block.index))]
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
-        """Return the events with the stop reason and the usage, and `message_stop`."""
+        """Return the last events of a stream: the stop reason with the token counts, then `message_stop`."""
         delta = MessageDelta(StopDelta(_stop_reason(end), end.stop), _usage(end.usage))
         return [SseEvent("message_delta", delta), SseEvent("message_stop", MessageStop())]
 
@@ -118,7 +124,7 @@ class MessagesDialect:
         return [SseEvent("error", error_answer(error))]
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> msgspec.Struct:
-        """Return the complete answer, for a request without streaming."""
+        """Return the complete answer, for a request without streaming. `blocks` are its content blocks, complete."""
         return MessagesAnswer(
             id=self._id,
             model=self._model,
@@ -150,9 +156,9 @@ def _delta(block: Block, text: str) -> TextBlockDelta | ThinkingDelta | InputDel
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a tool call as a JSON object.
+    """Parse the arguments that the model generated for a tool call, and return them as a JSON object.
 
-    If the model generated something else, return an object with that text under the name `arguments`.
+    If `text` is not a JSON object, return an object with this text under the name `arguments`.
     """
     # The API has no place for arguments that do not parse. An error here would lose the whole answer.
     try:

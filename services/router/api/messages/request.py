@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
-    """Return the chat request with the same prompt and, for a `MessagesRequest`, the same sampling parameters.
+    """Convert a request of the Messages API to a chat request with the same prompt and, for a `MessagesRequest`, the
+    same sampling parameters.
 
     Raises `BadRequestError` if the request uses something that is not served.
     """
@@ -71,7 +72,9 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
-    """Return the form of the answer. Raises `BadRequestError` if its two parameters contradict each other."""
+    """Return the `response_format` of the chat request, or None. Raises `BadRequestError` if `output_format` and
+    `output_config.format` contradict each other.
+    """
     config, form = request.output_config, request.output_format
     # A budget that has no effect could let the answer become longer than the client wants.
     if config is not None and (config.model_extra or {}).get("task_budget") is not None:
@@ -86,9 +89,9 @@ def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
 
 
 def _messages(message: AnthropicMessage) -> list[ChatMessage]:
-    """Convert one message to chat messages: one for each tool result, and one for everything else.
+    """Convert one message of Anthropic's API to chat messages: one for each tool result, and one for everything else.
 
-    Chat templates expect tool results as messages of their own, directly after the calls; so they come first.
+    Chat templates expect tool results as messages of their own, directly after the tool calls; so they come first.
     """
     content = [ContentBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     results = [block for block in content if block.type == "tool_result"]
@@ -111,7 +114,7 @@ def _messages(message: AnthropicMessage) -> list[ChatMessage]:
 
 
 def _content(blocks: Sequence[ContentBlock]) -> str | list[ContentPart]:
-    """Return the content as one text, or as a list of parts if it contains images."""
+    """Return the content blocks of a message as one text, or as a list of parts if they contain images."""
     # Templates of models without images often accept only a text.
     if all(block.type != "image" for block in blocks):
         return _text(blocks, "messages")
@@ -124,7 +127,9 @@ def _content(blocks: Sequence[ContentBlock]) -> str | list[ContentPart]:
 
 
 def _url(source: Mapping[str, Any]) -> str:
-    """Return the URL of an image; base64 data becomes a `data:` URL. Raises `BadRequestError` for other sources."""
+    """Return the URL of an image block's `source`; base64 data becomes a `data:` URL. Raises `BadRequestError` for
+    other types of source.
+    """
     if source.get("type") == "base64":
         return f"data:{source.get('media_type') or ''};base64,{source.get('data') or ''}"
     if source.get("type") == "url" and isinstance(url := source.get("url"), str):
@@ -138,7 +143,9 @@ def _call(block: ContentBlock) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[ContentBlock], param: str) -> str:
-    """Return the text of text blocks. Raises `BadRequestError` for blocks of other types."""
+    """Return the joined text of content blocks, or `content` itself if it is a text. Raises `BadRequestError`, which
+    names the field `param`, for a block of another type.
+    """
     if isinstance(content, str):
         return content
     for block in content:

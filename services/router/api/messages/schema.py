@@ -26,7 +26,7 @@ class _Lenient(BaseModel):
 
 
 class ContentBlock(_Lenient):
-    """A content block of any type; its `type` decides which of the other fields are set."""
+    """A content block of a message in a request, of any type; `type` decides which of the other fields are set."""
 
     type: Name
     text: str | None = None
@@ -61,21 +61,23 @@ class AnthropicToolChoice(_Lenient):
 
 
 class Thinking(_Lenient):
-    """Asks for reasoning. `budget_tokens` has no effect: the model alone ends its reasoning."""
+    """Turns the model's reasoning on or off. `budget_tokens` has no effect: the model alone decides when its reasoning
+    ends.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
 
 
 class OutputFormat(_Lenient):
-    """The form of the answer. Anthropic's API has no other type."""
+    """Requires the answer to follow a JSON schema. Anthropic's API has no other type of output format."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(_Lenient):
-    """How the answer should be written."""
+    """Says in which form (`format`) and with how much reasoning (`effort`) the model answers."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None

@@ -36,8 +36,8 @@ _SERVED_BY = {
 
 
 class PoolingEndpoint(Generic[R]):
-    """One endpoint of pooling models. It is a plain ASGI application that parses a request and answers with the result
-    of a function.
+    """Serves one path of pooling models, such as /score. It is a plain ASGI application that parses a request and
+    answers with the result of the function `respond`.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class PoolingEndpoint(Generic[R]):
         *,
         prefix: str,
     ) -> None:
-        """Create the endpoint. `service` is that of the default model; `prefix` starts the ids of answers."""
+        """Create the endpoint. `service` is that of the default model, `schema` the class of its requests; `respond`
+        computes the answer to a request; `prefix` starts the ids of answers.
+        """
         self._service = service
         self._schema = schema
         self._respond = respond
@@ -83,17 +85,19 @@ class PoolingEndpoint(Generic[R]):
 
 
 class PoolingCall:
-    """One request to a pooling model: converts its inputs, computes their vectors, and counts its tokens.
+    """One request to a pooling model: converts its inputs to tokens, computes their vectors on the instances, and
+    counts its tokens.
 
-    The endpoint creates it for each request; the functions that compute answers use it.
+    The endpoint creates it for each request and gives it to the function that computes the answer.
     """
 
     def __init__(
         self, service: ModelService, request: PoolingCommon, context: RequestContext, *, prefix: str, is_long: bool
     ) -> None:
-        """Check that `service` serves a pooling model under the requested name; raises `ApiError` otherwise.
+        """Create it. Raises `ApiError` if `service` does not serve a pooling model under the requested name.
 
-        `is_long` says that the body was large, so that its chat is rendered in a thread.
+        `prefix` starts the id of the answer. `is_long` says that the body was large, so that its chat is rendered in a
+        thread.
         """
         self.service = service
         self.model = service.view.model_name(request.model)
@@ -109,8 +113,8 @@ class PoolingCall:
         self._is_long = is_long
 
     def require(self, *tasks: PoolingTask) -> None:
-        """Raise `BadRequestError` if the model can perform none of `tasks`. The message names the endpoints that it
-        has.
+        """Raise `BadRequestError` if the model can perform none of `tasks`. The error names the endpoints that this
+        model serves.
         """
         if not set(tasks) & set(self.profile.tasks):
             served = dict.fromkeys(_SERVED_BY[task] for task in self.profile.tasks)
@@ -120,7 +124,7 @@ class PoolingCall:
             )
 
     def rules(self, *, add_special_tokens: bool = True) -> InputRules:
-        """Return the rules for tokenizing the inputs of this request."""
+        """Return how the inputs of this request are tokenized, truncated and limited in length."""
         max_tokens = self.service.view.max_model_len()
         assert max_tokens is not None, "the profile came from an instance, so one is known"
         return InputRules(
@@ -135,11 +139,14 @@ class PoolingCall:
     async def texts(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], *, param: str, rules: InputRules | None = None
     ) -> list[PoolingInput]:
-        """Tokenize texts or pairs of texts; `param` names the request's field for errors. Raises `BadRequestError`."""
+        """Tokenize texts, or pairs of texts that are scored together. `param` is the request's field that errors name;
+        without `rules`, those of `self.rules()` apply. Raises `BadRequestError` for an input that does not fit the
+        model.
+        """
         return await of_texts(self.service.model.tokenizer, texts, rules or self.rules(), param=param)
 
     async def inputs(self, request: InputRequest) -> list[PoolingInput]:
-        """Return the inputs of a request: its texts, its token ids, or its chat as one text.
+        """Return the tokenized inputs of a request: its texts, its token ids, or its chat as one text.
 
         Raises `BadRequestError` unless the request has exactly one of `input` and `messages`, and for inputs that do
         not fit the model.
@@ -169,7 +176,9 @@ class PoolingCall:
         return of_token_ids(prompts, rules, param="input")
 
     async def compute(self, inputs: Sequence[PoolingInput], params: PoolingSpec) -> list[Vector]:
-        """Compute one vector for each input on the instances, in the same order. Raises `ApiError`."""
+        """Compute one vector for each input on the instances, and return them in the same order. `params` has the task
+        and what is done with its result. Raises `ApiError` if an input cannot be computed.
+        """
         prompts = PoolingPrompts(
             # Instances need unique ids, but clients may choose ids (x-request-id) and use one twice.
             request_id=f"{self.id}-{secrets.token_hex(4)}",
@@ -185,5 +194,5 @@ class PoolingCall:
         return await self.service.pooling.vectors(prompts, arrived_at=self._arrived_at)
 
     def usage(self) -> Usage:
-        """Return the number of tokens of all inputs that were computed so far."""
+        """Return the number of tokens of all inputs that were given to `compute` so far."""
         return Usage(prompt_tokens=self._num_tokens, total_tokens=self._num_tokens, completion_tokens=0)

@@ -27,7 +27,9 @@ tokenized in a thread."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRules:
-    """How the inputs of one pooling request are tokenized, and how long they may be."""
+    """Says how the inputs of one pooling request are tokenized, how long they may be, and whether longer ones are
+    truncated.
+    """
 
     max_tokens: int
     """Largest number of tokens of an input: the context of the model."""
@@ -40,9 +42,9 @@ class InputRules:
     lowercase: bool = False
 
     def limit(self) -> int | None:
-        """Return the number of tokens to which inputs are cut, or None if they are not cut.
+        """Return the number of tokens to which longer inputs are cut, or None if they are not cut.
 
-        Raises `BadRequestError` if the model cannot take that number.
+        Raises `BadRequestError` if `truncate` is 0 or exceeds the model's context.
         """
         if self.truncate is None:
             return None
@@ -58,7 +60,7 @@ class InputRules:
 async def of_texts(
     tokenizer: TextTokenizer, texts: Sequence[_Text], rules: InputRules, *, param: str
 ) -> list[PoolingInput]:
-    """Tokenize texts or pairs of texts, and return the inputs in the same order.
+    """Tokenize texts or pairs of texts, and return the inputs for the model in the same order.
 
     Raises `BadRequestError` if one input is too long for the model, or if all together have too many tokens for one
     request. `param` is the field of the request that the error names.
@@ -78,8 +80,8 @@ async def of_texts(
 
 
 def groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """Divide texts into groups of at most `PIECE_CHARS` characters and `_GROUP_TEXTS` texts, which are tokenized one
-    after the other. A text is never divided.
+    """Divide texts into groups of at most `PIECE_CHARS` characters and `_GROUP_TEXTS` texts; each group is tokenized in
+    one call. A text is never divided, so that a longer one is a group by itself.
     """
     group: list[_Text] = []
     size = 0
@@ -98,7 +100,7 @@ def _size(text: _Text) -> int:
 
 
 def of_token_ids(prompts: Sequence[list[int]], rules: InputRules, *, param: str) -> list[PoolingInput]:
-    """Return inputs for prompts that are given as token ids, truncated if the rules say so.
+    """Return inputs for prompts that are given as token ids, truncated as `rules` say.
 
     Raises `BadRequestError` for ids outside of the vocabulary, if one input is too long for the model, or if all
     together have too many tokens for one request. `param` is the field of the request that the error names.
@@ -132,7 +134,9 @@ def _encode(
 
 
 def _check_size(tokenizer: TextTokenizer, text: _Text, rules: InputRules) -> None:
-    """Check that a large text can fit the model, without encoding all of it. Raises `BadRequestError` otherwise."""
+    """Raise `BadRequestError` if a large text (or one of a pair) has more tokens than the model's context. It stops
+    tokenizing at that number.
+    """
     for part in (text,) if isinstance(text, str) else text:
         if not tokenizer.has_at_most(part, rules.max_tokens):
             raise BadRequestError(
@@ -167,7 +171,8 @@ def _cut(tokenizer: TextTokenizer, text: _Text, rules: InputRules, limit: int) -
 
 
 def truncated_lengths(lengths: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens of one or two texts to keep so that at most `room` remain.
+    """Return how many tokens to keep of each text so that at most `room` remain together. `lengths` has the numbers of
+    tokens of one or two texts.
 
     Tokens are taken from the longer text; if both have become equally long, from the second one first.
     """
@@ -196,7 +201,8 @@ def _input(encoding: Encoding) -> PoolingInput:
 
 
 def _check(inputs: Sequence[PoolingInput], rules: InputRules, param: str, *, first: int = 0) -> None:
-    """Check that each input fits the model and has a token. Raises `BadRequestError` otherwise.
+    """Raise `BadRequestError` if an input is longer than the model's context or has no token. The error names the field
+    `param`.
 
     `first` is the number of the first of `inputs` among all inputs of the request, for the error.
     """

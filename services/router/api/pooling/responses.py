@@ -39,7 +39,7 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of all endpoints but /rerank: one item for each input."""
+    """The answer of all pooling endpoints except /rerank: one item of `data` for each input."""
 
     id: str
     object: Literal["list"] = "list"
@@ -60,7 +60,9 @@ class RankedItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TeiRank(msgspec.Struct, frozen=True, kw_only=True):
-    """One element of an answer of /rerank in the form of Text Embeddings Inference, which is a list of them."""
+    """One element of an answer of /rerank in the form of Text Embeddings Inference (TEI). Such an answer is a list of
+    these elements.
+    """
 
     index: int
     score: float
@@ -73,7 +75,7 @@ class RerankUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of /rerank. `results` are sorted by relevance, the best first."""
+    """The answer of /rerank in the form of Jina, Cohere and vLLM. `results` are sorted by relevance, the best first."""
 
     id: str
     model: str

@@ -13,7 +13,7 @@ Input = Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_l
 
 
 class PoolingCommon(BaseModel):
-    """The fields that all requests have in common."""
+    """The fields that the requests of all pooling endpoints have in common."""
 
     # Strict: a number in a string is an error. Converting it could hide a mistake of the client.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -26,16 +26,18 @@ class PoolingCommon(BaseModel):
     user: Name | None = None
 
     def kept_tokens(self) -> int | None:
-        """Return the number of tokens to which inputs are cut: -1 for what fits, None if they are not cut."""
+        """Return the number of tokens to which longer inputs are cut; -1 stands for the model's context, None for no
+        cut.
+        """
         return self.truncate_prompt_tokens
 
     def keeps_end(self) -> bool:
-        """Return whether truncation keeps the last tokens of an input and not the first ones."""
+        """Return True if truncation keeps the last tokens of an input, False if it keeps the first ones."""
         return self.truncation_side == "left"
 
 
 class InputRequest(PoolingCommon):
-    """A request whose input is texts, token ids, or a chat (`messages`)."""
+    """A pooling request whose input is texts, token ids, or a chat (`messages`)."""
 
     input: Input | None = None
     messages: Messages | None = None
@@ -55,7 +57,7 @@ class EmbeddingRequest(InputRequest):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """The body of `POST /pooling`. Without `task` the first task of the model is used."""
+    """The body of `POST /pooling`. Without `task` the first task that the model has is used."""
 
     task: Literal["embed", "token_embed", "classify"] | None = None
     activation: bool | None = None
@@ -68,7 +70,9 @@ class ClassificationRequest(InputRequest):
 
 
 class ScoreRequest(PoolingCommon):
-    """The body of `POST /score`: one text against one, one against many, or as many pairs."""
+    """The body of `POST /score`: compares one text with one, one with many, or the texts of two equally long lists
+    pairwise.
+    """
 
     text_1: Texts
     text_2: Texts
@@ -76,7 +80,9 @@ class ScoreRequest(PoolingCommon):
 
 
 class Document(BaseModel):
-    """A document of /rerank as an object. Cohere's clients send further fields with it, which are ignored."""
+    """A document of a /rerank request that is an object instead of a text. Cohere's clients send further fields with
+    it, which are ignored.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -84,8 +90,8 @@ class Document(BaseModel):
 
 
 class RerankRequest(PoolingCommon):
-    """The body of `POST /rerank`: that of Jina, Cohere and vLLM with `documents`, or that of Hugging Face's Text
-    Embeddings Inference (TEI) with `texts`. A `top_n` of 0 returns all documents.
+    """The body of `POST /rerank`: with `documents` that of Jina, Cohere and vLLM, with `texts` that of Hugging Face's
+    Text Embeddings Inference (TEI). A `top_n` of 0 returns all documents.
     """
 
     query: str
@@ -100,10 +106,14 @@ class RerankRequest(PoolingCommon):
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
 
     def kept_tokens(self) -> int | None:
-        """Return the number of tokens to which pairs are cut, as the base class. TEI's `truncate` cuts to what fits."""
+        """Return the number of tokens to which pairs of query and document are cut, None for no cut. TEI's `truncate`
+        is -1, which cuts to the model's context.
+        """
         return -1 if self.truncate else self.truncate_prompt_tokens
 
     def keeps_end(self) -> bool:
-        """Return whether truncation keeps the last tokens, as the base class; TEI has another name for the side."""
+        """Return True if truncation keeps the last tokens, False for the first ones. TEI names the side
+        `truncation_direction`.
+        """
         side = self.truncation_side or self.truncation_direction or "right"
         return side.lower() == "left"

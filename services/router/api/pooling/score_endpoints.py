@@ -27,7 +27,7 @@ from baton_serve.services.router.requests.pooling_dispatcher import cosine, yiel
 
 
 async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
-    """Answer /score. Raises `ApiError`."""
+    """Answer /score with one score for each pair of texts. Raises `ApiError`."""
     pairs = paired(_as_list(request.text_1), _as_list(request.text_2))
     values = await _scores(call, pairs, activation=request.activation, param="text_2")
     data = [ScoreItem(index=i, score=score) for i, score in enumerate(values)]
@@ -35,7 +35,9 @@ async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
 
 
 async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct | list[TeiRank]:
-    """Answer /rerank in the form of the request. Raises `ApiError`."""
+    """Answer /rerank with the documents sorted by their score. A request with `texts` gets the form of Text Embeddings
+    Inference, one with `documents` that of Jina and Cohere. Raises `ApiError`.
+    """
     # Which of the two fields holds the texts decides the form of the answer, as in llama.cpp's server.
     texts = _documents(request)
     pairs = [(request.query, text) for text in texts]
@@ -67,7 +69,9 @@ async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct | l
 
 
 def _documents(request: RerankRequest) -> list[str]:
-    """Return the texts to rank. Raises `BadRequestError` unless the request has either `documents` or `texts`."""
+    """Return the texts that the request wants ranked. Raises `BadRequestError` unless it has exactly one of `documents`
+    and `texts`.
+    """
     if request.texts is not None and request.documents is None:
         return request.texts
     if request.documents is None or request.texts is not None:
@@ -78,9 +82,10 @@ def _documents(request: RerankRequest) -> list[str]:
 
 
 def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the pairs of texts to score: one text with each of the second list, or the lists element by element.
+    """Return the pairs of texts to score: the only text of `first` with each of `second`, or the two lists element by
+    element.
 
-    Raises `BadRequestError` if the lists have different lengths and the first has more than one text.
+    Raises `BadRequestError` if the lists have different lengths and `first` has more than one text.
     """
     if len(first) == 1:
         return [(first[0], text) for text in second]
@@ -95,7 +100,10 @@ def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]
 async def _scores(
     call: PoolingCall, pairs: Sequence[tuple[str, str]], *, activation: bool | None, param: str
 ) -> list[float]:
-    """Return the score of each pair. Raises `BadRequestError` if the model cannot score."""
+    """Return the score of each pair of texts: a classifier's output, or the cosine of two embeddings. `activation` says
+    whether a classifier's output gets its activation function (None: as the model is configured); `param` is the field
+    that errors name. Raises `BadRequestError` if the model cannot score.
+    """
     call.require("classify", "embed")
     if "embed" in call.profile.tasks:
         return await _cosines(call, pairs, param)
@@ -111,7 +119,9 @@ async def _scores(
 
 
 async def _pair_inputs(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[PoolingInput]:
-    """Return the input for each pair: rendered by `--chat-template` if it is given, else as a pair of the tokenizer."""
+    """Return one tokenized input for each pair of texts: rendered by `--chat-template` if it is given, else joined by
+    the tokenizer as a pair.
+    """
     if call.service.settings.chat_template is None:
         return await call.texts(pairs, param=param)
     rendered = []
@@ -127,7 +137,9 @@ async def _pair_inputs(call: PoolingCall, pairs: Sequence[tuple[str, str]], para
 
 
 async def _cosines(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[float]:
-    """Return the cosine of the embeddings of each pair."""
+    """Return the cosine of the two embeddings of each pair of texts. `param` is the request's field that errors
+    name.
+    """
     # Each distinct text is embedded once: /rerank has the query in every pair.
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     vectors = await call.compute(await call.texts(texts, param=param), PoolingSpec(task="embed"))

@@ -16,7 +16,7 @@ from baton_serve.services.router.requests.pooling_dispatcher import Vector, enco
 
 
 async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.Struct:
-    """Answer /v1/embeddings. Raises `ApiError`."""
+    """Answer /v1/embeddings with one embedding for each input. Raises `ApiError`."""
     call.require("embed")
     check_dimensions(request.dimensions, call.profile)
     inputs = await call.inputs(request)
@@ -28,7 +28,9 @@ async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.St
 
 
 async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
-    """Answer /pooling. Raises `ApiError`."""
+    """Answer /pooling with the model's output for each input: an embedding, the embeddings of its tokens, or its
+    classes. Raises `ApiError`.
+    """
     task = request.task or call.profile.tasks[0]
     call.require(task)
     check_dimensions(request.dimensions, call.profile)
@@ -43,7 +45,7 @@ async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
 
 
 async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.Struct:
-    """Answer /classify. Raises `ApiError`."""
+    """Answer /classify with the probabilities of the classes for each input. Raises `ApiError`."""
     call.require("classify")
     inputs = await call.inputs(request)
     vectors = await call.compute(inputs, PoolingSpec(task="classify", activation=request.activation))
@@ -52,7 +54,7 @@ async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.
 
 
 def check_dimensions(wanted: int | None, profile: PoolingProfile) -> None:
-    """Check that a model can shorten its embeddings to `wanted` dimensions. Raises `BadRequestError` otherwise.
+    """Raise `BadRequestError` if a model cannot shorten its embeddings to `wanted` dimensions (Matryoshka).
 
     None stands for the full length and is always allowed.
     """

@@ -63,7 +63,9 @@ class OutputDetails(msgspec.Struct, frozen=True):
 
 
 class ResponsesUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of an answer. `reasoning_tokens` stays 0: reasoning is counted with the rest of the output."""
+    """The token counts of an answer. `reasoning_tokens` stays 0: tokens of reasoning are counted in `output_tokens`
+    only.
+    """
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -77,7 +79,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer. It repeats most parameters of its request, as OpenAI's does."""
+    """A whole answer of the Responses API. It repeats most parameters of its request, as OpenAI's does."""
 
     id: str
     object: Literal["response"] = "response"
@@ -109,7 +111,7 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event with the whole answer in its present state."""
+    """A streamed event that contains the whole answer as it is at that time."""
 
     type: str
     sequence_number: int
@@ -117,7 +119,7 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that starts or ends an item of the output."""
+    """A streamed event that starts or ends an item of the answer's `output`."""
 
     type: str
     sequence_number: int
@@ -126,7 +128,7 @@ class ItemEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that starts or ends a content part of an item."""
+    """A streamed event that starts or ends a content part of an output item."""
 
     type: str
     sequence_number: int
@@ -137,7 +139,9 @@ class PartEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """More text of an item, or the end of it. Events of tool calls have no `content_index` and no `logprobs`."""
+    """A streamed event with new text of an output item, or at its end with all of its text. Events of tool calls have
+    no `content_index` and no `logprobs`.
+    """
 
     type: str
     sequence_number: int

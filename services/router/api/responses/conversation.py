@@ -21,7 +21,7 @@ _PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco
 
 
 class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One kept answer, as JSON in a `ResponseStore`."""
+    """One answer that the router keeps, with its conversation. It is stored as JSON in a `ResponseStore`."""
 
     answer: msgspec.Raw
     """The answer as the client gets it."""
@@ -30,7 +30,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a kept answer that later requests depend on."""
+    """The fields of a kept answer that the router reads again when a later request continues, polls or cancels it."""
 
     status: str
     background: bool
@@ -42,7 +42,7 @@ class _ItemId(msgspec.Struct, frozen=True):
 
 
 class ItemPage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `GET /v1/responses/ID/input_items`."""
+    """The answer of `GET /v1/responses/ID/input_items`: one page of the items that were the answer's input."""
 
     object: Literal["list"] = "list"
     data: list[msgspec.Raw]
@@ -52,9 +52,11 @@ class ItemPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def continued(request: R, record: bytes | None, *, max_bytes: int) -> R:
-    """Return the request with the whole conversation as its input: that of `record`, its answer, then its own input.
+    """Return the request with the whole conversation as its input: the input and the output of the answer in `record`,
+    then the request's own input. Without a record (None), return the request as it is.
 
-    Raises `BadRequestError` if the answer in the record is not complete or the conversation is too long.
+    Raises `BadRequestError` if the answer in the record has not ended, or the conversation has more than `max_bytes` or
+    too many items.
     """
     if record is None:
         return request
@@ -84,13 +86,17 @@ def continued(request: R, record: bytes | None, *, max_bytes: int) -> R:
 
 
 def input_items(request: InputTokensRequest) -> list[msgspec.Raw]:
-    """Return the items of a request's input as they are kept: each has an id, and a message a list of parts."""
+    """Return the items of a request's input as JSON, in the form in which they are kept: each has an id, and a message
+    has its content as a list of parts.
+    """
     # Not msgspec, which cannot write the numbers beyond 64 bits that an unknown field may have.
     return [msgspec.Raw(to_json(_kept(item), inf_nan_mode="null")) for item in _items(request)]
 
 
 def page_of(items: Sequence[msgspec.Raw], *, after: str | None, limit: int, newest_first: bool) -> ItemPage:
-    """Return at most `limit` items in the wanted order, beginning after the item `after`."""
+    """Return at most `limit` items, beginning after the item with the id `after` (None: from the start). `items` are
+    oldest first; `newest_first` reverses them. Raises `BadRequestError` if no item has the id.
+    """
     ordered = list(reversed(items)) if newest_first else list(items)
     ids = [msgspec.json.decode(item, type=_ItemId).id for item in ordered]
     if after is not None and after not in ids:

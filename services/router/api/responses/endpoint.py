@@ -88,7 +88,9 @@ class ResponsesEndpoint:
 
 
 class InputTokensEndpoint:
-    """A plain ASGI application that counts the prompt tokens of a conversation without sending it to an instance."""
+    """Answers `POST /v1/responses/input_tokens`: counts the prompt tokens of a conversation without sending it to an
+    instance. It is a plain ASGI application.
+    """
 
     def __init__(self, service: ModelService, kept: KeptResponses) -> None:
         self._service = service
@@ -113,7 +115,9 @@ def _has_many_items(request: InputTokensRequest) -> bool:
 
 
 async def _previous(request: InputTokensRequest, kept: KeptResponses, context: RequestContext) -> bytes | None:
-    """Return the record of the answer that a request continues, or None. Raises `NotFoundError`."""
+    """Return the stored record of the answer that a request continues (`previous_response_id`), or None if it continues
+    none. Raises `NotFoundError` if that answer is not kept.
+    """
     if request.previous_response_id is None:
         return None
     return await kept.record(
@@ -124,16 +128,20 @@ async def _previous(request: InputTokensRequest, kept: KeptResponses, context: R
 def _prepared(
     request: ResponsesRequest, record: bytes | None, context: RequestContext, *, keeps: bool
 ) -> tuple[ResponsesRequest, ChatCompletionRequest, list[msgspec.Raw]]:
-    """Return the request with its whole conversation, its chat request, and the items to keep if `keeps`.
+    """Return three values: the request with the whole conversation as its input, the chat request made of it, and the
+    input items to keep with the answer (none unless `keeps`). `record` is the answer that the request continues, or
+    None.
 
-    Raises `BadRequestError`.
+    Raises `BadRequestError` if something in the request is not valid or not served.
     """
     request = continued(request, record, max_bytes=context.limits.max_body_bytes)
     return request, as_chat(request), input_items(request) if keeps else []
 
 
 def check_background(request: ResponsesRequest, kept: KeptResponses) -> None:
-    """Raise `BadRequestError` if a request wants to run in the background and cannot."""
+    """Raise `BadRequestError` if a request wants to run in the background but cannot, for example because no answers
+    are kept.
+    """
     if not request.background:
         return
     if not kept.is_enabled or request.store is False:
@@ -152,12 +160,12 @@ def check_background(request: ResponsesRequest, kept: KeptResponses) -> None:
 
 
 class ResponsesDialect:
-    """The `api_format.Dialect` of the Responses API, for one answer."""
+    """Converts one answer to the events and objects of the Responses API; implements `api_format.Dialect`."""
 
     def __init__(self, empty: ResponseAnswer, names: Mapping[str, ToolName], logprobs: LogprobWriter) -> None:
-        """Create the dialect. `empty` is the answer before anything was generated.
+        """Create it for one answer. `empty` is the answer before anything was generated; `logprobs` formats logprobs.
 
-        `names` are the functions of namespaces by the names that the model uses.
+        `names` are the functions that belong to a namespace, by the name under which the model calls them.
         """
         self._empty = empty
         self._names = names
@@ -169,11 +177,15 @@ class ResponsesDialect:
         self._ids: dict[Block, tuple[str, str]] = {}
 
     def begin(self, usage: Usage) -> Sequence[SseEvent]:
-        """Return the two events with which a stream starts; both carry the empty answer."""
+        """Return the two events with which a stream starts, `response.created` and `response.in_progress`; both carry
+        the empty answer.
+        """
         return [self._response("response.created", self._empty), self._response("response.in_progress", self._empty)]
 
     def change(self, change: Change) -> Sequence[SseEvent]:
-        """Return the events for a change of a block; a block is an item of the output."""
+        """Return the events for a content block that was opened, got more text or was closed. Each block is an item of
+        the answer's `output`.
+        """
         match change:
             case BlockOpened(block):
                 return self._opened(block)
@@ -183,12 +195,12 @@ class ResponsesDialect:
                 return self._closed(block)
 
     def end(self, blocks: Sequence[Block], end: AnswerEnd) -> Sequence[SseEvent]:
-        """Return the last event, which repeats the whole answer."""
+        """Return the last event of a stream, which repeats the whole answer."""
         whole = self.whole(blocks, end)
         return [self._response(f"response.{whole.status}", whole)]
 
     def failure(self, error: ApiError) -> Sequence[SseEvent]:
-        """Return the error event and the failed answer."""
+        """Return the last two events of a stream that failed: the error, and the answer with the status `failed`."""
         detail = error.body().error
         number = self._next()
         event = ErrorEvent(sequence_number=number, code=detail.code, message=detail.message, param=detail.param)
@@ -196,7 +208,7 @@ class ResponsesDialect:
         return [SseEvent("error", event), self._response("response.failed", failed)]
 
     def whole(self, blocks: Sequence[Block], end: AnswerEnd) -> ResponseAnswer:
-        """Return the complete answer."""
+        """Return the complete answer. Each content block is one item of its `output`."""
         usage = end.usage
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
         return msgspec.structs.replace(
@@ -258,7 +270,7 @@ class ResponsesDialect:
         return OutputText(text=block.text, logprobs=self._formatted(block))
 
     def _formatted(self, block: Block) -> list[ChatLogprob]:
-        """Return the logprobs of a text in the form of the API."""
+        """Return the logprobs of a text block so far in the form of the Responses API."""
         done = self._logprobs.setdefault(block, [])
         # Each is formatted once, although a stream repeats all of them at its end.
         if len(done) < len(block.logprobs):
@@ -292,7 +304,9 @@ class ResponsesDialect:
         return SseEvent(name, ResponseEvent(type=name, sequence_number=self._next(), response=response))
 
     def _ids_of(self, block: Block) -> tuple[str, str]:
-        """Return the id of a block's item and the id of its call; only tool calls use the second."""
+        """Return two ids for a block: that of its output item, and its `call_id`, which only a tool call has. Later
+        calls return the same ids.
+        """
         if block not in self._ids:
             self._ids[block] = (f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}", f"call_{secrets.token_hex(12)}")
         return self._ids[block]
@@ -308,7 +322,9 @@ def _status(block: Block, blocks: Sequence[Block], end: AnswerEnd) -> str:
 
 
 def check_num_logprobs(request: ResponsesRequest, max_model_len: int) -> None:
-    """Raise `BadRequestError` if the answer may have too many logprobs: a stream repeats all of them at its end."""
+    """Raise `BadRequestError` if the answer may have too many logprobs. The number is limited because a stream repeats
+    all of them at its end. `max_model_len` is the model's context in tokens.
+    """
     # Checked before the generation, because an error in the middle of a stream would lose the answer so far.
     num_tokens = min(request.max_output_tokens or max_model_len, max_model_len)
     if wants_logprobs(request) and num_tokens * ((request.top_logprobs or 0) + 1) > MAX_REPEATED_LOGPROBS:
@@ -321,7 +337,9 @@ def check_num_logprobs(request: ResponsesRequest, max_model_len: int) -> None:
 
 
 def empty_answer(request: ResponsesRequest, api_id: str, model: str, *, created_at: int, store: bool) -> ResponseAnswer:
-    """Return the answer of a request before anything was generated."""
+    """Return the answer to a request as it is before anything was generated. `created_at` is in seconds since 1970;
+    `store` says whether the answer will be kept.
+    """
     reasoning = request.reasoning
     return ResponseAnswer(
         id=api_id,

@@ -46,7 +46,7 @@ _CANCELLED = "cancelled"
 
 @dataclass(slots=True)
 class _Run:
-    """A background request that this process computes."""
+    """A background request that this process computes: its asyncio task and the status that clients see."""
 
     task: asyncio.Task[None] | None = None
     """It is None until the store has the record of the run."""
@@ -54,15 +54,15 @@ class _Run:
 
 
 class KeptResponses:
-    """The kept answers of all API keys, and the background runs of this process.
+    """The answers that the router keeps for all API keys, and the background requests that this process computes.
 
-    Created with the router and closed when it stops. Runs on the event loop.
+    It is created with the router and closed when the router stops. Runs on the event loop.
     """
 
     def __init__(self, store: ResponseStore | None, *, lost_hint: str = "") -> None:
-        """Use `store`, which this object owns. With None nothing is kept.
+        """Keep answers in `store`, which this object then owns and closes. With None no answers are kept.
 
-        `lost_hint` ends the message for an answer that is not found.
+        `lost_hint` is added to the error message for an answer that is not found.
         """
         self._store = store
         self._lost_hint = lost_hint
@@ -71,7 +71,9 @@ class KeptResponses:
 
     @staticmethod
     def of(settings: RouterSettings) -> "KeptResponses":
-        """Return the kept answers of a router: in the registry's Redis, or else in the memory of this process."""
+        """Return the kept answers of a router with these settings: stored in the registry's Redis, or without Redis in
+        the memory of this process.
+        """
         ttl_s = settings.response_store_ttl_s
         if ttl_s == 0:
             return KeptResponses(None)
@@ -87,7 +89,7 @@ class KeptResponses:
 
     @property
     def is_enabled(self) -> bool:
-        """Return whether answers are kept."""
+        """True if answers are kept (`--response-store-ttl-s` is not 0)."""
         return self._store is not None
 
     async def record(
@@ -98,11 +100,11 @@ class KeptResponses:
         memory: BodyReservation | None = None,
         param: str | None = None,
     ) -> bytes:
-        """Return the record of an answer, to be read as a `ResponseRecord`.
+        """Return the stored JSON of an answer of this caller, to be decoded as a `ResponseRecord`.
 
-        Its size is reserved in `memory` before it is read: a request of a hundred bytes may refer to megabytes. `param`
-        is the parameter that holds the id, for the error. Raises `NotFoundError`, `RateLimitError` if too little memory
-        is free, and `UnavailableError`.
+        Its size is reserved in `memory`, if given, before it is read: a request of a hundred bytes may refer to
+        megabytes. `param` is the request's parameter that errors name. Raises `NotFoundError`, `RateLimitError` if too
+        little memory is free, and `UnavailableError` if the store cannot be reached.
         """
         record = None
         if self._store is not None:
@@ -119,7 +121,9 @@ class KeptResponses:
         return record
 
     async def answer(self, caller: Caller, response_id: str, *, memory: BodyReservation | None = None) -> msgspec.Raw:
-        """Return an answer in its present state, as JSON. Raises the errors of `record`."""
+        """Return an answer of this caller with its present status, as JSON. Its size is reserved in `memory`, if given.
+        Raises the errors of `record`.
+        """
         key = _key(caller, response_id)
         state: str | None = None
         # Read before the record: if the run ends in between, the record has its result.
@@ -134,14 +138,18 @@ class KeptResponses:
         return _changed(kept.answer, status="failed", error=error.body().error)
 
     async def keep(self, caller: Caller, response_id: str, answer: bytes, items: Sequence[msgspec.Raw]) -> None:
-        """Keep a complete answer. If the store cannot be reached, log it and keep nothing."""
+        """Store a complete answer for its caller. `answer` is its JSON, `items` are the conversation before it. If the
+        store cannot be reached, log it and keep nothing.
+        """
         try:
             await self._put(_key(caller, response_id), answer, items)
         except ApiError as exc:
             self._log.warning("a response is not kept: %s", exc.message)
 
     async def delete(self, caller: Caller, response_id: str) -> None:
-        """Forget an answer, and stop its run. Raises the errors of `record`."""
+        """Delete a kept answer of this caller, and stop the background request that computes it. Raises the errors of
+        `record`.
+        """
         await self.record(caller, response_id)
         key = _key(caller, response_id)
         await self._stop(key)
@@ -149,7 +157,8 @@ class KeptResponses:
             await self._store.delete(key)
 
     async def cancel(self, caller: Caller, response_id: str, *, memory: BodyReservation | None = None) -> msgspec.Raw:
-        """Stop a background run and return its answer. One that has ended is returned as it is.
+        """Stop the background request that computes an answer, and return the answer with the status `cancelled`. An
+        answer that has ended already is returned as it is. Its size is reserved in `memory`, if given.
 
         Raises `BadRequestError` for an answer that was not asked for with `background`, and the errors of `record`.
         """
@@ -177,12 +186,14 @@ class KeptResponses:
         items: Sequence[msgspec.Raw],
         memory: BodyReservation | None = None,
     ) -> ResponseAnswer:
-        """Let a chat run in the background and return its answer so far. This takes over the ownership of `begun`.
+        """Let a chat run in the background and return its answer so far (`empty` with the status `queued`). This takes
+        over the ownership of `begun`, also if it raises.
 
-        The run also takes over what is reserved in `memory`, and releases it at its end.
+        `items` are the conversation, to be kept with the answer. The background task also takes over what is reserved
+        in `memory`, and releases it at its end.
 
-        Raises `BadRequestError` if a run has this id already, `RateLimitError` if the caller has too many, and
-        `UnavailableError` if the store cannot be reached.
+        Raises `BadRequestError` if a background request has this id already, `RateLimitError` if the caller has too
+        many of them, and `UnavailableError` if the store cannot be reached.
         """
         key, run = _key(caller, empty.id), _Run()
         if sum(owner_of(other) == owner_of(key) for other in self._runs) >= MAX_RUNS:
@@ -219,7 +230,7 @@ class KeptResponses:
         return queued
 
     async def close(self) -> None:
-        """Stop all runs and close the store."""
+        """Cancel all background requests of this process and close the store."""
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         for task in tasks:
             task.cancel()
@@ -236,7 +247,9 @@ class KeptResponses:
         empty: ResponseAnswer,
         items: Sequence[msgspec.Raw],
     ) -> None:
-        """Compute an answer and keep it, unless it is cancelled meanwhile, here or by another router."""
+        """Compute the answer of a background request and store it under `key`, unless it is cancelled meanwhile, by
+        this router or another.
+        """
 
         def begin() -> None:
             run.state = "in_progress"
@@ -256,7 +269,9 @@ class KeptResponses:
             work.cancel()
 
     async def _is_cancelled(self, key: str, state: str) -> bool:
-        """Return whether another router has cancelled a run. If not, renew the state of the run."""
+        """Return whether a router has cancelled the background request of `key`. If not, write its `state` again, which
+        would otherwise expire.
+        """
         try:
             if self._store is None or await self._store.run_state(key) == _CANCELLED:
                 return True
@@ -266,7 +281,9 @@ class KeptResponses:
         return False
 
     async def _stop(self, key: str) -> None:
-        """Stop the run of an answer, if there is one; another router's ends within a second."""
+        """Stop the background request of `key`, if there is one. If another router computes it, it ends there within a
+        second.
+        """
         run = self._runs.get(key)
         if run is not None and run.task is not None:
             run.task.cancel()
@@ -285,7 +302,9 @@ def _key(caller: Caller, response_id: str) -> str:
 
 
 async def _encoded(record: ResponseRecord) -> bytes:
-    """Encode a record. A long one takes up to 25 ms, and the records of a whole batch may be written at once."""
+    """Return the record as JSON. A long one is encoded in a thread, because it takes up to 25 ms and many may come at
+    once.
+    """
     if len(record.answer) + sum(map(len, record.input)) <= UNCOUNTED_BYTES:
         return msgspec.json.encode(record)
     return await ANSWERS.run(msgspec.json.encode, record)
@@ -300,13 +319,15 @@ def _is_running(record: ResponseRecord) -> bool:
 
 
 def _changed(answer: msgspec.Raw, **fields: Any) -> msgspec.Raw:
-    """Return an answer with other values of some fields."""
+    """Return an answer (JSON) in which the given fields have other values."""
     values: dict[str, Any] = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
     return msgspec.Raw(msgspec.json.encode(values | fields))
 
 
 async def _outcome(begun: BegunChat, dialect: Dialect, empty: ResponseAnswer, on_delta: Callable[[], None]) -> bytes:
-    """Wait for an answer and return it as JSON, also if it has failed."""
+    """Wait for the answer of a background request and return it as JSON; if it fails, return the answer with the status
+    `failed` and the error. `on_delta` is called whenever new tokens arrive.
+    """
     try:
         return await whole_answer(begun, dialect, on_delta)
     except ApiError as exc:

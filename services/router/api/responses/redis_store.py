@@ -67,14 +67,17 @@ end
 
 
 class RedisResponseStore:
-    """A `ResponseStore` on Redis. The key `baton:response:<key>` holds a record, and `baton:response-run:<key>` the
-    state of its run. Both have a TTL. Owns its own connection.
+    """A `ResponseStore` in Redis. The Redis key `baton:response:<key>` holds an answer's record, and
+    `baton:response-run:<key>` the state of the background request that computes it. Both have a TTL. It owns its own
+    connection.
     """
 
     def __init__(self, url: str, ttl_s: float, max_bytes: int) -> None:
-        """Create the store without connecting; the first command connects. `url` is that of `--registry`.
+        """Create the store without connecting; the first command connects. `url` is that of `--registry`; records
+        expire after `ttl_s` seconds.
 
-        All routers together keep at most `max_bytes` of records; beyond it the owner with the most loses its oldest.
+        All routers together keep at most `max_bytes` of records; beyond it the owner with the most bytes loses its
+        oldest record.
         """
         self._redis = connect_redis(url)
         self._max_bytes = max_bytes
@@ -82,33 +85,35 @@ class RedisResponseStore:
         self._ttl_ms = max(1, int(ttl_s * 1e3))
 
     async def size(self, key: str) -> int:
-        """Return the length of a record, or 0."""
+        """Return the length of the record of a key in bytes, or 0 if there is none."""
         return int(await _answered(self._redis.strlen(_record(key))))
 
     async def get(self, key: str) -> bytes | None:
-        """Return the record of a key, or None."""
+        """Return the record of a key, or None if there is none."""
         return cast(bytes | None, await _answered(self._redis.get(_record(key))))
 
     async def put(self, key: str, record: bytes) -> None:
-        """Keep a record until its TTL has passed; drop the oldest ones beyond the bound."""
+        """Store the record of a key until its TTL has passed. If all records together then exceed the limit, delete old
+        ones.
+        """
         keys = [_record(key), *(f"baton:response-{name}" for name in ("order", "sizes", "owners", "order:"))]
         await _answered(self._put(keys=keys, args=[record, self._ttl_ms, self._max_bytes]))
 
     async def delete(self, key: str) -> bool:
-        """Forget a record. Return whether there was one."""
+        """Delete the record of a key. Return whether there was one."""
         return bool(await _answered(self._redis.delete(_record(key))))
 
     async def set_run(self, key: str, state: str) -> None:
-        """Set the state of a run."""
+        """Set the state of the background request that computes the answer of a key. It expires after `RUN_TTL_S`."""
         await _answered(self._redis.set(_run(key), state, px=int(RUN_TTL_S * 1e3)))
 
     async def run_state(self, key: str) -> str | None:
-        """Return the state of a run."""
+        """Return the state that `set_run` has set for a key, or None if there is none any more."""
         state = cast(bytes | None, await _answered(self._redis.get(_run(key))))
         return None if state is None else state.decode()
 
     async def end_run(self, key: str) -> None:
-        """Forget the state of a run."""
+        """Delete the state of the background request of a key."""
         await _answered(self._redis.delete(_run(key)))
 
     async def close(self) -> None:
@@ -118,7 +123,7 @@ class RedisResponseStore:
 
 
 async def _answered(command: Awaitable[T] | Any) -> T:
-    """Return the answer of Redis. Raises `UnavailableError` if it does not answer."""
+    """Wait for the answer of Redis to a command and return it. Raises `UnavailableError` if Redis does not answer."""
     try:
         return cast(T, await command)
     except (RedisError, OSError) as exc:

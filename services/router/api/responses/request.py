@@ -34,7 +34,7 @@ _OF_ANSWER = (
 
 
 def check_unserved(request: InputTokensRequest) -> None:
-    """Raise `BadRequestError`, which names the parameter, if a request uses one that is not served."""
+    """Raise `BadRequestError` if a request uses a parameter that is not served. The error names the parameter."""
     for name, value in (request.model_extra or {}).items():
         if name in UNSERVED and value is not None and value not in UNSERVED[name]:
             why = "use previous_response_id, or send the whole conversation as input" if name == "conversation" else ""
@@ -43,7 +43,9 @@ def check_unserved(request: InputTokensRequest) -> None:
 
 
 def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
-    """Return the chat request with the same prompt and sampling parameters. Raises `BadRequestError`."""
+    """Convert a request of the Responses API to a chat request with the same prompt and sampling parameters. Raises
+    `BadRequestError` for something that is not served.
+    """
     for name in request.include or []:
         if name not in INCLUDED:
             raise BadRequestError(f"include: {name!r} is not supported", param="include")
@@ -60,17 +62,21 @@ def as_chat(request: ResponsesRequest) -> ChatCompletionRequest:
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
-    """Return whether the answer has the logprobs of the tokens of its text."""
+    """Return whether the request asks for the logprobs of the tokens of its answer's text."""
     return bool(request.top_logprobs) or LOGPROBS in (request.include or ())
 
 
 def input_as_chat(request: InputTokensRequest) -> ChatCompletionRequest:
-    """Return the chat request of a request that only counts tokens. Raises `BadRequestError`."""
+    """Convert a request that only counts tokens to a chat request with the same prompt. Raises `BadRequestError` for
+    something that is not served.
+    """
     return ChatCompletionRequest(**_values(request))
 
 
 def _values(request: InputTokensRequest) -> dict[str, Any]:
-    """Return the fields of the chat request that decide its prompt."""
+    """Return the fields of the chat request that decide its prompt, by name. Raises `BadRequestError` for something
+    that is not served.
+    """
     check_unserved(request)
     messages = [ChatMessage(role="system", content=request.instructions)] if request.instructions else []
     messages += [ChatMessage(role="user", content=request.input)] if isinstance(request.input, str) else []
@@ -87,7 +93,9 @@ def _values(request: InputTokensRequest) -> dict[str, Any]:
 
 
 def _message(item: InputItem) -> ChatMessage:
-    """Convert one item of the input to a message. Raises `BadRequestError` for a type that is not served."""
+    """Convert one item of a request's input to a chat message. Raises `BadRequestError` for a type that is not
+    served.
+    """
     match item.type or "message":
         case "message":
             # OpenAI renamed the role for its own models; templates of open models know only "system".
@@ -109,7 +117,7 @@ def _message(item: InputItem) -> ChatMessage:
 class _Merging:
     """Collects the items of one earlier answer (reasoning, text, tool calls) into one assistant message.
 
-    Items are kept in lists: there may be thousands, and appending to strings would take quadratic time.
+    Pieces are kept in lists: there may be thousands, and appending to strings would take quadratic time.
     """
 
     content: str | Parts | None = None
@@ -117,15 +125,15 @@ class _Merging:
     calls: list[Any] = field(default_factory=list)
 
     def continues(self, message: ChatMessage) -> bool:
-        """Return whether a message belongs to the same answer as the items so far.
+        """Return whether an assistant message belongs to the same earlier answer as the items collected so far.
 
-        It does not if it has text although there is text or a tool call already: an answer has one text, before its
-        calls.
+        It does not if it has text although text or a tool call was collected already: an answer has one text, before
+        its tool calls.
         """
         return not message.content or not (self.content or self.calls)
 
     def add(self, message: ChatMessage) -> None:
-        """Add an assistant message that holds one item."""
+        """Add an assistant message that holds one item: reasoning, a text or a tool call."""
         extra = message.model_extra or {}
         if message.content is not None and not self.content:
             self.content = message.content
@@ -134,7 +142,7 @@ class _Merging:
             self.reasoning.append(extra["reasoning_content"])
 
     def message(self) -> ChatMessage:
-        """Return all items as one assistant message."""
+        """Return all collected items as one assistant message."""
         extra: dict[str, Any] = {}
         if self.reasoning:
             extra["reasoning_content"] = "".join(self.reasoning)
@@ -163,7 +171,7 @@ def _merged(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
 
 
 def _content(content: str | Sequence[dict[str, Any]] | None) -> str | list[ContentPart]:
-    """Return the content as one text, or as a list of parts if it contains images."""
+    """Return the content of an input item as one text, or as a list of parts if it contains images."""
     if content is None or isinstance(content, str) or all(part.get("type") != "input_image" for part in content):
         return _text(content)
     return [
@@ -180,7 +188,9 @@ def _url(part: dict[str, Any]) -> str:
 
 
 def _text(content: str | Sequence[dict[str, Any]] | None) -> str:
-    """Return the text of text parts, one per line. Raises `BadRequestError` for other parts."""
+    """Return the texts of content parts, joined by line breaks, or `content` itself if it is a text. Raises
+    `BadRequestError` for parts that are not text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []

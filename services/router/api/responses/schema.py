@@ -39,7 +39,7 @@ class _Lenient(BaseModel):
 
 
 class ReasoningOptions(_Lenient):
-    """Options of reasoning. `summary` has no effect: the reasoning itself is returned."""
+    """The field `reasoning` of a request. `summary` has no effect: the answer contains the reasoning itself."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -51,7 +51,7 @@ class TextOptions(_Lenient):
 
 
 class InputItem(_Lenient):
-    """An item of the input: a message, a tool call, its result, or the reasoning of an earlier answer."""
+    """An item of a request's input: a message, a tool call, a tool's result, or the reasoning of an earlier answer."""
 
     type: Name | None = None
     role: Name | None = None
@@ -64,7 +64,7 @@ class InputItem(_Lenient):
 
 
 class InputTokensRequest(_Lenient):
-    """The body of `POST /v1/responses/input_tokens`: the fields that decide the prompt."""
+    """The body of `POST /v1/responses/input_tokens`: those fields of a Responses request that decide its prompt."""
 
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None

@@ -15,14 +15,15 @@ MAX_KEPT = 10_000
 
 
 class ResponseStore(Protocol):
-    """Keeps records for `--response-store-ttl-s` after they were last written, and the states of background runs.
+    """Stores answers for `--response-store-ttl-s` after they were last written (each with its conversation, as a
+    record), and the states of the background requests that compute answers.
 
     A key is the digest of the record's owner, a colon and an id. Every method but `close` raises `UnavailableError` if
     the store cannot be reached.
     """
 
     async def size(self, key: str) -> int:
-        """Return the length of a record in bytes, or 0 if there is none any more."""
+        """Return the length of the record of a key in bytes, or 0 if there is none any more."""
         ...
 
     async def get(self, key: str) -> bytes | None:
@@ -30,39 +31,43 @@ class ResponseStore(Protocol):
         ...
 
     async def put(self, key: str, record: bytes) -> None:
-        """Keep a record, in place of an earlier one of the same key."""
+        """Store the record of a key, in place of an earlier one."""
         ...
 
     async def delete(self, key: str) -> bool:
-        """Forget a record. Return whether there was one."""
+        """Delete the record of a key. Return whether there was one."""
         ...
 
     async def set_run(self, key: str, state: str) -> None:
-        """Set the state of the run that computes the answer of a key. It is forgotten after `RUN_TTL_S`."""
+        """Set the state of the background request that computes the answer of a key. It is forgotten after
+        `RUN_TTL_S`.
+        """
         ...
 
     async def run_state(self, key: str) -> str | None:
-        """Return the state that `set_run` has set, or None if the run has ended or its router is lost."""
+        """Return the state that `set_run` has set for a key, or None if the background request has ended or the router
+        that computes it is lost.
+        """
         ...
 
     async def end_run(self, key: str) -> None:
-        """Forget the state of a run."""
+        """Forget the state of the background request of a key; it has ended."""
         ...
 
     async def close(self) -> None:
-        """Release the connections of the store."""
+        """Close the connections of the store."""
         ...
 
 
 class MemoryResponseStore:
     """A `ResponseStore` in the memory of this process.
 
-    Beyond its bounds the oldest record of the owner with the most is dropped, so that no owner of an API key can make
-    the records of the others disappear.
+    Beyond its limits the oldest record of that owner who has the most bytes is dropped, so that no owner of an API key
+    can make the records of the others disappear.
     """
 
     def __init__(self, ttl_s: float, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a store that keeps at most `max_bytes` of records."""
+        """Create a store that keeps at most `max_bytes` of records, each for `ttl_s` seconds."""
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._clock = clock
@@ -74,7 +79,7 @@ class MemoryResponseStore:
         self.num_bytes = 0
 
     async def size(self, key: str) -> int:
-        """Return the length of a record, or 0 if there is none."""
+        """Return the length of the record of a key in bytes, or 0 if there is none."""
         return len(await self.get(key) or b"")
 
     async def get(self, key: str) -> bytes | None:
@@ -83,7 +88,9 @@ class MemoryResponseStore:
         return self._records[key][1] if key in self._records else None
 
     async def put(self, key: str, record: bytes) -> None:
-        """Keep a record; drop old ones beyond the bounds, and this one if it exceeds them alone."""
+        """Store the record of a key. If all records together then exceed the limits, drop old ones; drop this one too
+        if it exceeds them alone.
+        """
         await self.delete(key)
         owner = owner_of(key)
         self._records[key] = (self._clock() + self._ttl_s, record)
@@ -93,7 +100,7 @@ class MemoryResponseStore:
         self._drop_old()
 
     async def delete(self, key: str) -> bool:
-        """Forget a record. Return whether there was one."""
+        """Delete the record of a key. Return whether there was one."""
         self._drop_old()
         if key not in self._records:
             return False
@@ -101,7 +108,7 @@ class MemoryResponseStore:
         return True
 
     async def set_run(self, key: str, state: str) -> None:
-        """Set the state of a run."""
+        """Set the state of the background request that computes the answer of a key."""
         # Thousands of runs renew their states every second. Each goes to the end of the dict, so that the oldest come
         # first, which nobody may ask for any more.
         now = self._clock()
@@ -111,16 +118,16 @@ class MemoryResponseStore:
             del self._runs[next(iter(self._runs))]
 
     async def run_state(self, key: str) -> str | None:
-        """Return the state of a run."""
+        """Return the state that `set_run` has set for a key, or None if there is none."""
         until, state = self._runs.get(key, (0.0, None))
         return state if self._clock() < until else None
 
     async def end_run(self, key: str) -> None:
-        """Forget the state of a run."""
+        """Forget the state of the background request of a key."""
         self._runs.pop(key, None)
 
     async def close(self) -> None:
-        """Forget all records and runs."""
+        """Forget all records and all states of background requests."""
         self._records.clear()
         self._owned.clear()
         self._owned_bytes.clear()
@@ -147,5 +154,5 @@ class MemoryResponseStore:
 
 
 def owner_of(key: str) -> str:
-    """Return the part of a record's key that names its owner."""
+    """Return the part of a record's key that names its owner (the digest before the colon)."""
     return key.partition(":")[0]

@@ -43,25 +43,28 @@ _SEPARATOR = "__"
 
 @dataclass(frozen=True, slots=True)
 class ToolName:
-    """The name of a function as the client knows it."""
+    """The name of a function as the client knows it, with its namespace (a group of functions) if it has one."""
 
     name: str
     namespace: str | None = None
 
     def flat(self) -> str:
-        """Return the name by which the model calls the function."""
+        """Return the name under which the model calls the function: `namespace__name`, or the name alone."""
         return flat_name(self.namespace, self.name)
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a function of a namespace, or of none."""
+    """Return the name under which the model calls a function: `namespace__name`, or the name alone without a
+    namespace.
+    """
     return name if not namespace else f"{namespace}{_SEPARATOR}{name}"
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Return the functions that a request offers, without hosted tools.
+    """Return the functions that a request offers, for the chat request. Hosted tools, which only OpenAI's service can
+    run, are left out.
 
-    Raises `BadRequestError` for a tool without a name, of an unknown type, and for too many functions.
+    Raises `BadRequestError` for a tool without a name, for a tool of an unknown type, and for too many functions.
     """
     functions = [_function(name, fields) for name, fields in _named(tools)]
     # The schema bounds the tools of a request, but not the functions within its namespaces.
@@ -78,12 +81,15 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, ToolName]:
-    """Return the functions of namespaces by the names that the model uses. Call it after `functions_of`."""
+    """Return the functions that belong to a namespace, by the name under which the model calls them. Call it after
+    `functions_of`, which checks `tools`.
+    """
     return {name.flat(): name for name, _ in _named(tools) if name.namespace is not None}
 
 
 def tool_choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the `tool_choice` of the chat request. Raises `BadRequestError` if it names no function.
+    """Convert the `tool_choice` of a Responses request to that of the chat request. Raises `BadRequestError` if it has
+    an unknown form.
 
     As in vLLM, a function of a namespace may be named with or without the namespace.
     """
@@ -101,9 +107,10 @@ def tool_choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _chosen(choice: Any, known: Mapping[str, str]) -> dict[str, Any]:
-    """Return the chat request's form of `{"type": "function", "name": ...}`. Raises `BadRequestError`.
+    """Convert `{"type": "function", "name": ...}` to the form of a chat request. Raises `BadRequestError` if `choice`
+    has another form.
 
-    `known` are the names that the model uses, by all names that a client may use.
+    `known` maps all names that a client may use to the names under which the model calls the functions.
     """
     fields = choice if isinstance(choice, dict) else {}
     wanted, namespace = fields.get("name"), fields.get("namespace")
@@ -116,7 +123,9 @@ def _chosen(choice: Any, known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _named(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[ToolName, Mapping[str, Any]]]:
-    """Yield the name and the fields of each function. Raises `BadRequestError`."""
+    """Yield the name and the fields of each function of a request, those in namespaces included. Raises
+    `BadRequestError` for a tool without a name or of an unknown type.
+    """
     for tool in tools:
         kind = tool.get("type")
         if kind == "function":
