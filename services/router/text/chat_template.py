@@ -47,14 +47,16 @@ _NO_TEMPLATE = "the model has no chat template: start the router with --chat-tem
 
 
 class _NamedTemplate(msgspec.Struct, frozen=True):
-    """One template of a list in tokenizer_config.json."""
+    """One entry of the list `chat_template` in tokenizer_config.json: a template and its name."""
 
     name: str
     template: str
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The field of tokenizer_config.json and chat_template.json that is used."""
+    """The one field that is read from tokenizer_config.json and chat_template.json: the chat template, or a list of
+    them.
+    """
 
     chat_template: str | list[_NamedTemplate] | None = None
 
@@ -63,7 +65,9 @@ class ChatTemplates:
     """The chat templates of one model: `default`, and optionally `tool_use` for requests with tools."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Parse the templates, given by name. Raises `ModelFolderError` if Jinja cannot parse one."""
+        """Parse the templates, given as Jinja text by name. `special_tokens` are the texts of `bos_token` and others,
+        which templates may use. Raises `ModelFolderError` if Jinja cannot parse a template.
+        """
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {name: ChatTemplate(source) for name, source in templates.items()}
@@ -92,14 +96,18 @@ class ChatTemplates:
         return self._templates["default"].source if "default" in self._templates else None
 
     def pick(self, *, has_tools: bool) -> "ChatTemplate":
-        """Return the template for a request. Raises `BadRequestError` if the model has none."""
+        """Return the template for a request: `tool_use`, if there is one and the request has tools, otherwise the
+        default. Raises `BadRequestError` if the model has no template.
+        """
         name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise BadRequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
         return self._templates[name]
 
     def variables(self, extra: Mapping[str, Json]) -> dict[str, Json]:
-        """Return the variables for a template: the special tokens and `extra`, which has precedence."""
+        """Return the variables that a template can use: the special tokens and `extra`, which wins if a name is in
+        both.
+        """
         return {**self._special_tokens, **extra}
 
 
@@ -107,7 +115,7 @@ class ChatTemplate:
     """One parsed chat template. It may be rendered in several threads."""
 
     def __init__(self, source: str) -> None:
-        """Parse a template. Raises `jinja2.TemplateError`."""
+        """Parse the Jinja text of a template. Raises `jinja2.TemplateError` if that fails."""
         environment = _environment()
         self.source = source
         self._template = environment.from_string(source)
@@ -126,9 +134,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Json],
     ) -> str:
-        """Return the text of the prompt. Raises `BadRequestError` if the template rejects the messages.
+        """Return the text of the prompt for a chat. `variables` are those of `ChatTemplates.variables`. Raises
+        `BadRequestError` if the template rejects the messages.
 
-        With `continue_final_message` the text ends with the text of the last message, so that the model continues it.
+        With `continue_final_message` the prompt ends with the text of the last message, so that the model continues it.
         """
         chat = [_normalized(message) for message in messages]
         final = _mark_final_message(chat) if continue_final_message else None
@@ -148,7 +157,9 @@ class ChatTemplate:
 
 
 def _normalized(message: TemplateMessage) -> TemplateMessage:
-    """Return a copy of a message without null values, and with its reasoning under both names that templates read."""
+    """Return a copy of a message without null values. Its reasoning, if it has any, is in both fields that templates
+    read: `thinking` and `reasoning_content`.
+    """
     # Templates test for a key with `is defined`, which is true for null.
     chat: TemplateMessage = {key: value for key, value in message.items() if value is not None}
     named = [chat[key] for key in _REASONING if key in chat]
@@ -159,9 +170,10 @@ def _normalized(message: TemplateMessage) -> TemplateMessage:
 
 
 def _mark_final_message(chat: list[TemplateMessage]) -> str:
-    """Append the end mark to the last text of the last message, and return that text without the mark.
+    """Append a mark to the end of the last message's text, by which `render` finds this text in the prompt. Return the
+    text without the mark.
 
-    Parts are copied, because they belong to the request. Raises `BadRequestError` if the message has no text.
+    Content parts are copied, because they belong to the request. Raises `BadRequestError` if the message has no text.
     """
     content = chat[-1].get("content") if chat else None
     if isinstance(content, str):
@@ -191,7 +203,9 @@ def _cut_at_mark(rendered: str, final: str) -> str:
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """Return the sources of a folder's templates by name. Raises `ModelFolderError` if a file cannot be read."""
+    """Return the Jinja texts of all chat templates in a model folder, by name. Raises `ModelFolderError` if a file
+    cannot be read.
+    """
     templates: dict[str, str] = {}
     # Later sources replace earlier ones: transformers also prefers chat_template.jinja, the newest format.
     for name in ("tokenizer_config.json", "chat_template.json"):
@@ -222,9 +236,10 @@ def _read(given: str) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Implements `{% generation %}…{% endgeneration %}`, which marks the assistant's text for training.
+    """Implements the Jinja tag `{% generation %}…{% endgeneration %}`, by which templates mark the assistant's text for
+    training.
 
-    Here it only renders its body, as in transformers.
+    Here it only renders the text inside, as in transformers.
     """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
@@ -269,7 +284,8 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _content_format(tree: nodes.Template) -> ContentFormat:
-    """Return `openai` if the template iterates over a message's content, directly or through a variable.
+    """Return `openai` if the template iterates over a message's content, so that it expects a list of parts; otherwise
+    `string`.
 
     vLLM decides it in the same way.
     """

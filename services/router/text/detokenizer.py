@@ -31,9 +31,10 @@ _CHECKED_IDS = 512
 
 
 class TokenStream:
-    """Converts the tokens of one sequence to text.
+    """Converts the tokens of one sequence to text, piece by piece.
 
-    It adds to `DecodeStream` the end of the text, and a way to continue where `DecodeStream` fails.
+    It adds to `DecodeStream` of the library tokenizers the text that is left at the end, and a way to continue where
+    `DecodeStream` fails.
     """
 
     # There is one object for each running sequence, and `push` runs for each token.
@@ -48,7 +49,8 @@ class TokenStream:
         has_known_bytes: bool,
         table: Sequence[bytes] | None = None,
     ) -> None:
-        """Skip the tokens of `skipped`, and write adjacent tokens of `joined` without a space between them.
+        """Create a stream. Token ids in `skipped` give no text; adjacent tokens of `joined` are written without a space
+        between them.
 
         With `has_known_bytes` each token stands for bytes that do not depend on the tokens around it. `table` has these
         bytes by token id if the text is exactly their sequence, also at its beginning.
@@ -66,7 +68,7 @@ class TokenStream:
         """Tokens whose text has not been returned."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Convert the next tokens and return the text that is final now; it may be empty."""
+        """Convert the next tokens and return the text that later tokens cannot change; it may be empty."""
         if self._table is not None and not self._held:
             try:
                 return b"".join([self._table[i] for i in token_ids if i not in self._skipped]).decode()
@@ -94,7 +96,7 @@ class TokenStream:
         return text
 
     def _push_several(self, token_ids: Sequence[int]) -> str:
-        """Convert tokens as if they had come one by one, so that the text does not depend on their division."""
+        """Convert several tokens to the same text that they would give one by one."""
         # All tokens of a short answer may come immediately. One step for 16 tokens takes half the time of 16 steps, and
         # gives the same text if all bytes are known and form whole characters.
         is_plain = self._has_known_bytes and not (self._held or self._joined)
@@ -110,7 +112,9 @@ class TokenStream:
         return "".join([self.push([token_id]) for token_id in token_ids])
 
     def finish(self) -> str:
-        """Return the rest of the text: incomplete characters that were held back for further tokens."""
+        """Return the text of the tokens that were held back because they ended within a character. Call it after the
+        last token.
+        """
         # Most answers end with a whole character. Decoding an empty list takes several times as long as this test.
         if not self._held:
             return ""
@@ -119,7 +123,7 @@ class TokenStream:
         return text
 
     def _restart(self) -> str:
-        """Return the text that is held back, and continue with a new `DecodeStream`."""
+        """Return the text of the tokens that are held back, and continue with a new `DecodeStream`."""
         # The context keeps the space before the next word. One that ends within a character would be returned again.
         context = self._held.copy()
         text = self.finish()
@@ -128,7 +132,9 @@ class TokenStream:
 
 
 class Detokenizer:
-    """Makes token streams for one tokenizer, and converts single tokens to text. One for each model."""
+    """Converts token ids of one model to text. It makes a `TokenStream` for each sequence, and converts single
+    tokens.
+    """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -140,8 +146,8 @@ class Detokenizer:
 
     @property
     def uses_table(self) -> bool:
-        """True if a table gives the bytes of every token, so that the text of a single token is exact even if it is
-        only a part of a character.
+        """True if the bytes of every token are known from a table, so that they are exact even for a token that is only
+        a part of a character.
         """
         return self._pieces is not None
 
@@ -157,7 +163,7 @@ class Detokenizer:
         )
 
     def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole sequence."""
+        """Return the text of all tokens of a sequence at once."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -167,13 +173,13 @@ class Detokenizer:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token, with U+FFFD for incomplete characters."""
+        """Return the text of a single token, with U+FFFD in place of an incomplete character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
 
 def _pieces_of(tokenizer: TextTokenizer, steps: list[dict[str, object]]) -> list[bytes] | None:
-    """Return the bytes of all tokens by token id, or None if the decoder, which consists of `steps`, is of another
-    kind.
+    """Return the bytes of all tokens by token id, or None if they cannot be known. `steps` are those of the tokenizer's
+    decoder, as in tokenizer.json.
     """
     kinds = [step.get("type") for step in steps]
     tokens = [tokenizer.token(i) or "" for i in range(tokenizer.vocab_size)]
@@ -194,7 +200,9 @@ def _pieces_of(tokenizer: TextTokenizer, steps: list[dict[str, object]]) -> list
 
 
 def _agree(pieces: list[bytes], tokenizer: TextTokenizer) -> bool:
-    """Return whether the table and the library give the same text for samples from the whole vocabulary."""
+    """Return whether the table of bytes (`pieces`) and the library give the same text for tokens from the whole
+    vocabulary.
+    """
     step = max(1, len(pieces) // _CHECKED_IDS)
     for ids in (range(0, len(pieces), step), range(step // 2, len(pieces), step)):
         # Byte tokens are left out: among other tokens they are incomplete characters.
@@ -218,7 +226,9 @@ def _is_byte_level(steps: list[dict[str, object]]) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each printable character that represents one in byte-level vocabularies (GPT-2's table)."""
+    """Return, for each printable character that stands for a byte in byte-level vocabularies, this byte (GPT-2's
+    table).
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     table = {chr(value): value for value in printable}

@@ -18,7 +18,7 @@ _MIN_LOGPROB = -9999.0
 
 
 class LogprobWriter:
-    """Converts logprobs to the API's formats.
+    """Converts logprobs of tokens to the formats of the HTTP APIs.
 
     With `tokens_as_ids` a token is written as `token_id:123`, which is unique where several tokens have the same text.
     """
@@ -48,7 +48,7 @@ class LogprobWriter:
     def completion(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], *, offset: int
     ) -> CompletionLogprobs:
-        """Return logprobs in the format of completions. A token without logprobs has null.
+        """Return logprobs in the format of the completions API. A token without logprobs (None) has null.
 
         `offset` is the position of the first of these tokens in the text of the answer, in characters.
         """
@@ -65,7 +65,7 @@ class LogprobWriter:
         )
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-        """Return the logprobs of a prompt in vLLM's format. The first token has null."""
+        """Return the logprobs of a prompt in vLLM's format, one entry for each token. The first token has null."""
         return [None if step is None else self._prompt_step(step) for step in logprobs]
 
     def _prompt_step(self, step: TokenLogprobs) -> dict[int, PromptLogprob]:
@@ -77,7 +77,9 @@ class LogprobWriter:
         }
 
     def _top(self, step: TokenLogprobs) -> dict[str, float]:
-        """Return the logprobs of the most likely tokens and of the chosen one, by text."""
+        """Return the logprobs of the most likely tokens at one position, and that of the chosen one, by the tokens'
+        texts.
+        """
         top: dict[str, float] = {}
         # Two tokens may have the same text. `setdefault` keeps the more likely one.
         for one in (*step.top, step.chosen):

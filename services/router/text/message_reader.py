@@ -27,7 +27,9 @@ from baton_serve.services.router.text.tool_choice import tool_choice_of
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """The parts of a whole chat message. `content` is None if the message has only reasoning or tool calls."""
+    """A whole chat message, divided into content, reasoning and tool calls. `content` is None if it has only the
+    others.
+    """
 
     content: str | None
     reasoning: str | None
@@ -35,16 +37,18 @@ class ParsedMessage:
 
 
 class MessageFormat:
-    """Describes how the answers to one request are parsed. It makes one `MessageReader` for each of the `n` answers.
+    """Describes how the answers to one chat request are divided into content, reasoning and tool calls. It makes a
+    `MessageReader` for each of the `n` answers.
 
-    `grammar_spec` is the grammar of the answer, or None. If `ends_with_calls` is true, the finish reason of an answer
-    with tool calls is `tool_calls`.
+    `grammar_spec` is the grammar that the answers must follow, or None. If `ends_with_calls` is true, the finish reason
+    of an answer with tool calls is `tool_calls`.
     """
 
     def __init__(self, settings: RouterSettings, request: ChatCompletionRequest, prompt: str) -> None:
-        """Use the rendered chat `prompt` to find out whether reasoning has begun already.
+        """Create the format for a request. The rendered chat `prompt` shows whether it already begins or ends the
+        reasoning.
 
-        Raises `BadRequestError` if the tools or the grammar of the request cannot be supported.
+        Raises `BadRequestError` if the tools or the grammar of the request are not supported.
         """
         choice = tool_choice_of(request, settings, read_grammar_spec(request))
         self._calls = choice.format
@@ -60,7 +64,9 @@ class MessageFormat:
         self._has_short_ids = settings.tool_call_parser == "mistral"
 
     def _after_reasoning(self, grammar_spec: GrammarSpec | None) -> GrammarSpec | None:
-        """Return a grammar that allows reasoning before the answer. The client's grammar describes only the answer."""
+        """Return the grammar of the whole output of the model: reasoning, then an answer that follows `grammar_spec`.
+        Return `grammar_spec` itself if it is None or the model does not reason.
+        """
         reasoning, prompt = self._reasoning, self._prompt
         if grammar_spec is None or reasoning is None:
             return grammar_spec
@@ -69,19 +75,21 @@ class MessageFormat:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the whole text is content, so that no reader is needed."""
+        """True if the whole text of an answer is content, so that no reader is needed."""
         return self._calls is None and self._reasoning is None
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the detokenizer must keep special tokens in the text, because the formats use them as markers."""
+        """True if the detokenizer must keep special tokens in the text, because the formats of tool calls or reasoning
+        use them as markers.
+        """
         calls, reasoning = self._calls, self._reasoning
         return (calls is not None and calls.has_special_tokens) or (
             reasoning is not None and reasoning.has_special_tokens
         )
 
     def reader(self) -> "MessageReader":
-        """Return a new reader for one answer."""
+        """Return a new reader for one of the request's answers."""
         return MessageReader(
             self._reasoning.reader(self._prompt) if self._reasoning is not None else None,
             self._calls.reader(Tools(self._functions)) if self._calls is not None else None,
@@ -89,30 +97,34 @@ class MessageFormat:
         )
 
     def is_wanted(self, part: Part) -> bool:
-        """Return whether the client gets this part of an answer."""
+        """Return whether the client gets this part of an answer. Reasoning may be unwanted, and tool calls after the
+        first one.
+        """
         if isinstance(part, Reasoning):
             return self._shows_reasoning
         # With `parallel_tool_calls: false` only the first call is sent, whatever the model generates.
         return not isinstance(part, Call) or self._is_parallel or part.index == 0
 
     def new_id(self) -> str:
-        """Return a random id for a tool call, in the format that the model's chat template accepts."""
+        """Return a new random id for a tool call, of a length that the model's chat template accepts."""
         if not self._has_short_ids:
             return f"call_{secrets.token_hex(12)}"
         return secrets.token_hex(SHORT_ID_CHARS)[:SHORT_ID_CHARS]
 
 
 class MessageFormats:
-    """Provides the message formats of one model. Most requests ask for plain text and share one format."""
+    """Provides the `MessageFormat` for each chat request to one model. Most requests ask for plain text and share one
+    format.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._plain = None if settings.reasoning_parser else MessageFormat(settings, _PLAIN_REQUEST, "")
 
     def of(self, request: ChatCompletionRequest, prompt: str) -> MessageFormat:
-        """Return the format for a request with its rendered prompt.
+        """Return the format for a request. `prompt` is its rendered chat.
 
-        Raises `BadRequestError` if the tools or the grammar of the request cannot be supported.
+        Raises `BadRequestError` if the tools or the grammar of the request are not supported.
         """
         if self._plain is not None and _SHAPING.isdisjoint(request.model_fields_set):
             return self._plain
@@ -134,7 +146,8 @@ def _continued_text(request: ChatCompletionRequest) -> str:
 
 
 class MessageReader:
-    """Parses one answer. Reasoning is removed first, and tool calls are searched in the rest.
+    """Divides one answer into content, reasoning and tool calls. Reasoning is removed first; tool calls are searched in
+    the rest.
 
     Call either `whole` once, or `delta` (or `parts`) for each new piece of text.
     """
@@ -158,7 +171,9 @@ class MessageReader:
         return ParsedMessage(content if content or not (reasoning or calls) else None, reasoning or None, calls)
 
     def delta(self, text: str, *, is_last: bool) -> ChatDelta | None:
-        """Parse the next piece of a streamed answer. Return None if there is nothing to send yet."""
+        """Parse the next piece of a streamed answer and return it as a chat delta, or None if there is nothing to send
+        yet. `is_last` says that no more text follows.
+        """
         parts = self.parts(text, is_last=is_last)
         if not parts:
             return None
@@ -173,7 +188,9 @@ class MessageReader:
         )
 
     def parts(self, text: str, *, is_last: bool) -> list[Part]:
-        """Parse the next piece of a streamed answer and return its parts in order."""
+        """Parse the next piece of a streamed answer and return the new parts (content, reasoning, tool calls) in order.
+        `is_last` says that no more text follows.
+        """
         return self._push(text) + (self._finish() if is_last else [])
 
     def _call_delta(self, call: Call) -> ToolCallDelta:

@@ -15,7 +15,9 @@ from baton_serve.services.router.text.sampling_params import COMPLETION_TOKENS, 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How the prompts of a request are cut."""
+    """Says how the prompts of a request are truncated: to how many tokens, and whether the first or the last ones are
+    kept.
+    """
 
     num_tokens: int
     """Largest number of tokens that remain of a prompt."""
@@ -23,17 +25,17 @@ class Truncation:
     """True if the first tokens of a prompt remain (`truncation_side: right`), False if the last ones do."""
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens of a prompt that remain."""
+        """Return the tokens of a prompt that truncation keeps."""
         if self.num_tokens >= len(token_ids):
             return token_ids
         return token_ids[: self.num_tokens] if self.keeps_beginning else token_ids[-self.num_tokens :]
 
 
 def truncation_of(request: GenerationRequest, limits: ModelLimits) -> Truncation | None:
-    """Return how the prompts of a request are cut, or None if they are not.
+    """Return how the prompts of a request are truncated, or None if they are not.
 
     `truncate_prompt_tokens` -1 keeps what fits into the context together with the answer (`max_tokens`), and 0 keeps
-    everything. Raises `BadRequestError` if it exceeds the context.
+    everything. Raises `BadRequestError` if it exceeds the model's context.
     """
     wanted = request.truncate_prompt_tokens
     if not wanted:
@@ -59,7 +61,9 @@ def _answer_tokens(request: GenerationRequest) -> int:
 
 
 def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
-    """Raise `BadRequestError` if the prompt is empty or leaves no room for an answer in the context."""
+    """Raise `BadRequestError`, which names the field `param`, if a prompt is empty or leaves no room for an answer in
+    the model's context.
+    """
     if not token_ids:
         raise BadRequestError(f"{param}: the prompt is empty", param=param)
     if len(token_ids) >= limits.max_model_len:
@@ -67,7 +71,9 @@ def check_prompt(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -
 
 
 def check_num_tokens(num_tokens: int, *, param: str) -> None:
-    """Raise `BadRequestError` if all prompts of a request together have too many tokens."""
+    """Raise `BadRequestError`, which names the field `param`, if all prompts of one request together have too many
+    tokens.
+    """
     if num_tokens > MAX_TOKENS:
         raise BadRequestError(
             f"{param}: the request has more than {MAX_TOKENS} tokens, the limit of this server: split it into several "
@@ -78,7 +84,7 @@ def check_num_tokens(num_tokens: int, *, param: str) -> None:
 
 
 def _too_long(num_tokens: int, max_model_len: int, param: str) -> BadRequestError:
-    """Return the error for a prompt that leaves no room for an answer in the context."""
+    """Return the error for a prompt of `num_tokens` tokens that leaves no room for an answer in the model's context."""
     return BadRequestError(
         f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens} tokens and needs room for an "
         "answer: shorten it, or set truncate_prompt_tokens",

@@ -49,7 +49,7 @@ COMPLETION_TOKENS = 16
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits that the model, its instances and the router's settings set for requests.
+    """Limits for requests to one model, which follow from the model, its instances and the router's settings.
 
     `max_model_len` is the longest sequence, in tokens, that every instance in the registry can serve.
     """
@@ -65,7 +65,9 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for converting tokens to the text of an answer, and constraints on that text."""
+    """Says how the tokens of an answer become text and logprobs (stop strings, special tokens), and what constrains
+    them (grammar, bad words).
+    """
 
     stop: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -81,10 +83,10 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wanted_logprobs(request: ChatCompletionRequest | CompletionRequest, limits: ModelLimits) -> int | None:
-    """Return the number of alternatives per token that a request asks for, or None for no logprobs.
+    """Return how many of the most likely tokens a request wants at each position, or None for no logprobs.
 
-    With `logprob_token_ids` these tokens are the alternatives, and the number is 0. Raises `BadRequestError` if
-    alternatives are requested without `logprobs`.
+    With `logprob_token_ids` the client gets these tokens instead, and the number is 0. Raises `BadRequestError` if it
+    asks for them without `logprobs`.
     """
     if isinstance(request, CompletionRequest):
         wanted = request.logprobs
@@ -101,7 +103,9 @@ def wanted_logprobs(request: ChatCompletionRequest | CompletionRequest, limits: 
 
 
 def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_ids: bool) -> TextRules:
-    """Return the text rules of a request. `tokens_as_ids` is the server's default (`--return-tokens-as-token-ids`)."""
+    """Return the text rules of a request. `logprobs` is the result of `wanted_logprobs`; `tokens_as_ids` is the
+    server's default (`--return-tokens-as-token-ids`).
+    """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     wanted = request.return_tokens_as_token_ids
     return TextRules(
@@ -117,7 +121,9 @@ def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_id
 
 
 class TokenRules(msgspec.Struct, frozen=True):
-    """The checked token lists of a request. All its prompts share them."""
+    """The lists of token ids in a request (such as `logit_bias` and `stop_token_ids`), after they were checked. All
+    prompts of the request share them.
+    """
 
     logit_bias: dict[int, float]
     allowed_token_ids: list[int] | None
@@ -127,9 +133,9 @@ class TokenRules(msgspec.Struct, frozen=True):
 
 
 def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimits, *, num_prompts: int) -> TokenRules:
-    """Check the token lists of a request and return them.
+    """Check the lists of token ids in a request and return them.
 
-    Raises `BadRequestError` if an id is not in the vocabulary, or if the lists are too long for the number of prompts.
+    Raises `BadRequestError` if an id is not in the vocabulary, or if a list is too long for so many prompts.
     """
     is_empty = not (request.logit_bias or request.stop_token_ids or rules.bad_words or request.logprob_token_ids)
     if is_empty and request.allowed_token_ids is None:
@@ -162,9 +168,10 @@ def token_rules(request: GenerationRequest, rules: TextRules, limits: ModelLimit
 def sampling_params(
     request: GenerationRequest, num_prompt_tokens: int, rules: TextRules, tokens: TokenRules, limits: ModelLimits
 ) -> SamplingSpec:
-    """Return the sampling parameters for one prompt; `max_tokens` depends on the prompt's length.
+    """Return the sampling parameters for one prompt of `num_prompt_tokens` tokens, on which `max_tokens` depends.
 
-    Raises `BadRequestError` if the tokens do not fit into the context or too many logprobs are requested.
+    Raises `BadRequestError` if prompt and answer do not fit into the model's context, or too many logprobs are
+    requested.
     """
     logprobs = rules.logprobs
     max_tokens = _max_tokens(request, num_prompt_tokens, limits)
@@ -206,7 +213,9 @@ def sampling_params(
 
 
 class SequenceCounts(msgspec.Struct, frozen=True):
-    """Numbers of sequences for each prompt: `width` sequences or beams are computed, the best `count` are returned."""
+    """How many sequences belong to each prompt: `width` sequences or beams are computed, and the best `count` of them
+    are returned.
+    """
 
     count: int
     width: int
@@ -232,7 +241,9 @@ def sequence_counts(request: GenerationRequest, num_prompts: int, limits: ModelL
 
 
 def with_ranking_logprobs(sampling: SamplingSpec, size: SequenceCounts) -> SamplingSpec:
-    """Return `sampling` with logprobs if the best sequences must be chosen, because they are ranked by logprob."""
+    """Return `sampling` with logprobs turned on if only the best of several sequences are returned (`best_of`): they
+    are ranked by logprob.
+    """
     if size.width == size.count or sampling.logprobs is not None:
         return sampling
     return msgspec.structs.replace(sampling, logprobs=0)
@@ -241,8 +252,8 @@ def with_ranking_logprobs(sampling: SamplingSpec, size: SequenceCounts) -> Sampl
 def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits: ModelLimits) -> None:
     """Check the parameters of beam search. `width` is the number of beams.
 
-    Raises `BadRequestError` for a parameter that changes the model's probabilities, which beam search does not support,
-    and for a parameter that only beam search has if the request does not use it.
+    Raises `BadRequestError` for a parameter that changes the model's probabilities, which beam search does not support.
+    Also raises it for a parameter of beam search in a request that does not use beam search.
     """
     if not request.use_beam_search:
         for name, neutral in (("length_penalty", (None, 1.0)), ("early_stopping", (None, False))):
@@ -267,7 +278,7 @@ def check_beams(request: GenerationRequest, width: int, rules: TextRules, limits
 
 
 def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, *, param: str) -> None:
-    """Raise `BadRequestError` if a token id of a client is not in the vocabulary."""
+    """Raise `BadRequestError`, which names the field `param`, if a token id from a client is not in the vocabulary."""
     # `min` and `max` run in C. The offending id is searched only if there is one.
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < limits.vocab_size)
@@ -325,14 +336,17 @@ def _prompt_logprobs(request: GenerationRequest, logprobs: int | None, limits: M
 
 
 def _all_or(wanted: int | None, limits: ModelLimits) -> int | None:
-    """Return a number of alternatives; -1 means the whole vocabulary, as in vLLM."""
+    """Return the number of alternatives that a request wants, in which -1 is replaced by the size of the vocabulary (as
+    in vLLM).
+    """
     return limits.vocab_size if wanted == -1 else wanted
 
 
 def check_num_prompt_logprobs(num_tokens: int, per_token: int | None, num_answers: int) -> None:
-    """Raise `BadRequestError` if the prompts have too many logprobs.
+    """Raise `BadRequestError` if the answer would have too many logprobs of prompt tokens.
 
-    `num_tokens` are those of all prompts, `per_token` is the number of alternatives, and each prompt has `num_answers`.
+    `num_tokens` is the number of tokens of all prompts, `per_token` the number of alternatives for each (None: no
+    prompt logprobs), and `num_answers` the number of answers to each prompt, which repeat them.
     """
     if per_token is None:
         return
@@ -346,7 +360,9 @@ def check_num_prompt_logprobs(num_tokens: int, per_token: int | None, num_answer
 
 
 def check_num_logprobs(num_logprobs: int, *, remedy: str) -> None:
-    """Raise `BadRequestError` if the answer, or the sequences from which it is chosen, have too many logprobs."""
+    """Raise `BadRequestError` if an answer (with `best_of` or beams: all sequences) has too many logprobs. `remedy` is
+    the end of the message: what the client can do.
+    """
     if num_logprobs > MAX_LOGPROBS:
         raise BadRequestError(
             f"the answer has more than {MAX_LOGPROBS} logprobs: {remedy}", param="logprobs", code="too_many_values"
@@ -360,7 +376,7 @@ def _check_logprobs(wanted: int | None, name: str, limits: ModelLimits, param: s
 
 
 def _seed(seed: int | None, seeds: random.Random) -> int:
-    """Return the seed of a request, or a random one if it is None or -1 (as in vLLM).
+    """Return the seed of a request, or a random one from `seeds` if it is None or -1 (as in vLLM).
 
     Every request gets a seed, so that a replay on another instance samples the same tokens.
     """

@@ -61,32 +61,33 @@ _CHARS_PER_WORD = 100
 
 
 class _EosConfig(msgspec.Struct, frozen=True):
-    """The end-of-sequence tokens in config.json and generation_config.json."""
+    """The ids of the end-of-sequence tokens, as config.json and generation_config.json state them."""
 
     eos_token_id: int | list[int] | None = None
 
 
 class _TextConfig(_EosConfig, frozen=True):
-    """The fields of a text decoder's config that are used."""
+    """The fields that are read from the config of a model's text decoder."""
 
     vocab_size: int | None = None
 
 
 class _Config(_TextConfig, frozen=True):
-    """The fields of config.json that are used. Models with images have those of the decoder in `text_config`."""
+    """The fields that are read from config.json. Models with images have those of the text decoder in `text_config`."""
 
     text_config: _TextConfig | None = None
 
 
 class _SentenceConfig(msgspec.Struct, frozen=True):
-    """The field of sentence_bert_config.json that is used."""
+    """The one field that is read from sentence_bert_config.json: whether texts are converted to lower case."""
 
     do_lower_case: bool = False
 
 
 class ServedModel:
-    """One model as the router needs it: tokenizer, chat templates, grammars and names, but no weights. It is made at
-    start, and endpoints use it on the event loop.
+    """Holds all that the router needs of one model: tokenizer, chat templates, grammars and names, but no weights.
+
+    It is created when the router starts, and endpoints use it on the event loop.
     """
 
     def __init__(self, tokenizer: TextTokenizer, templates: ChatTemplates, *, settings: RouterSettings) -> None:
@@ -113,13 +114,14 @@ class ServedModel:
 
     @property
     def image_placeholder(self) -> str | None:
-        """Return the text that a chat template writes for an image; None if the model does not accept images."""
+        """The text that a chat template writes for an image; None if the model does not accept images."""
         if self.vision is None:
             return None
         return self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id)
 
     def image_places(self, text: str, num_images: int) -> ImagePlaces | None:
-        """Return the places of a chat's images in its text, or None if it has no images.
+        """Return the object that writes the images of a rendered chat (`text`) into its text and tokens, or None for a
+        chat without images.
 
         `render_chat` rejects images if the model does not accept them.
         """
@@ -129,7 +131,9 @@ class ServedModel:
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> "ServedModel":
-        """Load the model that the settings name. Raises `ModelFolderError` if a file is missing or broken."""
+        """Load the model that `settings.model` names, from its folder. Raises `ModelFolderError` if a file is missing
+        or broken.
+        """
         folder = model_folder(settings.tokenizer or settings.model)
         tokenizer = MissingTokenizer() if settings.skip_tokenizer_init else TextTokenizer.from_folder(folder)
         templates = ChatTemplates.from_folder(folder, tokenizer.special_tokens, settings.chat_template)
@@ -167,7 +171,9 @@ class ServedModel:
         return token_ids
 
     async def tokenize_part(self, text: str, truncation: Truncation, *, add_special_tokens: bool) -> list[int]:
-        """Return at least the tokens of a text that remain after its truncation."""
+        """Tokenize as much of a text as its truncation keeps, and a few tokens more; the caller still cuts the result
+        with `Truncation.cut`.
+        """
         encode = partial(
             self.tokenizer.encode_part,
             add_special_tokens=add_special_tokens,
@@ -177,7 +183,8 @@ class ServedModel:
         return await beside_loop(len(text), lambda: encode(text))
 
     async def grammar(self, grammar_spec: GrammarSpec, caller: str = "") -> str:
-        """Return the text of a valid grammar. A thread writes it, and another process compiles it to check it.
+        """Return the text of the grammar, which is valid for the model's engine. A thread writes the text, and another
+        process compiles it to check it.
 
         `caller` is the name of the API key's owner (see `GrammarChecker.verdict`). Raises `BadRequestError` if the
         grammar is invalid, `RateLimitError` if too many grammars wait for the compiler, and `UnavailableError` if the
@@ -189,7 +196,9 @@ class ServedModel:
         return grammar
 
     async def _written(self, grammar_spec: GrammarSpec, caller: str) -> str:
-        """Return the text of a grammar whose parts in GBNF are converted. Raises the errors of `grammar`."""
+        """Return the text of a grammar, not checked yet. Its parts in GBNF (llama.cpp's format) are converted first.
+        Raises the errors of `grammar`.
+        """
         param = grammar_spec.param
         converted: dict[str, str] = {}
         for _ in range(_MAX_GBNF_PARTS + 1):
@@ -204,14 +213,15 @@ class ServedModel:
         raise BadRequestError(f"{param}: there are more than {_MAX_GBNF_PARTS} grammars in GBNF", param=param)
 
     def start_compiler(self) -> None:
-        """Start the process that compiles grammars, if the tokenizer supports structured output."""
+        """Start the process that compiles grammars, unless the tokenizer does not support structured output."""
         # Starting it now saves the first request with a grammar the time in which the process reads the tokenizer.
         with contextlib.suppress(BadRequestError):
             self.vocabulary.read_or_raise()
             self.compiling.start()
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token sequences that spell each word, as vLLM does: at the beginning of a text, and after a space.
+        """Return the token sequences that spell the `words`, as vLLM does: each at the beginning of a text, and after a
+        space.
 
         There is only one sequence for a word if both are equal.
         """
@@ -238,10 +248,11 @@ class ServedModel:
         shows_images: bool = False,
         is_long: bool = False,
     ) -> str:
-        """Render the messages with the chat template and return the prompt's text.
+        """Render the messages of a request with the chat template and return the prompt's text.
 
-        With `shows_images` the text has one image token for each image. `is_long` says that the request had a long
-        body, so that it is rendered in a thread. Raises `BadRequestError` if the template rejects the messages.
+        With `shows_images` the text has one placeholder for each image; without it images are rejected. `is_long` says
+        that the request had a long body, so that it is rendered in a thread. Raises `BadRequestError` if the template
+        rejects the messages.
         """
         if request.continue_final_message and request.add_generation_prompt:
             raise BadRequestError(
@@ -256,7 +267,9 @@ class ServedModel:
         return await TEMPLATES.run(self._rendered, request, shows_images=shows_images)
 
     async def _rendered_apart(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool) -> str:
-        """Render the chat template of a request in threads that nothing else uses. Raises `BadRequestError`."""
+        """Render a chat template that the request itself contains, in threads that nothing else uses, because it may be
+        slow. Raises `BadRequestError` if the template is invalid or rejects the messages.
+        """
         # Such a template may take any time. Its thread cannot be stopped, but the event loop and other chats go on.
         try:
             async with asyncio.timeout(_REQUEST_TEMPLATE_S):
@@ -293,7 +306,9 @@ class ServedModel:
         )
 
     def _check_request_template(self, request: ChatCompletionRequest | TokenizeRequest) -> None:
-        """Raise `BadRequestError` for a chat template of a request, unless requests are trusted."""
+        """Raise `BadRequestError` if a request contains a chat template of its own, unless
+        `--trust-request-chat-template` allows it.
+        """
         if "chat_template" in (request.chat_template_kwargs or {}):
             raise BadRequestError(
                 "chat_template_kwargs cannot contain chat_template: send it as chat_template, which needs a server that"
@@ -335,8 +350,9 @@ class ServedModel:
         return self._with_calls(plain)
 
     def _with_calls(self, message: TemplateMessage) -> TemplateMessage:
-        """Convert tool calls to the form that templates expect: no empty list, arguments as objects, ids of the right
-        length."""
+        """Return a message whose tool calls have the form that chat templates expect: no empty list, arguments as
+        objects, ids of the right length.
+        """
         calls = message.pop("tool_calls", None)
         if isinstance(calls, list) and calls:
             message["tool_calls"] = [self._call(call) for call in calls]
@@ -357,18 +373,20 @@ class ServedModel:
 
 
 class ModelNames:
-    """The names under which clients may request a model. Answers carry the first one."""
+    """The names under which clients may request a model. Answers carry the first of them."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._stated = list(settings.served_model_name)
         self._own = [settings.model, Path(settings.model).name]
 
     def own(self) -> frozenset[str]:
-        """Return all names by which an instance is recognized as one of this model."""
+        """Return all names by which the router recognizes an instance as one of this model."""
         return frozenset([*self._stated, *self._own])
 
     def all(self, advertised: Sequence[str]) -> list[str]:
-        """Return the names that clients may use: `--served-model-name`, or else the names that instances advertise."""
+        """Return the names that clients may use: those of `--served-model-name`, or without it the names that instances
+        report (`advertised`) and the model's path.
+        """
         return self._stated or list(dict.fromkeys([*advertised, *self._own]))
 
 
@@ -381,7 +399,9 @@ def _too_long(max_tokens: int, num_chars: int) -> BadRequestError:
 
 
 def _generation(settings: RouterSettings) -> GenerationDefaults:
-    """Return the sampling defaults of `--model`. Raises `ModelFolderError` if their file cannot be used."""
+    """Return the default sampling parameters of a model (generation_config.json, changed by settings). Raises
+    `ModelFolderError` if the file cannot be used.
+    """
     try:
         folder = model_folder(settings.model)
         return generation_config(folder, settings.generation_config, settings.override_generation_config)
@@ -390,7 +410,9 @@ def _generation(settings: RouterSettings) -> GenerationDefaults:
 
 
 def _eos_token_ids(*configs: _EosConfig | None) -> frozenset[int]:
-    """Return all tokens that an engine treats as the end of a sequence."""
+    """Return the ids of all tokens that end a sequence, from all config files that state some. None stands for a
+    missing file.
+    """
     stated = [config.eos_token_id for config in configs if config is not None]
     return frozenset(chain.from_iterable([one] if isinstance(one, int) else one or [] for one in stated))
 
@@ -412,7 +434,9 @@ def _json(tool: Tool) -> Json:
 
 
 def _with_parsed_arguments(call: Json) -> Json:
-    """Replace the arguments of a tool call, a JSON string in OpenAI's API, by the object that templates expect."""
+    """Return a tool call whose arguments, a JSON string in OpenAI's API, are replaced by the object that chat templates
+    expect.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

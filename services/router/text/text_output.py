@@ -13,14 +13,16 @@ from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 
 class StopSearchResult(msgspec.Struct, frozen=True):
-    """The result of searching a piece of text: `text` may be sent, and `matched` is the stop string that ended it."""
+    """The result of searching a piece of text for stop strings: `text` may be sent to the client, and `matched` is the
+    stop string that ended the sequence, or None.
+    """
 
     text: str
     matched: str | None = None
 
 
 class _StopPattern:
-    """A stop string with the lengths of the borders of its beginnings, as Knuth, Morris and Pratt define them.
+    """A stop string, prepared for a search by the algorithm of Knuth, Morris and Pratt.
 
     The search takes constant time per character on average, whatever the text is. A search that compares every end of
     the text with every beginning of a long stop string would take seconds for a text that is chosen for it.
@@ -35,7 +37,9 @@ class _StopPattern:
         self._borders = array("H", [0, 0])
 
     def advance(self, num_matched: int, char: str) -> int:
-        """Return how many characters of the stop string match after `char`, if `num_matched` matched before it."""
+        """Return with how many characters of the stop string the text ends after its next character `char`; before it
+        there were `num_matched`.
+        """
         text = self.text
         if num_matched == len(text):
             num_matched = self.border(num_matched)
@@ -44,7 +48,9 @@ class _StopPattern:
         return num_matched + (text[num_matched] == char)
 
     def border(self, length: int) -> int:
-        """Return the length of the longest beginning of `text[:length]` that is also its end, but not all of it."""
+        """Return the length of the longest string that is both a beginning and an end of `text[:length]`, but not all
+        of it.
+        """
         text, borders = self.text, self._borders
         while len(borders) <= length:
             last = len(borders) - 1
@@ -57,15 +63,15 @@ class _StopPattern:
 
 @lru_cache(maxsize=1024)
 def _pattern(stop: str) -> _StopPattern:
-    """Return the pattern of a stop string. The sequences of a request share it."""
+    """Return the prepared search for a stop string. It is cached, so that the sequences of a request share it."""
     return _StopPattern(stop)
 
 
 class StopStrings:
-    """Searches the text of one sequence for stop strings.
+    """Searches the text of one sequence for stop strings, piece by piece.
 
-    A stop string may be spread over several pieces, so an end of the text that could begin one is held back. `include`
-    keeps the stop string in the text.
+    A stop string may be spread over several pieces, so an end of the text that could begin one is held back. With
+    `include` the stop string stays in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -76,7 +82,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, is_active: bool = True) -> StopSearchResult:
-        """Search the next piece of text.
+        """Search the next piece of text. Return the text that may be sent, and the stop string if one was found.
 
         With `is_active` false (at most `min_tokens` tokens so far) the piece cannot end the sequence. As in vLLM, a
         stop string counts if it begins in such a piece and ends in a later, active one.
@@ -100,12 +106,16 @@ class StopStrings:
         return StopSearchResult(text[: len(text) - keep])
 
     def finish(self) -> str:
-        """Return the text that was held back. Call it when the sequence has ended without a stop string."""
+        """Return the text that was held back because it could begin a stop string. Call it when the sequence has ended
+        without one.
+        """
         text, self._held = self._held, ""
         return text
 
     def _search(self, i: int, piece: str) -> int | None:
-        """Search a piece for stop string `i`. Return the end of its first occurrence in the piece, or None."""
+        """Search a piece for the stop string with index `i`. Return the position in the piece after its first
+        occurrence, or None.
+        """
         pattern, num_matched = self._patterns[i], self._num_matched[i]
         # The fast path of most pieces: nothing has matched, and the stop string cannot begin here.
         if not num_matched and pattern.text[0] not in piece:
@@ -123,7 +133,7 @@ class StopStrings:
 
 
 class TextDelta(msgspec.Struct):
-    """A piece of an answer: its new tokens and its new text.
+    """A piece of one choice of an answer: its new tokens and its new text.
 
     Text whose last character is incomplete, or that may be the beginning of a stop string, is held back and comes with
     a later piece. So `text` may be shorter or longer than the text of `token_ids`.
@@ -137,19 +147,21 @@ class TextDelta(msgspec.Struct):
 
     @property
     def num_logprobs(self) -> int:
-        """Number of logprobs, alternatives included. All tokens have the same number of alternatives."""
+        """The number of logprobs of its tokens, alternatives included. All tokens have the same number of
+        alternatives.
+        """
         return len(self.logprobs) * (len(self.logprobs[0].top) + 1) if self.logprobs else 0
 
 
 class TextAccumulator:
-    """Joins all pieces of one choice, for an answer that is not streamed."""
+    """Joins all text deltas of one choice to its complete text, for an answer that is not streamed."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._piece = TextDelta("", [])
 
     def add(self, text_delta: TextDelta) -> None:
-        """Append a piece. The finish reason is that of the last one."""
+        """Append the next delta. The finish reason is that of the last one."""
         whole = self._piece
         # Texts are joined once, at the end: appending to a string for each token would copy it each time.
         self._texts.append(text_delta.text)
@@ -161,13 +173,15 @@ class TextAccumulator:
         whole.stop_reason = text_delta.stop_reason
 
     def whole(self) -> TextDelta:
-        """Return all pieces as one."""
+        """Return all deltas joined as one."""
         self._piece.text = "".join(self._texts)
         return self._piece
 
 
 class SequenceWriter:
-    """Converts the tokens of one sequence to text deltas and ends it at a stop string. Used on the event loop."""
+    """Converts the tokens of one sequence to text deltas, and ends the sequence at a stop string. It is used on the
+    event loop.
+    """
 
     # There is one object for each running sequence, and `push` runs for each token.
     __slots__ = ("_rules", "_stops", "_stream", "is_finished", "num_tokens")
@@ -184,14 +198,16 @@ class SequenceWriter:
 
     @property
     def may_end_early(self) -> bool:
-        """Whether the sequence may end at a stop string, which the instances do not know."""
+        """True if the sequence may end at a stop string. Instances do not know stop strings, so the router must stop
+        them.
+        """
         return bool(self._rules.stop)
 
     def push(self, new: TokenUpdate) -> TextDelta:
-        """Convert the next tokens.
+        """Convert the next tokens to a text delta.
 
-        If the result has a finish reason that `new` does not have, a stop string has ended the sequence, and the caller
-        must stop its generation.
+        If it has a finish reason that `new` does not have, a stop string has ended the sequence, and the caller must
+        stop its generation on the instance.
         """
         visible = new.token_ids
         # The text of a stop token is not part of the answer unless the client asks for it.
@@ -208,7 +224,9 @@ class SequenceWriter:
         return text_delta
 
     def _search(self, new: TokenUpdate, num_visible: int) -> TextDelta:
-        """Convert tokens one by one, so that tokens after a stop string are neither returned nor counted."""
+        """Convert tokens one by one and search for stop strings, so that tokens after a stop string are neither
+        returned nor counted. The text of the first ones, `num_visible` of them, may be returned.
+        """
         text: list[str] = []
         for i, token_id in enumerate(new.token_ids):
             self.num_tokens += 1

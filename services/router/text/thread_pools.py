@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class ThreadPool:
-    """The threads for one kind of work. Call it from the event loop."""
+    """A pool of threads for one kind of work, such as formatting answers. Call it from the event loop."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` in a thread and return its result, or raise its exception.
+        """Call `work` with these arguments in a thread, and return its result or raise its exception.
 
         If the caller is cancelled before the work has started, the work is dropped.
         """

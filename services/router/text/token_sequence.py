@@ -15,7 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class NewTokens(msgspec.Struct, frozen=True):
-    """Tokens that directly follow the ones received before. `finish_reason` is set with the last tokens."""
+    """Tokens of a sequence that directly follow those received before. `finish_reason` is set only with the last
+    tokens.
+    """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
@@ -28,8 +30,8 @@ TokenUpdate = Tokens | NewTokens
 
 
 class TokenSequence(msgspec.Struct):
-    """Puts the generated tokens of one sequence in order: messages may arrive early or twice after a replay. Its
-    request's lifecycle owns it, on the event loop.
+    """Puts the generated tokens of one sequence in order: with two instances or after a replay, messages may arrive
+    early or twice. The request's `RequestLifecycle` owns it, on the event loop.
     """
 
     index: int
@@ -40,7 +42,9 @@ class TokenSequence(msgspec.Struct):
     """Messages that arrived before the tokens that precede them, by position."""
 
     def accept(self, message: Tokens) -> Sequence[TokenUpdate]:
-        """Store the tokens of a message and return all tokens that are now next in order; there may be none."""
+        """Store the tokens of a message from an instance. Return all tokens that now follow the ones returned before,
+        in order; there may be none.
+        """
         if self.is_finished:
             return ()
         token_ids = self.token_ids
@@ -60,12 +64,14 @@ class TokenSequence(msgspec.Struct):
         return updates
 
     def drop_out_of_order(self) -> None:
-        """Drop the early tokens. Call it when their sender is lost: the tokens before them will not come."""
+        """Drop tokens that arrived before tokens that precede them. Call it when the instance that sent them is lost,
+        because the preceding ones may never come.
+        """
         self._early.clear()
 
     @property
     def has_gap(self) -> bool:
-        """True if tokens wait for others that precede them."""
+        """True if tokens were received whose preceding tokens are missing."""
         return bool(self._early)
 
     def _next_early(self) -> int | None:

@@ -54,7 +54,7 @@ _OTHER_FILES = ("tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "t
 
 
 class _Token(msgspec.Struct, frozen=True):
-    """A special token as tokenizer_config.json may spell it: `"</s>"` or `{"content": "</s>", ...}`."""
+    """A special token in one of the two forms of tokenizer_config.json: `"</s>"` or `{"content": "</s>", ...}`."""
 
     content: str
     lstrip: bool = False
@@ -65,7 +65,7 @@ class _Token(msgspec.Struct, frozen=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The fields of tokenizer_config.json that are used."""
+    """The fields that are read from tokenizer_config.json."""
 
     bos_token: str | _Token | None = None
     eos_token: str | _Token | None = None
@@ -115,7 +115,9 @@ class TextTokenizer:
         return encoding.ids
 
     def encode_within(self, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int] | None:
-        """Return the token ids of a text, or None if it is far too long (see `has_at_most`)."""
+        """Return the token ids of a text, or None if it certainly has more than `max_tokens` tokens (see
+        `has_at_most`).
+        """
         if not self.has_at_most(text, max_tokens):
             return None
         return self.encode(text, add_special_tokens=add_special_tokens)
@@ -138,16 +140,16 @@ class TextTokenizer:
         return True
 
     def part(self, text: str, num_tokens: int, *, from_end: bool = False) -> Encoding:
-        """Return the encoding, with offsets, of the beginning or the end of a text that has at least `num_tokens`
-        tokens.
+        """Encode the beginning of a long text, or with `from_end` its end, so that the result has at least `num_tokens`
+        tokens. Return it with the position of each token in the text.
 
         It has fewer tokens if the whole text has fewer, or if they are extremely long. Special tokens are not added.
         """
         return self._shortest(text, num_tokens, self._batched, lambda found: len(found.ids), from_end=from_end)
 
     def encode_part(self, text: str, *, add_special_tokens: bool, num_tokens: int, from_end: bool = True) -> list[int]:
-        """Return at least the last `num_tokens` tokens of a text, or the first ones, without encoding all of a long
-        text.
+        """Return at least the last `num_tokens` tokens of a text (without `from_end`: the first ones), without encoding
+        all of a long text.
 
         It returns fewer if the whole text has fewer, or if they are extremely long.
         """
@@ -157,7 +159,9 @@ class TextTokenizer:
     def _shortest(
         self, text: str, num_tokens: int, encode: Callable[[str], T], length: Callable[[T], int], *, from_end: bool
     ) -> T:
-        """Encode as little of a text as has `num_tokens` tokens, from its beginning or its end."""
+        """Call `encode` with as little of a text, from its beginning or its end, as gives at least `num_tokens` tokens,
+        and return the result. `length` counts the tokens of a result.
+        """
         text = _part(text, _max_chars(num_tokens), from_end=from_end)
         num_chars = num_tokens + _MORE_CHARS
         while num_chars < len(text):
@@ -178,33 +182,33 @@ class TextTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(words), add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
+        """Return the text of a list of token ids."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary spells it, or None if the id is unknown."""
+        """Return the token of an id as the vocabulary spells it, or None if the id is unknown."""
         return self.backend.id_to_token(token_id)
 
 
 class MissingTokenizer(TextTokenizer):
-    """Stands for the tokenizer of a router that runs with `--skip-tokenizer-init`.
+    """Replaces the tokenizer in a router that runs with `--skip-tokenizer-init`.
 
-    It refuses every text, and token ids have no text: clients send and get ids.
+    It rejects every text, and token ids have no text: clients send and get ids.
     """
 
     def __init__(self) -> None:
         super().__init__(Tokenizer(BPE()), {})
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Refuse the text. Raises `BadRequestError`."""
+        """Raise `BadRequestError`: this router has no tokenizer, so it cannot encode a text."""
         raise _no_tokenizer()
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Refuse the words. Raises `BadRequestError`."""
+        """Raise `BadRequestError`: this router has no tokenizer, so it cannot encode words."""
         raise _no_tokenizer()
 
     def part(self, text: str, num_tokens: int, *, from_end: bool = False) -> Encoding:
-        """Refuse the text. Raises `BadRequestError`."""
+        """Raise `BadRequestError`: this router has no tokenizer, so it cannot encode a text."""
         raise _no_tokenizer()
 
 
@@ -219,19 +223,21 @@ def _part(text: str, num_chars: int, *, from_end: bool) -> str:
 
 
 def _max_chars(num_tokens: int) -> int:
-    """Return the number of characters of a text that are encoded at most to find `num_tokens` tokens."""
+    """Return the largest number of characters of a text that are encoded to find `num_tokens` tokens."""
     return max(_MIN_MAX_CHARS, _MAX_CHARS_PER_TOKEN * num_tokens)
 
 
 async def beside_loop(num_chars: int, work: Callable[[], T]) -> T:
-    """Return `work()`. It runs in a thread if it processes many characters, so that the event loop is not blocked."""
+    """Return the result of `work`. It runs in a thread if `num_chars`, the number of characters that it processes, is
+    large, so that the event loop is not blocked.
+    """
     if num_chars <= ENCODED_INLINE_CHARS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_pool, work)
 
 
 def read_json(file: Path, expected: type[T]) -> T | None:
-    """Decode a JSON file of the model folder, or return None if it does not exist.
+    """Decode a JSON file of a model folder as the type `expected`, or return None if the file does not exist.
 
     Raises `ModelFolderError` if the file is broken.
     """
@@ -260,7 +266,9 @@ def _text(token: str | _Token | None) -> str | None:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: _Config, special_tokens: dict[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json names and tokenizer.json lacks, as transformers does."""
+    """Add to `tokenizer` the special tokens that tokenizer_config.json names and tokenizer.json lacks, as transformers
+    does.
+    """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     # The library gives each new token the next free id, so add them in the order of their ids.
     for _, token in sorted(config.added_tokens_decoder.items(), key=lambda item: int(item[0])):

@@ -25,7 +25,9 @@ from baton_serve.services.router.text.tool_calls.strict import STRICT_RULES, str
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """The result of `tool_choice_of` for one request."""
+    """How the tool calls of one request are parsed, and the grammar that its answers follow. `tool_choice_of` returns
+    it.
+    """
 
     format: ToolCallFormat | None = None
     """The parser of tool calls; None: the whole text is content."""
@@ -36,9 +38,10 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings, form: GrammarSpec | None) -> ToolChoice:
-    """Return how tool calls are parsed and the grammar of the answer. `form` is the grammar of an answer without calls.
+    """Return how the tool calls in the answers to a request are parsed, and the grammar of these answers. `form` is the
+    grammar of an answer without tool calls, or None.
 
-    Raises `BadRequestError` if the parameters contradict each other or the server cannot parse such calls.
+    Raises `BadRequestError` if parameters of the request contradict each other or the server cannot parse such calls.
     """
     offered = [tool.function for tool in request.tools or []]
     choice, functions = _allowed(request.tool_choice, offered)
@@ -61,7 +64,8 @@ def tool_choice_of(request: ChatCompletionRequest, settings: RouterSettings, for
 
 
 def _allowed(choice: object, functions: Sequence[Function]) -> tuple[object, Sequence[Function]]:
-    """Return the choice and the functions that the model may call, which OpenAI's `allowed_tools` restricts.
+    """Return the `tool_choice` without `allowed_tools`, and the functions that the model may call, which
+    `allowed_tools` restricts as in OpenAI's API.
 
     Raises `BadRequestError` if it is malformed or names a function that the request does not offer.
     """
@@ -137,7 +141,9 @@ def _named(choice: dict[str, object], functions: Sequence[Function]) -> ToolChoi
 
 
 def _name_in(tool: object) -> str | None:
-    """Return the name in `{"type": "function", "function": {"name": ...}}`, or None for anything else."""
+    """Return the function's name in `{"type": "function", "function": {"name": ...}}`, or None if `tool` has another
+    form.
+    """
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None

@@ -41,7 +41,9 @@ _OTHER_ENGINES = {"regex": "regex", "ebnf": "grammar", "grammar": "grammar", "js
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """The grammar that an answer must follow. `param` is the request's parameter that asks for it, for errors."""
+    """The grammar that an answer must follow, as a rule that can still be combined with others. `param` is the
+    request's parameter that asks for it, which errors name.
+    """
 
     rule: Rule
     param: str
@@ -49,7 +51,9 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One form that a request asks for: its parameter, its kind (one of `KINDS`), its value and its options."""
+    """One parameter by which a request asks for structured output: the parameter's name, its kind (one of `KINDS`), its
+    value and its options.
+    """
 
     param: str
     kind: str
@@ -57,7 +61,9 @@ class _Given:
     options: Mapping[str, Any]
 
     def form(self) -> tuple[object, ...]:
-        """Return what this asks for, without its parameter's name. Raises `BadRequestError` if a schema is not JSON."""
+        """Return a value that is equal for two parameters that ask for the same output. Raises `BadRequestError` if a
+        schema is not JSON.
+        """
         # Two spellings of one form must be equal: a schema as JSON text or as an object, `json_object` or its schema.
         kind, value = self.kind, self.value
         if kind == "json_object":
@@ -75,9 +81,10 @@ FORM_PARAMETERS = frozenset(
 
 
 def read_grammar_spec(request: GenerationRequest) -> GrammarSpec | None:
-    """Return the grammar that a request wants for its answer, or None for free text.
+    """Return the grammar that a request wants for its answer (`response_format`, `guided_json` and others), or None for
+    free text.
 
-    Raises `BadRequestError` if a parameter is invalid or if different forms are requested.
+    Raises `BadRequestError` if a parameter is invalid or if two parameters ask for different grammars.
     """
     # Most requests have none of the parameters.
     if FORM_PARAMETERS.isdisjoint(request.model_fields_set):
@@ -239,7 +246,9 @@ def _text(given: _Given) -> str:
 
 
 def _check_size(num_chars: int, param: str) -> None:
-    """Raise `BadRequestError` if a value would become a grammar that is too long, before the grammar is written."""
+    """Raise `BadRequestError` if a value of `num_chars` characters would become a grammar that is too long. It is
+    called before the grammar is written.
+    """
     if num_chars > MAX_FORM_CHARS:
         raise BadRequestError(
             f"{param} has {num_chars} characters, the limit is {MAX_FORM_CHARS}: simplify it", param=param

@@ -19,7 +19,9 @@ MAX_TRIGGERS = 100
 
 
 def structural_tag(value: object, param: str) -> Rule:
-    """Return the rule for a structural tag. Raises `BadRequestError` for `param` if the tag is invalid."""
+    """Convert the value of a `structural_tag` response format to a grammar rule. Raises `BadRequestError`, which names
+    `param`, if it is invalid.
+    """
     if not isinstance(value, Mapping):
         raise BadRequestError(f"{param}: a structural tag must be an object", param=param)
     reader = _Reader(param)
@@ -35,13 +37,15 @@ def structural_tag(value: object, param: str) -> Rule:
 
 
 class _Reader:
-    """Converts the parts of a structural tag to rules. Every error names the request's parameter."""
+    """Converts the nested parts of a structural tag to grammar rules. Every error names the request's parameter."""
 
     def __init__(self, param: str) -> None:
         self._param = param
 
     def part(self, value: object, depth: int) -> Rule:
-        """Return the grammar rule for one part of a structural tag. `depth` is the number of parts around it."""
+        """Return the grammar rule for one part of a structural tag, such as a constant text or a JSON schema. `depth`
+        is the number of parts around it. Raises `BadRequestError` for an invalid part.
+        """
         part = self.mapping(value)
         if depth > MAX_DEPTH:
             raise self._error(f"parts are nested more than {MAX_DEPTH} levels deep")
@@ -78,7 +82,9 @@ class _Reader:
                 raise self._error(f"parts of type {other!r} are not supported")
 
     def _tag(self, part: Mapping[str, Any], depth: int, *, without: str = "") -> Rule:
-        """Return the rule for a tag. `without` is a trigger, the beginning of the tag that already stands before it."""
+        """Return the grammar rule for a tag: its beginning, content and end. `without` is a trigger, the start of the
+        tag's beginning that the model has already generated.
+        """
         begin, end = self.text(part, "begin"), self.text(part, "end", may_be_empty=True)
         content = self.mapping(part.get("content"))
         # Free text must stop at the end of the tag. Other content has its own end, and the end of the tag follows it.
@@ -132,13 +138,15 @@ class _Reader:
         return rule
 
     def mapping(self, value: object) -> Mapping[str, Any]:
-        """Return `value` if it is a JSON object. Raises `BadRequestError` otherwise."""
+        """Return `value` if it is a JSON object. Raises `BadRequestError` if it is not."""
         if not isinstance(value, Mapping):
             raise self._error("every part of a structural tag must be an object")
         return value
 
     def sequence(self, part: Mapping[str, Any], name: str, *, at_most: int | None = None) -> Sequence[Any]:
-        """Return a field that must be a list with 1 to `at_most` elements. Raises `BadRequestError` otherwise."""
+        """Return the field `name` of a part, a list with 1 to `at_most` elements (None: any number). Raises
+        `BadRequestError` if it is not such a list.
+        """
         value = part.get(name)
         if not isinstance(value, list) or not value:
             raise self._error(f"{name} must be a list that is not empty")
@@ -147,7 +155,9 @@ class _Reader:
         return value
 
     def text(self, part: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
-        """Return a field that must be a string. Raises `BadRequestError` otherwise."""
+        """Return the field `name` of a part, a string. Raises `BadRequestError` if it is not a string, or if it is
+        empty unless `may_be_empty` is set.
+        """
         value = part.get(name)
         if not isinstance(value, str) or not (value or may_be_empty):
             raise self._error(f"{name} must be a string{'' if may_be_empty else ' that is not empty'}")

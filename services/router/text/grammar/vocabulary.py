@@ -26,8 +26,8 @@ _EXCERPT = re.compile(r"\s*\d+ \|")
 
 
 class Vocabulary:
-    """The vocabulary of one model's tokenizer, by which grammars are written and checked. `write` may be called from
-    several threads.
+    """The vocabulary of one model's tokenizer, as the library llguidance needs it to write and check grammars. `write`
+    may be called from several threads.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -36,10 +36,11 @@ class Vocabulary:
         self._tokenizer = tokenizer
 
     def write(self, rule: Rule, *, param: str, converted: Mapping[str, str] | None = None) -> str:
-        """Return the text of the grammar for a rule; it is not compiled yet. `converted` has the Lark of GBNF in it.
+        """Return a rule as the text of a grammar; it is not compiled yet. `converted` has the Lark form of each GBNF
+        text (llama.cpp's format) in the rule.
 
-        Raises `BadRequestError` for `param` if the rule or the grammar is too large, or the tokenizer is not supported,
-        and `UnconvertedGbnfError` if the rule has GBNF that is missing in `converted`.
+        Raises `BadRequestError`, which names `param`, if the grammar is too large or the tokenizer is not supported,
+        and `UnconvertedGbnfError` if a GBNF text is missing in `converted`.
         """
         self.read_or_raise()
         lark = Lark(self, converted)
@@ -51,24 +52,28 @@ class Vocabulary:
         return grammar
 
     def check(self, grammar: str, verdict: str, *, param: str) -> None:
-        """Raise `BadRequestError` if the compiler's verdict is an error message; it is empty for a valid grammar."""
+        """Raise `BadRequestError`, which names `param`, if `verdict` (the compiler's error message for `grammar`) is
+        not empty.
+        """
         if verdict:
             reason = _reason(verdict, is_own=grammar.startswith("{"))
             raise BadRequestError(f"{param}: {reason}", param=param, code="invalid_grammar")
 
     def source(self) -> tuple[str, int | None]:
-        """Return the text of tokenizer.json and the end-of-sequence token, from which another process can be set up."""
+        """Return the text of tokenizer.json and the id of the end-of-sequence token, from which another process can
+        load the tokenizer.
+        """
         backend = self._tokenizer.backend
         return backend.to_str(), backend.token_to_id(self._tokenizer.special_tokens.get("eos_token", ""))
 
     def read_or_raise(self) -> None:
-        """Raise `BadRequestError` if llguidance does not support the tokenizer."""
+        """Raise `BadRequestError` if llguidance, the library for structured output, does not support the tokenizer."""
         _ = self._tokens
 
     def read(self) -> None:
-        """Convert the vocabulary for llguidance and log whether that is possible.
+        """Convert the vocabulary for llguidance, and log whether that is possible.
 
-        Call it at start: it takes a second for 100,000 tokens and holds the interpreter's lock.
+        Call it when the router starts: it takes a second for 100,000 tokens and holds the interpreter's lock.
         """
         try:
             size = self._tokens.vocab_size
@@ -78,7 +83,7 @@ class Vocabulary:
             logger.debug("structured output is ready, the vocabulary has %d tokens", size)
 
     def pieces(self, text: str) -> Sequence[str | int]:
-        """Split a text into special tokens, as ids, and the text between them."""
+        """Split a text into the ids of its special tokens and the texts between them, in order."""
         found: list[str | int] = []
         start = 0
         # A batch of one: unlike `encode`, it releases the interpreter's lock, and a text may have 500,000 characters.
@@ -100,7 +105,7 @@ class Vocabulary:
 
 
 def _reason(message: str, *, is_own: bool) -> str:
-    """Return the compiler's error message for the client.
+    """Return the compiler's error message in the form for the client.
 
     Unless the client wrote the text of the grammar (`is_own`), positions and excerpts are removed: they refer to text
     that the router has written and the client has never seen.

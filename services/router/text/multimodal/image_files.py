@@ -30,7 +30,9 @@ _ROTATED = range(5, 9)
 
 
 class ImageFile(NamedTuple):
-    """An image file that was checked. `width` and `height` are in pixels, after the EXIF orientation is applied."""
+    """An image file whose format and size were checked. `width` and `height` are in pixels, after the EXIF orientation
+    is applied.
+    """
 
     digest: bytes
     data: bytes
@@ -39,10 +41,11 @@ class ImageFile(NamedTuple):
 
 
 async def load(urls: Sequence[str], limits: ImageLimits, reservation: ImageReservation) -> list[ImageFile]:
-    """Load and check the images at `urls`, and return them in this order.
+    """Fetch or decode the images at `urls` and check them. Return them in this order.
 
-    The caller releases `reservation` after the last use of the files. Raises `BadRequestError` if an image cannot be
-    loaded, is not an image or exceeds a limit, and `RateLimitError` if the limits of `ImageMemory` are reached.
+    Their bytes count in `reservation`, which the caller releases after the last use of the files. Raises
+    `BadRequestError` if an image cannot be loaded, is not an image or exceeds a limit, and `RateLimitError` if the
+    limits of `ImageMemory` are reached.
     """
     # An image that a chat shows several times is loaded once.
     distinct = list(dict.fromkeys(urls))
@@ -59,7 +62,9 @@ async def load(urls: Sequence[str], limits: ImageLimits, reservation: ImageReser
 
 
 def _max_bytes(url: str, limits: ImageLimits) -> int:
-    """Return the largest size that the image at `url` can have."""
+    """Return the largest number of bytes that the image at `url` can have. A `data:` URL cannot hold more than its own
+    length.
+    """
     return min(limits.max_bytes, len(url)) if _scheme(url) == "data" else limits.max_bytes
 
 
@@ -137,7 +142,9 @@ def _of_file(url: str, limits: ImageLimits) -> bytes:
 
 
 def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
-    """Check the format and size of an image. Only its header is read; the instance that decodes it checks the rest."""
+    """Check the format and size of an image file and return it. Only its header is read; the instance that decodes the
+    image checks the rest. Raises `BadRequestError`.
+    """
     # Imported here because only requests with images need it.
     from PIL import Image, UnidentifiedImageError
 

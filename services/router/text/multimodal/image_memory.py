@@ -22,17 +22,23 @@ _WAIT_S = 2.0
 
 
 class ImageMemory:
-    """The limits that all requests of one router process share. Use it from one event loop at a time."""
+    """Limits the memory of images, and the number of images that are fetched at a time, for all requests of one router
+    process together. Use it from one event loop at a time.
+    """
 
     def __init__(self, max_bytes: int, *, max_fetches: int = MAX_FETCHES, wait_s: float = _WAIT_S) -> None:
-        """Create the limits; `max_bytes` is that of `--max-image-memory-bytes`."""
+        """Create the limits. `max_bytes` is the value of `--max-image-memory-bytes`; a request waits for memory or a
+        connection at most `wait_s` seconds.
+        """
         self.budget = ByteBudget(max_bytes, wait_s=wait_s)
         self._fetches = asyncio.Semaphore(max_fetches)
         self._wait_s = wait_s
 
     @asynccontextmanager
     async def fetch_slot(self) -> AsyncIterator[None]:
-        """Hold one of the connections to other hosts. Raises `RateLimitError` if none becomes free in time."""
+        """Return a context manager that holds one of the `max_fetches` connections to other hosts. Raises
+        `RateLimitError` if none becomes free in time.
+        """
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._fetches.acquire()
@@ -45,16 +51,17 @@ class ImageMemory:
 
 
 class ImageReservation:
-    """The memory of the images of one request. It is released by `release` or at the end of a `with` block."""
+    """The memory that one request reserves for its images. `release` or the end of a `with` block gives it back."""
 
     def __init__(self, memory: ImageMemory) -> None:
-        """Create a reservation without bytes."""
+        """Create a reservation out of `memory` that holds nothing yet."""
         self.memory = memory
         self._num_reserved = 0
         self._num_loaded = 0
 
     async def reserve(self, num_bytes: int) -> None:
-        """Reserve as many bytes as the images can have together, once and before any of them is loaded.
+        """Reserve `num_bytes`, as many as all images of the request can have together. Call it once, before any of them
+        is loaded.
 
         Raises `RateLimitError` if the images of other requests leave too little memory.
         """
@@ -64,19 +71,21 @@ class ImageReservation:
         self._num_reserved = num_bytes
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes before they are kept. Raises `BadRequestError` if the images of a prompt may not have so many."""
+        """Add bytes of an image that arrives to the count for this request. Raises `BadRequestError` if its images have
+        too many bytes together.
+        """
         self._num_loaded += num_bytes
         if self._num_loaded > MAX_PROMPT_BYTES:
             raise image_error(f"the images of a prompt may have {MAX_PROMPT_BYTES} bytes together: make them smaller")
 
     def keep(self, num_bytes: int) -> None:
-        """Return the reserved bytes apart from `num_bytes`, which is the size of the loaded images."""
+        """Give back what was reserved beyond `num_bytes`, the size of the images now that they are loaded."""
         excess = max(0, self._num_reserved - num_bytes)
         self._num_reserved -= excess
         self.memory.budget.release(excess)
 
     def release(self) -> None:
-        """Return all bytes that are still reserved."""
+        """Give back all bytes that are still reserved. Further calls do nothing."""
         num_bytes, self._num_reserved = self._num_reserved, 0
         if num_bytes:
             self.memory.budget.release(num_bytes)

@@ -23,13 +23,15 @@ IMAGE_PART_TYPE = "image_url"
 
 
 def image_urls(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return the URLs of all images in the order of the prompt. Raises `BadRequestError` for a part without a URL."""
+    """Return the URLs of all images in the messages, in the order of the prompt. Raises `BadRequestError` for an image
+    part without a URL.
+    """
     lists = [message.content for message in messages if isinstance(message.content, list)]
     return [_url_of(part) for parts in lists for part in parts if part.type == IMAGE_PART_TYPE]
 
 
 def image_part(url: str) -> ContentPart:
-    """Return a content part with an image. The endpoints of other APIs convert their images to it."""
+    """Return an image as a content part of a chat message. The endpoints of other APIs convert their images with it."""
     return ContentPart(type=IMAGE_PART_TYPE, image_url={"url": url})
 
 
@@ -42,7 +44,9 @@ def _url_of(part: ContentPart) -> str:
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
-    """A prompt with its images: `media` are the spans of image tokens, `images` the distinct image files."""
+    """A prompt as tokens with its images. `media` are the spans of image tokens in `token_ids`; `images` are the
+    distinct image files.
+    """
 
     token_ids: list[int]
     media: Sequence[MediaSpan] = ()
@@ -52,10 +56,14 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
 
 class ImagePlaces:
-    """Writes the images of one prompt into its text, and then into its tokens."""
+    """Replaces the image placeholders in the text of one prompt by the texts of the images, and, after tokenization, by
+    their image tokens.
+    """
 
     def __init__(self, text: str, num_images: int, family: ImageFamily, image_token: str) -> None:
-        """Take the text of a chat template with `num_images` placeholders. `image_token` is the family's token."""
+        """Create it for the `text` of a rendered chat with `num_images` placeholders. `family` has the model's rules
+        for images; `image_token` is the text of its image token.
+        """
         self._text = text
         self._num_images = num_images
         self._family = family
@@ -63,18 +71,21 @@ class ImagePlaces:
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether all images become the same."""
+        """True if every image becomes the same tokens, whatever its size."""
         return self._family.is_fixed
 
     @property
     def least(self) -> list[Parts]:
-        """Return the parts of images that take the least space."""
+        """The text and the number of image tokens of each image, if all images had the size that takes the fewest
+        tokens.
+        """
         return [self._family.least] * self._num_images
 
     def parts_of(self, files: Sequence[ImageFile]) -> list[Parts]:
-        """Return what the images become, in the order of the prompt.
+        """Return what each image becomes in the prompt, in order: its text and number of image tokens, which depend on
+        its size.
 
-        Raises `BadRequestError` for an image that the model cannot read.
+        Raises `BadRequestError` for an image of a size that the model cannot read.
         """
         try:
             return [self._family.parts(width=file.width, height=file.height) for file in files]
@@ -82,12 +93,15 @@ class ImagePlaces:
             raise image_error(str(exc)) from exc
 
     def spans_of(self, where: Sequence[tuple[int, int]], files: Sequence[ImageFile]) -> list[MediaSpan]:
-        """Return the spans of the images, from the places that `expanded` has returned."""
+        """Return the span of each image in the prompt's tokens. `where` has the places of the images that `expanded`
+        has returned.
+        """
         grids = [self._family.token_grid(width=file.width, height=file.height) for file in files]
         return [MediaSpan(*place, file.digest, grid) for place, file, grid in zip(where, files, grids, strict=True)]
 
     def written(self, images: Sequence[Parts]) -> str:
-        """Return the text with the texts of its images, in which a run of image tokens is one token.
+        """Return the prompt's text in which the placeholders are replaced by the texts of the images. A run of image
+        tokens is written as one token, which `expanded` repeats.
 
         Raises `BadRequestError` if the number of placeholders is not the number of images: the chat template has left
         one out, or the text of a message contains the placeholder.
@@ -98,7 +112,8 @@ class ImagePlaces:
             raise _misplaced(exc) from exc
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[Parts]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of `written` with all image tokens, and the place of each image.
+        """Repeat the image tokens in `token_ids`, the tokens of the text from `written`. Return the prompt's tokens,
+        and for each image the position and the number of its tokens.
 
         Raises `BadRequestError` if the text of a message contains the image token.
         """
@@ -122,7 +137,7 @@ Tokenize = Callable[[str], Awaitable[list[int]]]
 async def count_image_tokens(
     tokenize: Tokenize, places: ImagePlaces, urls: Sequence[str], image_limits: ImageLimits, memory: ImageMemory
 ) -> list[int]:
-    """Return a prompt with the image tokens of its images, for counting tokens.
+    """Return the tokens of a prompt, with the image tokens of its images, for a request that only counts tokens.
 
     The images are loaded only if their number of tokens depends on their size. Raises `BadRequestError` if the images
     cannot be loaded or do not match the prompt, and `RateLimitError` if the limits of `ImageMemory` are reached.
@@ -144,11 +159,12 @@ async def expand_image_tokens(
     limits: ModelLimits,
     reservation: ImageReservation,
 ) -> TokenizedPrompt:
-    """Load the images of a prompt and return it with their image tokens.
+    """Load the images of a prompt. Return the prompt as tokens, with the image tokens of its images, and the image
+    files.
 
-    The caller releases `reservation` after the last use of the prompt. Raises `BadRequestError` if the images cannot
-    be loaded, do not match the prompt, or leave no room for an answer, and `RateLimitError` if the limits of
-    `ImageMemory` are reached.
+    The files count in `reservation`, which the caller releases after the last use of the prompt. Raises
+    `BadRequestError` if the images cannot be loaded, do not match the prompt, or leave no room for an answer, and
+    `RateLimitError` if the limits of `ImageMemory` are reached.
     """
     _check_number(urls, image_limits)
     # A prompt that is too long already with the smallest images is rejected before anything is fetched.
@@ -166,7 +182,7 @@ async def expand_image_tokens(
 
 
 def _check_number(urls: Sequence[str], image_limits: ImageLimits) -> None:
-    """Raise `BadRequestError` if a request has more images than it may."""
+    """Raise `BadRequestError` if a request has more images than `--limit-mm-per-prompt` allows."""
     if len(urls) > image_limits.per_prompt:
         raise image_error(
             f"the request has {len(urls)} images, the limit is {image_limits.per_prompt} (--limit-mm-per-prompt)"

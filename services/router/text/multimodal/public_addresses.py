@@ -50,7 +50,8 @@ _ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 def is_public(address: str) -> bool:
-    """Return whether `address` is a globally routed unicast address.
+    """Return whether the IP address `address` belongs to one host of the public internet, and not, for example, to a
+    private network.
 
     An IPv6 address that contains an IPv4 address must have a public one. Raises `ValueError` if `address` is not an IP
     address.
@@ -69,7 +70,9 @@ def is_public(address: str) -> bool:
 
 
 def _within(ip: IPv6Address) -> IPv4Address | None:
-    """Return the IPv4 address to which a gateway would forward, or None if the address contains none."""
+    """Return the IPv4 address that an IPv6 address contains, to which a gateway would forward, or None if it contains
+    none.
+    """
     if ip in _NAT64:
         return IPv4Address(int(ip) & 0xFFFFFFFF)
     if (int(ip) >> 32) & 0xFFFFFFFF in _ISATAP:

@@ -25,9 +25,11 @@ _PORTS = {"http": 80, "https": 443}
 
 
 async def fetch(url: str, limits: ImageLimits, *, count: Callable[[int], None]) -> bytes:
-    """Fetch the file at an http(s) URL. Raises `BadRequestError` if the host is not allowed or the fetch fails.
+    """Fetch the image at an http(s) URL and return its bytes. Raises `BadRequestError` if the host is not allowed or
+    the fetch fails.
 
-    `count` is called with the size of each piece that arrives; it raises if the request has too many bytes of images.
+    `count` is called with the number of bytes of each piece that arrives; it raises if the request has too many bytes
+    of images.
     """
     try:
         parts = urlsplit(url)
@@ -56,9 +58,9 @@ async def fetch(url: str, limits: ImageLimits, *, count: Callable[[int], None]) 
 
 
 async def _public_address(host: str, port: int) -> str:
-    """Resolve a host name and return one of its addresses.
+    """Resolve a host name and return one of its IP addresses.
 
-    Raises `OSError` if the name cannot be resolved and `BadRequestError` unless all its addresses are public.
+    Raises `OSError` if the name cannot be resolved, and `BadRequestError` unless all its addresses are public.
     """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=0)
     addresses = [str(entry[4][0]) for entry in found]

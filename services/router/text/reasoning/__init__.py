@@ -18,7 +18,9 @@ __all__ = ["REASONING_FORMATS", "ReasoningFormat"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """One format of reasoning. Its functions get the rendered prompt, which may already begin or end the reasoning."""
+    """One format in which models write their reasoning, such as text between `<think>` and `</think>`. Its functions
+    get the rendered prompt, which may already begin or end the reasoning.
+    """
 
     scan: Callable[[Characters, Parts, str], Scan[None]]
     """Splits a text into reasoning and content."""
@@ -30,9 +32,9 @@ class ReasoningFormat:
     """The opening and the closing tag, for a format of two tags."""
 
     def prompt_end(self, prompt: str, begun: str) -> str:
-        """Return the part of the prompt that decides whether the answer continues reasoning or content.
+        """Return the end of the prompt that shows whether the model continues with reasoning or with content.
 
-        `begun` is the text of the message that the answer continues (`continue_final_message`), with which the prompt
+        `begun` is the text of the message that the model continues (`continue_final_message`), with which the prompt
         ends. The prompt is cut after the last tag in it. If `begun` has no tag, it is content, unless the template has
         put the opening tag before it.
         """
@@ -46,7 +48,7 @@ class ReasoningFormat:
         return before if before.endswith(self.tags) else before + self.tags[1]
 
     def reader(self, prompt: str) -> PartReader:
-        """Return a new `PartReader` for an answer to the rendered chat `prompt`."""
+        """Return a new `PartReader` that separates reasoning and content in an answer to the rendered chat `prompt`."""
         return PartReader(lambda text, out: self.scan(text, out, prompt))
 
 

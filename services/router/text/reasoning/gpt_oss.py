@@ -18,7 +18,9 @@ from baton_serve.services.router.text.scanning.parts import Parts
 
 
 def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
-    """Split harmony messages into reasoning and content."""
+    """Divide an answer in the harmony format (gpt-oss) into reasoning and content, and emit them to `out`. Tool calls
+    stay in the content as they are.
+    """
     header = open_header(prompt)
     if header is None or header.recipient is not None:
         header = yield from next_header(text, out, is_first=True)
@@ -39,9 +41,10 @@ def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:
 
 
 def gpt_oss_rule(lark: Lark, prompt: str) -> str:
-    """Return the expression for the messages before an answer with a grammar, and for the header of the final message.
+    """Return the grammar expression for what gpt-oss writes before an answer that follows a grammar: messages with
+    reasoning, and the header of the final message. It depends on where the `prompt` ends.
 
-    The messages have the channel `analysis` or `commentary` and no recipient.
+    The messages with reasoning have the channel `analysis` or `commentary` and no recipient.
     """
     channel, message = lark.literal(CHANNEL), lark.literal(MESSAGE)
     again = f"{lark.text_up_to(END)} {lark.literal(START)} {lark.literal('assistant')}"

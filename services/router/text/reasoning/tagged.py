@@ -6,9 +6,10 @@ from baton_serve.services.router.text.scanning.parts import Parts
 
 
 def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> Scan[None]:
-    """Split a text into reasoning, up to the closing tag, and content.
+    """Divide an answer into reasoning, up to the closing tag, and content, and emit them to `out`. `tags` are the
+    opening and the closing tag.
 
-    With `is_assumed`, a text without the opening tag is reasoning too, unless the prompt ends with the closing tag.
+    With `is_assumed`, an answer without the opening tag is reasoning too, unless the prompt ends with the closing tag.
     """
     first, last = tags
     end = prompt.rstrip()
@@ -29,7 +30,9 @@ def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], 
 
 
 def tagged_rule(lark: Lark, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> str:
-    """Return the expression for the reasoning before an answer with a grammar, or "" if the prompt has ended it."""
+    """Return the grammar expression for the reasoning before an answer that follows a grammar. It is empty if the
+    prompt ends with the closing tag, so that no reasoning can follow.
+    """
     first, last = tags
     end = prompt.rstrip()
     if end.endswith(last):

@@ -14,7 +14,9 @@ Scan = Generator[None, str, T]
 
 
 class Characters:
-    """The text of one sequence, for the scans that read it. A scan can put characters back and read them again."""
+    """The text of one sequence that arrives in pieces, for generators (scans) that read it character by character. A
+    scan can put characters back and read them again.
+    """
 
     def __init__(self) -> None:
         self._returned: list[str] = []
@@ -22,7 +24,7 @@ class Characters:
         self._is_over = False
 
     def next(self) -> Scan[str]:
-        """Return the next character. At the end of the text, and after it, return the empty string."""
+        """Wait for the next character and return it. At the end of the text, and after it, return the empty string."""
         if self._returned:
             char = self._returned.pop()
         elif self._is_over:
@@ -36,30 +38,32 @@ class Characters:
         return char
 
     def back(self, text: str) -> None:
-        """Put `text`, the characters that were read last, back, so that they are read again."""
+        """Put `text`, which must be the characters read last, back, so that they are read again."""
         if text:
             # The list is a stack: its last element is read first.
             self._returned.extend(reversed(text))
             del self._taken[-len(text) :]
 
     def mark(self) -> None:
-        """Begin a new record of the characters that are read."""
+        """Start to record the characters that are read from now on, for `since_mark`."""
         self._taken.clear()
 
     def since_mark(self) -> str:
-        """Return the characters that were read since the last mark. A scan that fails passes them on as content."""
+        """Return the characters that were read since the last `mark`. A scan that does not find what it expects passes
+        them on as content.
+        """
         return "".join(self._taken)
 
 
 def skip_space(text: Characters) -> Scan[str]:
-    """Read white space and return the first other character, which has been read too."""
+    """Read white space and the first character after it, and return that character ("" at the end of the text)."""
     while (char := (yield from text.next())).isspace():
         pass
     return char
 
 
 def literal(text: Characters, wanted: str) -> Scan[bool]:
-    """Read `wanted` if it comes next and return True. Otherwise read nothing and return False."""
+    """Read the text `wanted` if it comes next, and return True. Otherwise read nothing and return False."""
     seen = ""
     for expected in wanted:
         char = yield from text.next()
@@ -71,7 +75,8 @@ def literal(text: Characters, wanted: str) -> Scan[bool]:
 
 
 def until(text: Characters, emit: Callable[[str], None], markers: Sequence[str]) -> Scan[str]:
-    """Emit the text before the first marker, and return the marker, which has been read, or "" at the end of the text.
+    """Read up to the first of the `markers`. Pass the text before it to `emit`, and return the marker, which is read
+    too, or "" at the end of the text.
 
     No marker may be a beginning of another one. Characters that may belong to a marker are held back until it is clear.
     """
@@ -96,7 +101,7 @@ def until(text: Characters, emit: Callable[[str], None], markers: Sequence[str])
 
 
 def collect(text: Characters, markers: Sequence[str], *, longest: int = 4096) -> Scan[tuple[str, str]]:
-    """Return the text before the first marker, and the marker.
+    """Read up to the first of the `markers`. Return the text before it, and the marker.
 
     The marker is "" if the text ends first or has more than `longest` characters. The bound keeps a broken answer from
     being held back as a whole.

@@ -21,7 +21,9 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a message. `raw` is its text up to and including the marker that begins the body."""
+    """The header of one message in the harmony format of gpt-oss. `raw` is its text up to and including the marker that
+    begins the body; `recipient` is the function of a tool call, or None.
+    """
 
     raw: str
     channel: str
@@ -29,7 +31,9 @@ class Header:
 
 
 def open_header(prompt: str) -> Header | None:
-    """Return the header of the message within which a prompt ends, or None if the prompt ends between messages."""
+    """Return the header of the harmony message in whose body the prompt ends, or None if the prompt ends between
+    messages.
+    """
     at = prompt.rfind(MESSAGE)
     if at < 0 or any(prompt.rfind(marker) > at for marker in ENDS):
         return None
@@ -38,10 +42,10 @@ def open_header(prompt: str) -> Header | None:
 
 
 def next_header(text: Characters, out: Parts, *, is_first: bool) -> Scan[Header | None]:
-    """Read up to the body of the next message and return its header, or None at the end of the text.
+    """Read up to the body of the next harmony message and return its header, or None at the end of the text.
 
-    Text before the header is content. A header that never ends is content too. `is_first` says that this is the first
-    message of the answer, whose role the prompt may already contain.
+    Text before the header is emitted to `out` as content, and so is a header that never ends. `is_first` says that this
+    is the first message of the answer, whose role the prompt may already contain.
     """
     marker = "to=" if is_first and (yield from _begins_with_recipient(text)) else ""
     while marker in ("", END, CALL, RETURN):

@@ -9,7 +9,9 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 def json_string(text: Characters) -> Scan[str | None]:
-    """Return the decoded string whose opening quote has been read, or None if it is invalid or not complete."""
+    """Read the rest of a JSON string, whose opening quote has been read. Return its decoded value, or None if it is
+    invalid or not complete.
+    """
     raw = ['"']
     is_escaped = False
     while char := (yield from text.next()):
@@ -24,7 +26,7 @@ def json_string(text: Characters) -> Scan[str | None]:
 
 
 def json_value(text: Characters, emit: Callable[[str], None]) -> Scan[None]:
-    """Emit the text of the next JSON value while it arrives.
+    """Read the next JSON value, and pass its text to `emit` while it arrives.
 
     Objects, arrays and scalars are emitted as they are written. A string is decoded first: tool arguments that are sent
     as a string, as in OpenAI's API, contain JSON.
@@ -45,7 +47,7 @@ def json_value(text: Characters, emit: Callable[[str], None]) -> Scan[None]:
 
 
 def to_json(value: object) -> str:
-    """Return the JSON of a value, with characters outside of ASCII as they are.
+    """Return `value` as JSON text. Characters outside of ASCII are not escaped.
 
     Raises `ValueError` or `TypeError` if JSON cannot express the value, and `RecursionError` if it is nested too deep.
     """

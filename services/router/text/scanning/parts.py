@@ -16,14 +16,16 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of the reasoning before an answer."""
+    """A piece of the reasoning that the model writes before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A piece of a tool call. The first piece of a call has its name; later ones only continue the arguments."""
+    """A piece of a tool call in an answer. The first piece of a call has its name; later ones (`name` is None) only
+    continue the arguments.
+    """
 
     index: int
     name: str | None
@@ -35,7 +37,7 @@ Part: TypeAlias = Content | Reasoning | Call
 
 @dataclass(slots=True)
 class _Open:
-    """A part that may still grow. `index` and `name` are set for a call."""
+    """A part of an answer that is being collected. `index` and `name` are set for a tool call."""
 
     kind: type[Content] | type[Reasoning] | type[Call]
     index: int = 0
@@ -51,10 +53,10 @@ class _Open:
 
 
 class Parts:
-    """Collects the parts that scans emit, until `take`.
+    """Collects the parts of an answer (content, reasoning, tool calls) that scans emit, until `take` returns them.
 
-    White space and markup are held back until the next part is known: before a call they are dropped, and in a text
-    without calls they are content.
+    White space and markup are held back until the next part is known: before a tool call they are dropped, and in a
+    text without tool calls they are content.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,7 @@ class Parts:
         self._has_reasoning = False
 
     def content(self, text: str) -> None:
-        """Append text of the answer."""
+        """Append text to the content of the answer."""
         for char in text:
             if char.isspace():
                 self._held.append(char)
@@ -74,11 +76,11 @@ class Parts:
                 self._held.clear()
 
     def markup(self, text: str) -> None:
-        """Append markup that belongs to a call. It becomes content unless a call comes next."""
+        """Append markup that belongs to a tool call. It becomes content unless a call comes next."""
         self._held.append(text)
 
     def reasoning(self, text: str) -> None:
-        """Append reasoning, without white space at its beginning and its end."""
+        """Append text to the reasoning. White space at the beginning and the end of the reasoning is dropped."""
         for char in text:
             if char.isspace():
                 if self._has_reasoning:
@@ -89,28 +91,32 @@ class Parts:
                 self._has_reasoning = True
 
     def within_reasoning(self) -> None:
-        """Note that the prompt began the reasoning: white space at the beginning of the text then separates words."""
+        """Note that the reasoning began in the prompt, so that white space at the beginning of the answer is kept: it
+        separates words.
+        """
         self._has_reasoning = True
 
     def begin(self, name: str) -> None:
-        """Begin the next tool call."""
+        """Begin the next tool call, of the function `name`. White space and markup that are held back are dropped."""
         self._held.clear()
         self._open.append(_Open(Call, self.num_calls, name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Append to the arguments of the call that began last."""
+        """Append text to the arguments of the tool call that began last."""
         if text:
             self._append(Call, text)
 
     def finish(self) -> None:
-        """Emit text that is still held back. Call it at the end of the text."""
+        """Add white space and markup that are held back to the content, unless the answer has tool calls. Call it at
+        the end of the text.
+        """
         if self._held and not self.num_calls:
             self._append(Content, "".join(self._held))
         self._held.clear()
 
     def take(self) -> list[Part]:
-        """Return the parts since the last call, and remove them."""
+        """Return the parts that were emitted since the last `take`, and forget them."""
         taken, self._open = self._open, []
         return [part.close() for part in taken]
 
@@ -125,8 +131,8 @@ ScanText = Callable[[Characters, Parts], Scan[None]]
 
 
 class PartReader:
-    """Divides the text of one sequence into content, reasoning and tool calls, while it arrives. It runs one scan; text
-    that remains when the scan has ended is content.
+    """Divides the text of one sequence into content, reasoning and tool calls, while it arrives. It runs one scan (a
+    parser of one format); text that remains when the scan has ended is content.
     """
 
     def __init__(self, scan: ScanText) -> None:
@@ -137,13 +143,13 @@ class PartReader:
         next(self._run)
 
     def push(self, text: str) -> list[Part]:
-        """Scan the next piece of the text and return the new parts, or pieces of parts."""
+        """Parse the next piece of the text and return what it adds: new parts, or further pieces of a part."""
         for char in text:
             self._run.send(char)
         return self._parts.take()
 
     def finish(self) -> list[Part]:
-        """Return the remaining parts. Call it once, at the end of the text."""
+        """Return the parts that are still held back. Call it once, at the end of the text."""
         try:
             self._run.send("")
         except StopIteration:
@@ -158,7 +164,9 @@ class PartReader:
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """Join the parts of a whole text: at most one part of reasoning and one of content, and one for each call."""
+    """Join the pieces of a complete answer: the result has at most one part of reasoning and one of content, and one
+    for each tool call.
+    """
     content = "".join(part.text for part in parts if isinstance(part, Content))
     reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
     calls: dict[int, list[Call]] = {}

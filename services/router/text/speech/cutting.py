@@ -28,7 +28,9 @@ _Child = subprocess.Popen[bytes]
 
 
 class AudioCutter:
-    """Owns the processes that decode the files of one model. Use it from one event loop at a time, and `close` it."""
+    """Decodes audio files and cuts them into windows for a speech model, in processes of its own. Use it from one event
+    loop at a time, and `close` it.
+    """
 
     def __init__(self, limits: CutterLimits) -> None:
         self.limits = limits
@@ -39,11 +41,11 @@ class AudioCutter:
         self._max_answer_bytes = int(limits.max_s * limits.rate_hz * 4) + (1 << 20)
 
     async def cut(self, file: bytes) -> Cut:
-        """Return the windows of a file in any format that `audio_cutter` accepts. Wait at most `WAIT_S` seconds for a
-        free process.
+        """Decode an audio file and return its windows. The file may have any format that `baton_serve.audio_cutter`
+        accepts. Wait at most `WAIT_S` seconds for a free process.
 
-        Raises `BadRequestError` if it cannot be used, `RateLimitError` if too many files wait, and `UnavailableError`
-        if no process can be started.
+        Raises `BadRequestError` if the file cannot be used, `RateLimitError` if too many files wait, and
+        `UnavailableError` if no process can be started.
         """
         try:
             async with asyncio.timeout(WAIT_S):
@@ -61,7 +63,7 @@ class AudioCutter:
         return cut
 
     def close(self) -> None:
-        """End all processes that wait for a file."""
+        """End all decoding processes that are idle."""
         while self._idle:
             _end(self._idle.pop())
 
@@ -94,7 +96,9 @@ class AudioCutter:
 
 
 def _ask(child: _Child, file: bytes, max_answer_bytes: int) -> Cut:
-    """Send a file to a process and return its answer. It runs in a thread. Raises `OSError` if the process ends."""
+    """Send an audio file to a decoding process and return its answer. It blocks, so it runs in a thread. Raises
+    `OSError` if the process ends or its answer is too long (`max_answer_bytes`).
+    """
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(len(file).to_bytes(_SIZE_BYTES, "little") + file)
     child.stdin.flush()
@@ -108,7 +112,7 @@ def _ask(child: _Child, file: bytes, max_answer_bytes: int) -> Cut:
 
 
 def _end(child: _Child) -> None:
-    """End a process at once, and with it a thread that waits for its answer."""
+    """Kill a decoding process, which also ends the wait of a thread for its answer."""
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):

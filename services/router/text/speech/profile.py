@@ -19,8 +19,9 @@ _POSITIVE = Meta(gt=0)
 
 
 class SpeechProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """The windows and control tokens of one model. `languages` and `tasks` are tokens by name; they are empty for a
-    model of one language.
+    """Describes one speech model (Whisper) to the router: the length of its audio windows and its control tokens.
+
+    `languages` and `tasks` are token ids by name; they are empty for a model that knows only one language.
     """
 
     window_s: float
@@ -42,20 +43,22 @@ class SpeechProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_timestamp(self) -> int:
-        """Return the token of the time 0."""
+        """The id of the token for the time 0. Later times have the token ids after it."""
         # The times are the last tokens of Whisper's vocabulary, directly behind this one.
         return self.no_timestamps_token + 1
 
     @property
     def seconds_per_timestamp(self) -> float:
-        """Return the time between two timestamps."""
+        """The time in seconds between two successive timestamp tokens."""
         # Whisper's times are as fine as the encoder's output: 30 s / 1500 positions = 0.02 s.
         return self.window_s / self.source_tokens
 
     def prompt(
         self, language: str | None, task: Task, previous: Sequence[int] = (), *, has_timestamps: bool
     ) -> list[int]:
-        """Return the prompt of a window. `previous` are the tokens of text before it, of which the last are used.
+        """Return the token ids of the decoder prompt for an audio window. `previous` are the tokens of text that
+        precedes the audio; if there are too many, the last ones are used. With `has_timestamps` the model also writes
+        times.
 
         Raises `BadRequestError` for a task or a language that the model does not have.
         """
@@ -72,7 +75,7 @@ class SpeechProfile(msgspec.Struct, frozen=True, kw_only=True):
         return found if has_timestamps else [*found, self.no_timestamps_token]
 
     def rules(self, *, has_timestamps: bool) -> TranscriptSpec:
-        """Return the rules by which the tokens of a transcript are chosen."""
+        """Return the rules by which an instance samples the tokens of a transcript, with or without timestamps."""
         return TranscriptSpec(
             suppressed=self.suppressed,
             first_suppressed=self.first_suppressed,
@@ -83,7 +86,7 @@ class SpeechProfile(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_language(self, language: str | None) -> None:
-        """Raise `BadRequestError` for a language that the model does not have."""
+        """Raise `BadRequestError` for a language that the model does not have. None is always allowed."""
         if language is not None and self.languages:
             self._language_token(language)
 
@@ -98,7 +101,7 @@ class SpeechProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """The fields of config.json that are used."""
+    """The fields that are read from the config.json of a speech model."""
 
     model_type: str = ""
     max_source_positions: int = 0
@@ -110,7 +113,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 class _Generation(msgspec.Struct, frozen=True):
-    """The fields of generation_config.json that are used."""
+    """The fields that are read from the generation_config.json of a speech model."""
 
     no_timestamps_token_id: int | None = None
     lang_to_id: dict[str, int] = {}
@@ -122,22 +125,24 @@ class _Generation(msgspec.Struct, frozen=True):
 
 
 class _Extractor(msgspec.Struct, frozen=True):
-    """The fields of the feature extractor's config that are used."""
+    """The fields that are read from the config of the feature extractor (preprocessor_config.json)."""
 
     chunk_length: Annotated[float, _POSITIVE] = 30.0
     sampling_rate: Annotated[int, _POSITIVE] = 16_000
 
 
 class _Processor(msgspec.Struct, frozen=True):
-    """The part of processor_config.json that newer versions of transformers write instead of a file of its own."""
+    """The part that is read from processor_config.json, which newer versions of transformers write instead of a file
+    for the feature extractor.
+    """
 
     feature_extractor: _Extractor = _Extractor()
 
 
 def speech_profile(folder: Path, tokenizer: TextTokenizer) -> SpeechProfile | None:
-    """Return the profile of the model in a folder; None for a model that does not transcribe audio.
+    """Return the profile of the speech model in a folder; None if the model does not transcribe audio.
 
-    Raises `ModelFolderError` if a file is broken or lacks what is needed.
+    Raises `ModelFolderError` if a file is broken or lacks a field that is needed.
     """
     config = read_json(folder / "config.json", _Config) if (folder / "config.json").is_file() else None
     port = None if config is None else _PORTS.get(config.model_type)
@@ -178,7 +183,7 @@ def _whisper(folder: Path, config: _Config, tokenizer: TextTokenizer) -> SpeechP
 
 
 def _first_stated(*lists: list[int] | None) -> list[int]:
-    """Return the first list that is stated, without negative numbers, by which some files mean the default."""
+    """Return the first list that is not None, without its negative numbers, which in some files mean the default."""
     return [token for token in next((one for one in lists if one is not None), []) if token >= 0]
 
 

@@ -11,7 +11,9 @@ from baton_serve.services.router.text.speech.profile import SpeechProfile
 
 
 class TranscribedWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """A window of a file and the tokens that were generated for it."""
+    """A window of an audio file and the tokens that were generated for it. `start_s` is the window's start in the
+    file.
+    """
 
     start_s: float
     duration_s: float
@@ -38,7 +40,9 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedTokens(msgspec.Struct, frozen=True):
-    """The tokens between two timestamps, which are in seconds since the start of the window."""
+    """The text tokens between two timestamps of a window. `start_s` and `end_s` are in seconds since the start of the
+    window.
+    """
 
     start_s: float
     end_s: float
@@ -46,13 +50,13 @@ class TimedTokens(msgspec.Struct, frozen=True):
 
 
 def text_tokens(token_ids: Iterable[int], profile: SpeechProfile) -> list[int]:
-    """Return the tokens of text: without timestamps and the end."""
+    """Return only those tokens that are text, without timestamps and the end-of-sequence token."""
     return [token for token in token_ids if token < profile.first_timestamp and token != profile.end_token]
 
 
 def timed_tokens(token_ids: Sequence[int], duration_s: float, profile: SpeechProfile) -> list[TimedTokens]:
-    """Return the segments of a window with timestamps; empty for a window without text. `duration_s` is the window's
-    length. Text whose end has no timestamp lasts until the window ends.
+    """Divide the tokens of a window with timestamps into segments; empty for a window without text. `duration_s` is the
+    window's length. Text whose end has no timestamp lasts until the window ends.
     """
     found: list[TimedTokens] = []
     start_s, text = 0.0, list[int]()
@@ -75,7 +79,7 @@ def timed_tokens(token_ids: Sequence[int], duration_s: float, profile: SpeechPro
 def segments_of(
     windows: Iterable[TranscribedWindow], profile: SpeechProfile, detokenizer: Detokenizer
 ) -> list[Segment]:
-    """Return the segments of all windows, in order."""
+    """Return the segments of all windows of an audio file as text, in order."""
     found: list[Segment] = []
     for window in windows:
         quality = {
@@ -99,20 +103,20 @@ def segments_of(
 
 
 def average_logprob(window: TranscribedWindow) -> float:
-    """Return the mean log-probability of a window's tokens; 0 without logprobs."""
+    """Return the mean log-probability of a window's tokens, or 0 if the window has no logprobs."""
     chosen = [one.chosen.logprob for one in window.logprobs]
     return sum(chosen) / len(chosen) if chosen else 0.0
 
 
 def compression_ratio(text: str) -> float:
-    """Return how far a text can be compressed. Text that repeats itself has a high ratio."""
+    """Return the size of a text divided by its compressed size. Text that repeats itself has a high ratio."""
     # Whisper measures it with zlib too, and its limit is meant for zlib.
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if data else 0.0
 
 
 def srt(segments: Iterable[Segment]) -> str:
-    """Return segments as subtitles in the format SubRip."""
+    """Return segments as the text of a subtitle file in the format SubRip."""
     return "".join(
         f"{number}\n{_clock(one.start, ',')} --> {_clock(one.end, ',')}\n{_line(one)}\n\n"
         for number, one in enumerate(segments, 1)
@@ -120,7 +124,7 @@ def srt(segments: Iterable[Segment]) -> str:
 
 
 def vtt(segments: Iterable[Segment]) -> str:
-    """Return segments as subtitles in the format WebVTT."""
+    """Return segments as the text of a subtitle file in the format WebVTT."""
     lines = (f"{_clock(one.start, '.')} --> {_clock(one.end, '.')}\n{_line(one)}\n\n" for one in segments)
     return "WEBVTT\n\n" + "".join(lines)
 
@@ -131,6 +135,6 @@ def _line(segment: Segment) -> str:
 
 
 def _clock(seconds: float, separator: str) -> str:
-    """Return a time as hours, minutes, seconds and milliseconds."""
+    """Return a time as `HH:MM:SS` and milliseconds; `separator` stands before the milliseconds."""
     whole, thousandths = divmod(round(seconds * 1000), 1000)
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}{separator}{thousandths:03d}"

@@ -23,7 +23,7 @@ __all__ = ["TOOL_CALL_FORMATS", "ToolCallFormat", "Tools"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """One format of tool calls."""
+    """One format in which models write tool calls, such as Hermes or Mistral: how it is parsed."""
 
     scan: Callable[[Characters, Parts, Tools], Scan[None]]
     """Splits a text into content and calls."""
@@ -31,7 +31,7 @@ class ToolCallFormat:
     """Whether the markers are special tokens, which the detokenizer must then keep in the text."""
 
     def reader(self, tools: Tools) -> PartReader:
-        """Return a new `PartReader` for an answer to a request that offers these tools."""
+        """Return a new `PartReader` that finds tool calls in an answer to a request that offers these tools."""
         return PartReader(lambda text, out: self.scan(text, out, tools))
 
 

@@ -10,9 +10,12 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) -> Scan[bool]:
-    """Scan one tool call, a JSON object, and return whether it is one: its name and its arguments were found. If not,
-    the caller must make content of the text since the last mark. Arguments are emitted as the model wrote them, so they
-    may be invalid JSON, as in OpenAI's API. With `needs_arguments`, an object with only a name is not a call.
+    """Read one tool call, a JSON object, and emit it to `out`. Return whether it is one: its name and its arguments
+    were found.
+
+    If it is not, the caller must make content of the text since the last mark. Arguments are emitted as the model wrote
+    them, so they may be invalid JSON, as in OpenAI's API. With `needs_arguments`, an object with only a name is not a
+    call.
     """
     call = _Call(out)
     if (char := (yield from skip_space(text))) != "{":
@@ -35,7 +38,7 @@ def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) 
 
 
 def call_list(text: Characters, out: Parts) -> Scan[bool]:
-    """Scan a JSON list of calls, whose opening bracket comes next.
+    """Read a JSON list of tool calls, whose opening bracket comes next, and emit them to `out`.
 
     Return False if an element is not a call: the caller must then make content of the text since the last mark.
     """
@@ -51,7 +54,9 @@ def call_list(text: Characters, out: Parts) -> Scan[bool]:
 
 
 def _member(text: Characters, call: "_Call") -> Scan[bool]:
-    """Scan a key, whose opening quote has been read, and its value. Return False if they are not valid JSON."""
+    """Read one key of a call's JSON object, whose opening quote has been read, and its value. Return False if they are
+    not valid JSON.
+    """
     key = yield from json_string(text)
     char = yield from skip_space(text)
     if key is None or char != ":":
@@ -69,7 +74,7 @@ def _member(text: Characters, call: "_Call") -> Scan[bool]:
 
 
 class _Call:
-    """The state of one call. It begins as soon as its name and the beginning of its arguments are known.
+    """One tool call that is being read. It is emitted as soon as its name and the beginning of its arguments are known.
 
     Arguments that come before the name are held back.
     """
@@ -82,7 +87,7 @@ class _Call:
         self._has_arguments = False
 
     def named(self, name: str) -> bool:
-        """Set the name, and begin the call if its arguments have been read already."""
+        """Set the function's name, and begin to emit the call if its arguments have been read already. Return True."""
         self.name = name
         if self._held is not None:
             self._begin()
@@ -90,7 +95,7 @@ class _Call:
         return True
 
     def arguments(self) -> Callable[[str], None]:
-        """Return the function that takes the text of the arguments which come next."""
+        """Return the function that is called with the text of the arguments, which comes next."""
         # An object may have both `arguments` and `parameters`: the first one counts.
         if self._has_arguments:
             return _ignore
@@ -102,7 +107,9 @@ class _Call:
         return self._emit
 
     def end(self, *, needs_arguments: bool) -> None:
-        """End the call. A name without arguments is a call with empty arguments, unless `needs_arguments` is set."""
+        """End the call. A call with a name but no arguments gets empty arguments; with `needs_arguments` it is not a
+        call and is dropped.
+        """
         if self.name is not None and not self.is_begun and not needs_arguments:
             self._begin()
             self._out.arguments("{}")
@@ -120,4 +127,4 @@ class _Call:
 
 
 def _ignore(_: str) -> None:
-    """Drop the value of a member that is not part of a call."""
+    """Drop the value of a key that is not part of a tool call."""

@@ -24,8 +24,9 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 def required_rule(functions: Sequence[Function], *, is_parallel: bool) -> Rule:
-    """Return the grammar rule for an answer that must be a list of tool calls; it has exactly one call unless
-    `is_parallel` is set. Raises `BadRequestError` if a tool has no name or its parameters are not an object.
+    """Return the grammar rule for an answer that must be a list of tool calls (`tool_choice: required`); it has exactly
+    one call unless `is_parallel` is set. Raises `BadRequestError` if a tool has no name or its parameters are not an
+    object.
     """
     tools = [(name_of(function), parameters_of(function)) for function in functions]
 
@@ -39,15 +40,15 @@ def required_rule(functions: Sequence[Function], *, is_parallel: bool) -> Rule:
 
 
 def named_rule(function: Function) -> Rule:
-    """Return the grammar rule for an answer that must be the arguments of one function. Raises `BadRequestError` if its
-    parameters are not an object.
+    """Return the grammar rule for an answer that must be the arguments of this function (`tool_choice` names it).
+    Raises `BadRequestError` if its parameters are not an object.
     """
     schema = parameters_of(function)
     return lambda lark: lark.json(schema)
 
 
 def required_calls(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Scan the list of calls of an answer under `required_rule`."""
+    """Read an answer that follows `required_rule`, a list of tool calls, and emit the calls to `out`."""
     text.mark()
     char = yield from text.next()
     text.back(char)
@@ -63,7 +64,7 @@ def required_calls(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
 
 
 def named_call(name: str) -> Callable[[Characters, Parts, Tools], Scan[None]]:
-    """Return a scan that takes the whole text as the arguments of the function `name`."""
+    """Return a parser that emits the whole text as the arguments of one tool call of the function `name`."""
 
     def scan(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
         out.begin(name)
@@ -75,7 +76,7 @@ def named_call(name: str) -> Callable[[Characters, Parts, Tools], Scan[None]]:
 
 
 def name_of(function: Function) -> str:
-    """Return the name of a function. Raises `BadRequestError` if it has none."""
+    """Return the name of a function that a request offers. Raises `BadRequestError` if it has none."""
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise BadRequestError("tools: every function needs a name", param="tools")
@@ -83,7 +84,7 @@ def name_of(function: Function) -> str:
 
 
 def parameters_of(function: Function) -> Schema:
-    """Return the schema of a function's arguments. Raises `BadRequestError` if it is not an object."""
+    """Return the JSON schema of a function's arguments. Raises `BadRequestError` if it is not an object."""
     schema = function.get("parameters")
     if schema is None or schema == {}:
         return NO_PARAMETERS

@@ -13,7 +13,9 @@ TAG = "<|python_tag|>"
 
 
 def llama3_json(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Scan an answer in Llama 3's JSON format: it consists of tool calls only, otherwise all of it is content."""
+    """Read an answer in Llama 3's JSON format and emit it to `out`: it consists of tool calls only, otherwise all of it
+    is content.
+    """
     text.mark()
     text.back((yield from skip_space(text)))
     yield from literal(text, TAG)

@@ -29,4 +29,4 @@ def openai(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
 
 
 def _drop(_: str) -> None:
-    """Drop reasoning, which is not sent without a reasoning parser."""
+    """Ignore the text of reasoning, which is not sent to clients without a reasoning parser."""

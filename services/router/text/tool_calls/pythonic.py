@@ -21,7 +21,9 @@ _MAX_NAME_CHARS = 256
 
 
 def pythonic(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
-    """Scan a text and emit its parts to `out`: calls if it begins with a list of calls, otherwise content."""
+    """Read an answer and emit its parts to `out`: tool calls if it begins with a list of calls in Python's syntax,
+    otherwise content.
+    """
     text.mark()
     text.back((yield from skip_space(text)))
     yield from literal(text, _START)
@@ -41,7 +43,7 @@ def pythonic(text: Characters, out: Parts, tools: Tools) -> Scan[None]:
 
 
 def _call(text: Characters, out: Parts) -> Scan[bool]:
-    """Scan one call and return whether it began."""
+    """Read one tool call in Python's syntax and emit it to `out`. Return whether a call was found."""
     name = yield from skip_space(text)
     while name and _NAME.fullmatch(name) and len(name) < _MAX_NAME_CHARS:
         char = yield from text.next()
@@ -75,7 +77,9 @@ def _arguments(text: Characters, out: Parts, name: str) -> Scan[bool]:
 
 
 def _written(text: Characters) -> Scan[tuple[str, str]]:
-    """Return the source of one argument, and the character that ended it: `,` or `)`, or "" at the end of the text."""
+    """Return the source text of one argument, and the character that ended it: `,` or `)`, or "" at the end of the
+    text.
+    """
     held: list[str] = []
     closes: list[str] = []
     quote = ""
@@ -98,10 +102,11 @@ def _written(text: Characters) -> Scan[tuple[str, str]]:
 
 
 def _member(written: str, *, accepts_all: bool) -> str | None:
-    """Convert a Python keyword argument to a member of a JSON object, or return None if it does not parse.
+    """Convert a Python keyword argument (`name=value`) to a member of a JSON object, or return None if it does not
+    parse.
 
     With `accepts_all`, a value that is not a literal becomes a JSON string of its source text: the start of the call
-    has been streamed already.
+    has been streamed already and cannot be taken back.
     """
     match = _KEY.fullmatch(written)
     if match is None:

@@ -55,7 +55,9 @@ def _function(text: Characters, out: Parts, tools: Tools) -> Scan[bool]:
 
 
 def _string(text: Characters, out: Parts) -> Scan[None]:
-    """Emit a string value as JSON, without the newline after its tag and the one before its closing tag."""
+    """Read a string value up to its closing tag and emit it as JSON, without the newline after the opening tag and the
+    one before the closing tag.
+    """
     out.arguments('"')
     if (char := (yield from text.next())) != "\n":
         text.back(char)
@@ -65,14 +67,16 @@ def _string(text: Characters, out: Parts) -> Scan[None]:
 
 
 class _Value:
-    """Escapes a string for JSON while it arrives. A newline is held back, because the last one is not part of it."""
+    """Emits a string as JSON while it arrives. A newline is held back, because the last one does not belong to the
+    string.
+    """
 
     def __init__(self, out: Parts) -> None:
         self._out = out
         self._newline = ""
 
     def push(self, text: str) -> None:
-        """Emit the next characters of the value."""
+        """Emit the next characters of the string, escaped for JSON."""
         for char in text:
             if char == "\n":
                 char, self._newline = self._newline, char

@@ -21,7 +21,9 @@ ANY_ARGUMENTS = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """Builds the parts of a grammar that match tool calls."""
+    """Builds the grammar expressions for tool calls in one format. `tools` are the functions that the model may
+    call.
+    """
 
     lark: Lark
     tools: Sequence[tuple[str, Schema]]
@@ -32,13 +34,15 @@ class ToolCallGrammar:
     """The expression for an answer without calls. None allows free text, also around calls."""
 
     def any(self, begin: Callable[[str], str], end: str) -> str:
-        """Return an expression for a call of any tool: `begin(name)`, then its arguments, then `end`."""
+        """Return a grammar expression for a call of any of the tools: `begin(name)`, then its arguments, then `end`."""
         lark = self.lark
         ways = [f"({lark.literal(begin(name))} {lark.json(schema)} {lark.literal(end)})" for name, schema in self.tools]
         return f"({' | '.join(ways)})"
 
     def amid_text(self, trigger: str, call: str) -> str:
-        """Return an expression for an answer with a `call` after each `trigger`, and text around the calls."""
+        """Return a grammar expression for an answer in which a `call` follows each `trigger`, with text around the
+        calls.
+        """
         lark = self.lark
         if self.form is not None:
             return f"(({lark.literal(trigger)} {call}){'+' if self.is_parallel else ''} | ({self.form}))"
@@ -51,10 +55,11 @@ FormatRule = Callable[[ToolCallGrammar], str]
 
 
 def strict_rule(format: FormatRule, functions: Sequence[Function], *, is_parallel: bool, form: Rule | None) -> Rule:
-    """Return the rule for an answer that may call tools. Tools that are not strict take any arguments.
+    """Return the grammar rule for an answer that may call these functions. The arguments of a `strict` function must
+    follow its schema; other functions take any arguments.
 
-    `form` is the rule for an answer without calls. Raises `BadRequestError` if a tool has no name, or if its parameters
-    are not an object.
+    `format` writes calls in the model's format; `form` is the rule for an answer without calls, or None for free text.
+    Raises `BadRequestError` if a tool has no name, or if its parameters are not an object.
     """
     tools = [(name_of(one), parameters_of(one) if one.get("strict") is True else ANY_ARGUMENTS) for one in functions]
     return lambda lark: format(ToolCallGrammar(lark, tools, is_parallel, form(lark) if form is not None else None))

@@ -10,8 +10,8 @@ _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "dict": "objec
 
 
 class Tools:
-    """The tools that a request offers to the model. Clients write their schemas, so anything unexpected in them is
-    ignored.
+    """The types of the parameters of all tools that a request offers. Clients write the tools' schemas, so anything
+    unexpected in them is ignored.
     """
 
     def __init__(self, functions: Sequence[Mapping[str, object]] = ()) -> None:
@@ -25,12 +25,16 @@ class Tools:
                 self._types[str(function.get("name")), str(name)] = _type(schema)
 
     def is_string(self, tool: str, parameter: str) -> bool:
-        """Return whether a parameter is a string, whose value is taken as written. Unknown parameters are strings."""
+        """Return whether a parameter of a tool is a string, so that its value is taken as the model wrote it. An
+        unknown parameter is a string.
+        """
         return self._types.get((tool, parameter), "string") == "string"
 
 
 def json_of(written: str) -> str:
-    """Return the JSON of a value that was written without quotes. A value that is not valid JSON becomes a string."""
+    """Return the JSON of a value that the model wrote without quotes. A value that is not valid JSON becomes a
+    string.
+    """
     plain = written.strip()
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
     try:

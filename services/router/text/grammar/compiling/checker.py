@@ -47,12 +47,12 @@ so this only ends an attempt if the process itself hangs."""
 
 
 class _LostError(Exception):
-    """The compiling process ended before it answered."""
+    """The compiling process, or the compiler of one grammar that it started, ended before it answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A running compiling process, the socket to it, and the function that ends it."""
+    """The running compiling process: its handle, the socket to it, its start time, and the function that ends it."""
 
     child: "subprocess.Popen[bytes]"
     control: socket.socket
@@ -61,9 +61,10 @@ class _Process:
 
 
 class GrammarChecker:
-    """Checks grammars for one tokenizer. Use it from one event loop at a time.
+    """Checks grammars and JSON schemas by compiling them for one tokenizer, in a process of its own (the compiling
+    process). Use it from one event loop at a time.
 
-    It owns the compiling process, which ends with `close`, with this object or with the router.
+    It owns that process, which ends with `close`, with this object or with the router.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class GrammarChecker:
         limits: CompileLimits | None = None,
         queue: QueueLimits | None = None,
     ) -> None:
-        """`tokenizer` returns the text of tokenizer.json and the end-of-sequence token. It is called only once."""
+        """Create the checker without starting the process. `tokenizer` returns the text of tokenizer.json and the id of
+        the end-of-sequence token; it is called only once. `limits` bound one compilation, `queue` the number of
+        grammars that wait.
+        """
         self._tokenizer = tokenizer
         self._source: tuple[int, int | None] | None = None
         self._limits = limits or CompileLimits()
@@ -86,31 +90,34 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the compiling process, or None if it does not run."""
+        """The process id of the compiling process, or None if it does not run."""
         return None if self._process is None else self._process.child.pid
 
     def start(self) -> None:
-        """Start the compiling process now and not with the first grammar: it must first load the tokenizer."""
+        """Start the compiling process now, so that it has loaded the tokenizer before the first grammar comes."""
         if self._process is None:
             self._process = self._spawn()
 
     def close(self) -> None:
-        """End the compiling process. A later grammar starts a new one."""
+        """End the compiling process. A grammar that comes later starts a new one."""
         if self._process is not None:
             self._process.end()
             self._process = None
 
     def known(self, grammar: str) -> str | None:
-        """Return the cached verdict on a grammar (see `verdict`), or None if it was not checked yet."""
+        """Return what `verdict` would return for a grammar that was checked before, or None if it was not checked or is
+        forgotten.
+        """
         return self._cached(_key(grammar))
 
     async def verdict(self, grammar: str, caller: str = "") -> str:
-        """Return the error message for a grammar, which is empty if the grammar is valid.
+        """Compile a grammar and return the error message for the client, which is empty if the grammar is valid.
 
-        `caller` is the name of the API key's owner: a grammar waits for at most one grammar of each other caller.
+        `caller` is the name of the API key's owner: in the queue a grammar waits for at most one grammar of each other
+        caller.
 
         Requests for the same grammar share one compilation, which is cancelled with the last of them. Raises
-        `RateLimitError` if too many grammars wait, and `UnavailableError` if the process is lost repeatedly.
+        `RateLimitError` if too many grammars wait, and `UnavailableError` if the compiling process is lost repeatedly.
         """
         key = _key(grammar)
         if (known := self._cached(key)) is not None:
@@ -132,7 +139,9 @@ class GrammarChecker:
                     del self._compilations[key]
 
     async def converted(self, gbnf: str, caller: str = "") -> str:
-        """Return a grammar in GBNF as Lark. Raises `ValueError` if it is invalid, and the errors of `verdict`."""
+        """Convert a grammar from GBNF (llama.cpp's format) to Lark in the compiling process. Raises `ValueError` if it
+        is invalid, and the errors of `verdict`.
+        """
         await self._slots.acquire(caller)
         try:
             answer = await self._compile(CONVERT + gbnf.encode(errors="replace"))
@@ -161,7 +170,8 @@ class GrammarChecker:
         return verdict
 
     async def _compile(self, message: bytes) -> bytes:
-        """Send a message to the process and return its answer; an exceeded limit becomes a verdict.
+        """Send a message to the compiling process and return its answer. If a limit of time or memory ends the
+        compiler, the answer is an error message for the client.
 
         Raises `UnavailableError` if the process is lost repeatedly.
         """
@@ -181,9 +191,10 @@ class GrammarChecker:
         )
 
     async def _exchange(self, message: bytes, process: _Process) -> bytes:
-        """Send a message to the process and return its raw answer. Raises `_LostError` if the process ends first.
+        """Send a message to the compiling process and return the bytes of its answer. Raises `_LostError` if the
+        process ends first.
 
-        If this call is cancelled, the socket is closed, which ends the compiler.
+        If this call is cancelled, its socket is closed, which ends the compiler of this grammar.
         """
         loop = asyncio.get_running_loop()
         local, remote = socket.socketpair()
@@ -205,16 +216,19 @@ class GrammarChecker:
         return bytes(parts)
 
     def _read(self, answer: bytes) -> bytes:
-        """Return a raw answer, or a verdict if a limit has ended the compiler.
+        """Return the answer as it is, or an error message for the client if it says that a limit has ended the
+        compiler.
 
-        Raises `_LostError` if the compiler was killed from outside.
+        Raises `_LostError` if the compiler was killed from outside, for example for lack of memory.
         """
         if answer[:1] != ENDED:
             return answer
         return VERDICT + self._explained(int(answer[1:])).encode()
 
     def _explained(self, number: int) -> str:
-        """Return the verdict for the signal that ended a compiler. Raises `_LostError` if it came from outside."""
+        """Return the error message for the signal number that ended a compiler. Raises `_LostError` for a signal from
+        outside.
+        """
         # `process` and the kernel send these signals for exceeded limits. SIGKILL and SIGTERM come from outside, for
         # example from the kernel's OOM killer, and say nothing about the grammar.
         match number:
@@ -231,7 +245,9 @@ class GrammarChecker:
                 return f"the grammar or schema cannot be compiled: its compiler ended with status {-number}"
 
     async def _running(self) -> _Process:
-        """Return the process. If it has ended, start a new one, with a delay that grows with each early end."""
+        """Return the compiling process. If it has ended, start a new one, with a delay that grows each time that it
+        ends early.
+        """
         if self._process is not None and self._process.child.poll() is not None:
             self._end_process()
         if self._process is None:
@@ -249,9 +265,10 @@ class GrammarChecker:
             self.close()
 
     def _spawn(self) -> _Process:
-        """Start the process. Call it in the event loop's thread.
+        """Start the compiling process. Call it in the event loop's thread.
 
-        The kernel ends the child with the thread that started it (PR_SET_PDEATHSIG), so a pool's thread must not do it.
+        The kernel ends the process together with the thread that started it (PR_SET_PDEATHSIG), so a thread of a pool
+        must not do it.
         """
         file, eos = self._source = self._source or self._write_tokenizer()
         os.lseek(file, 0, os.SEEK_SET)
@@ -271,7 +288,9 @@ class GrammarChecker:
         return _Process(child, local, time.monotonic(), weakref.finalize(self, _kill, child, local))
 
     def _write_tokenizer(self) -> tuple[int, int | None]:
-        """Write the tokenizer to a file in memory. Return its descriptor and the end-of-sequence token."""
+        """Write the tokenizer to a file in memory, which the compiling process reads. Return the file's descriptor and
+        the id of the end-of-sequence token.
+        """
         text, eos = self._tokenizer()
         file = os.memfd_create("baton-tokenizer")
         weakref.finalize(self, os.close, file)
@@ -282,7 +301,7 @@ class GrammarChecker:
 
 @dataclass(slots=True)
 class _Compilation:
-    """One compilation, and the number of requests that wait for it."""
+    """One running compilation, and the number of requests that wait for its result."""
 
     task: "asyncio.Task[str]"
     num_waiting: int = 0

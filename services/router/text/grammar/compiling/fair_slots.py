@@ -9,14 +9,15 @@ from baton_serve.services.router.protocol.errors import RateLimitError
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits of the queue: `max_running` grammars are compiled at a time, and `max_waiting` more wait."""
+    """Limits for grammars that are compiled: `max_running` at a time, and `max_waiting` more in the queue."""
 
     max_running: int = 2
     max_waiting: int = 32
 
 
 class FairSlots:
-    """Grants slots to callers, one grammar of each in turn. Use it from one event loop at a time.
+    """Limits how many grammars are compiled at a time: each needs a slot, and the callers (owners of API keys) get
+    slots in turn. Use it from one event loop at a time.
 
     A caller that sends many slow grammars thereby delays its own grammars, and those of others by at most one turn. In
     a full queue a new grammar takes the place of the newest one of the caller with the most waiting grammars.
@@ -30,13 +31,14 @@ class FairSlots:
 
     @property
     def num_waiting(self) -> int:
-        """Number of grammars that wait for a slot."""
+        """The number of grammars that wait for a slot."""
         return sum(map(len, self._waiting.values()))
 
     async def acquire(self, caller: str) -> None:
-        """Wait for a slot, which the caller must return with `release`.
+        """Wait until a grammar of `caller` gets a slot, which must be given back with `release`.
 
-        Raises `RateLimitError` if the queue is full, also later if a caller with fewer grammars needs the place.
+        Raises `RateLimitError` if the queue is full, also later if a caller with fewer grammars needs the place in the
+        queue.
         """
         if self._num_running < self._limits.max_running:
             self._num_running += 1
@@ -56,7 +58,7 @@ class FairSlots:
             raise
 
     def release(self) -> None:
-        """Return a slot. The next waiting grammar gets it, that of the caller whose last turn was longest ago."""
+        """Give a slot back. The next waiting grammar gets it: one of the caller whose last turn was longest ago."""
         while self._waiting:
             caller, slots = next(iter(self._waiting.items()))
             slot = slots.popleft()
@@ -69,9 +71,10 @@ class FairSlots:
         self._num_running -= 1
 
     def _make_room(self, caller: str) -> None:
-        """Refuse the newest grammar of the caller with the most waiting ones.
+        """Remove the newest grammar of the caller that has the most waiting ones from the full queue; its `acquire`
+        raises.
 
-        Raises `RateLimitError` if that would not give `caller` fewer grammars than the other still has.
+        Raises `RateLimitError` if `caller` would then not have fewer waiting grammars than that other caller.
         """
         error = RateLimitError(
             f"{self.num_waiting} other grammars and schemas wait to be compiled: try again later", retry_after_s=1.0

@@ -55,12 +55,12 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Limits for the compilation of one grammar, and the tokenizer's end-of-sequence token `eos`.
+    """Limits for the compilation of one grammar; `eos` is the id of the tokenizer's end-of-sequence token.
 
-    `cpu_s` bounds processor time, and `wall_s` bounds elapsed time, for a compiler that waits and does not compute.
+    `cpu_s` bounds processor time in seconds, and `wall_s` elapsed time, for a compiler that waits and does not compute.
     `mask_cpu_s` bounds processor time for the mask of the first token: grammars within the bounds need up to 0.5 s, and
     the library's own limit (`initial_lexer_fuel`) allows more than a second on slower machines. `memory_bytes` bounds
-    the address space in addition to that of the process with the tokenizer.
+    the memory that a compiler may use in addition to that of the process with the tokenizer.
     """
 
     cpu_s: float = 2.0
@@ -73,7 +73,9 @@ class CompileLimits:
 
 @dataclass(slots=True)
 class _Running:
-    """A running compiler: the socket of its grammar, and the time of the monotonic clock at which it is killed."""
+    """A process that compiles one grammar: the socket to the router, and the time (monotonic clock, seconds) at which
+    it is killed.
+    """
 
     answers: socket.socket
     deadline: float
@@ -81,7 +83,7 @@ class _Running:
 
 
 def main() -> None:
-    """Load the tokenizer and serve grammars until the router closes the control socket."""
+    """Run the compiling process: load the tokenizer and compile grammars until the router closes the control socket."""
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2]), encoding="utf-8") as file:
         text = file.read()
@@ -94,7 +96,9 @@ def main() -> None:
 
 
 class _Forks:
-    """Starts compilers, waits for their ends and kills them at their deadline. It owns the running ones, by pid."""
+    """Starts one process for each grammar (a compiler), waits for its end and kills it at its deadline. It keeps the
+    running ones by process id.
+    """
 
     def __init__(self, control: socket.socket, tokens: LLTokenizer, limits: CompileLimits) -> None:
         self._control = control
@@ -113,7 +117,7 @@ class _Forks:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Start a compiler for each grammar until the router closes the control socket."""
+        """Start a compiler for each grammar that the router sends, until the router closes the control socket."""
         while True:
             now = time.monotonic()
             next_s = min((one.deadline - now for one in self._running.values() if not one.is_late), default=None)
@@ -169,7 +173,9 @@ class _Forks:
 
 
 def _compile(answers: socket.socket, tokens: LLTokenizer, limits: CompileLimits) -> NoReturn:
-    """Compile the grammar that comes through `answers`, send the verdict and exit. It runs in the forked process."""
+    """Read a grammar from the socket `answers`, compile it, send the error message (empty if it is valid) and exit. It
+    runs in a process that was forked for this grammar.
+    """
     status = 1
     try:
         _prepare(limits)
@@ -200,13 +206,17 @@ def _answer(kind: bytes, text: str, tokens: LLTokenizer, limits: CompileLimits) 
 
 
 def lark_of_gbnf(text: str) -> str:
-    """Return a grammar in GBNF as Lark. Raises `ValueError` if it is invalid or too large."""
+    """Convert a grammar from GBNF (llama.cpp's format) to Lark and return it. Raises `ValueError` if it is invalid or
+    too large.
+    """
     check_gbnf(text)
     return str(grammar_from("gbnf", text))
 
 
 def error_of(grammar: str, tokens: LLTokenizer, mask_cpu_s: float) -> str:
-    """Return the error message for a grammar, which is empty if the grammar is valid."""
+    """Compile a grammar and return the error message, which is empty if it is valid. `mask_cpu_s` is the processor time
+    in seconds that the mask of the first token may take.
+    """
     try:
         check_grammar(grammar)
     except GrammarBoundsError as exc:
@@ -253,7 +263,7 @@ def _read_all(answers: socket.socket) -> str:
 
 
 def _end_with(answers: socket.socket) -> None:
-    """Let the kernel end this process with SIGIO as soon as the router closes its end of the socket."""
+    """Let the kernel end this process with the signal SIGIO as soon as the router closes its end of the socket."""
     # Compiling is one call of a library, during which no Python code could notice the disconnect.
     fcntl.fcntl(answers, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(answers, fcntl.F_SETFL, fcntl.fcntl(answers, fcntl.F_GETFL) | os.O_ASYNC)
