@@ -49,7 +49,7 @@ from baton_serve.engine.model.staged import own_layers
 
 @dataclass(frozen=True, slots=True)
 class ResidualSum:
-    """How the output of attention or of an MLP is added to the residual, and what the next product reads."""
+    """How the output of attention or of an MLP is added to the residual, and which norm the sum then gets."""
 
     output_norm: Norm | None
     """The norm of the output before it is added."""
@@ -60,20 +60,24 @@ class ResidualSum:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether this is a sum and a plain norm of it, as in Llama."""
+        """Return whether the output is only added and then gets a plain RMSNorm, as in Llama, without a norm or factor
+        before.
+        """
         has_plain_norm = self.next_norm is not None and self.next_norm.is_plain
         return self.output_norm is None and self.scale == 1.0 and has_plain_norm
 
     @property
     def is_rms(self) -> bool:
-        """Return whether this is a sum and any RMSNorm of it."""
+        """Return whether the output is only added and then gets an RMSNorm of any kind, without a norm or factor
+        before.
+        """
         has_rms = self.next_norm is not None and not self.next_norm.is_centered
         return self.output_norm is None and self.scale == 1.0 and has_rms
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer in the form that the fused kernels read."""
+    """The weights of one decoder layer in the form that the fused kernels read."""
 
     input_norm: Norm | None
     qkv: Linear
@@ -101,7 +105,9 @@ class Layer:
 
 
 def fits(module: nn.Module) -> bool:
-    """Return whether fused layers support these weights."""
+    """Return whether `FusedForward` supports a transformers model: its family is known, and the weights that fused
+    kernels join are quantized in the same way.
+    """
     family = describe(module)
     if family is None:
         return False
@@ -115,8 +121,8 @@ def fits(module: nn.Module) -> bool:
 
 
 class FusedForward:
-    """Runs the layers of a decoder with fused kernels instead of transformers' modules. Implements `Forward` and
-    `LogitParts`.
+    """Computes the layers of a decoder with fused kernels instead of transformers' modules. Implements `Forward`, and
+    `LogitParts` for several ranks.
     """
 
     def __init__(
@@ -127,9 +133,10 @@ class FusedForward:
         collectives: Collectives,
         mixers: MixerKernels = twin_mixers,
     ) -> None:
-        """Pack the weights; transformers' parameters become views of the packed ones.
+        """Join and pack the weights of the model; the parameters of its transformers modules become views of the packed
+        ones. Call it only if `fits` is True.
 
-        With several ranks, all call it together.
+        With several ranks, all must call it together.
         """
         module = cast(Any, model.module)
         family = describe(module)
@@ -167,7 +174,7 @@ class FusedForward:
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
 
     def _is_plain(self, family: FamilyDescription) -> bool:
-        """Return whether one kernel may compute all layers, as those of Llama."""
+        """Return whether all layers are like Llama's, so that a single kernel may compute all of them for one token."""
         has_one_rotation = len(self._rotations.scaling) == 1 and not family.is_interleaved
         has_plain_mlp = not self._is_gelu and not family.is_parallel
         return has_one_rotation and has_plain_mlp and all(layer.is_plain for layer in self._layers)
@@ -190,7 +197,9 @@ class FusedForward:
         return part if self._is_head_whole else self._collectives.gather_columns(part)
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """Compute this rank's columns of the logits."""
+        """Compute a step and return this rank's columns of its logits, [num_logits, columns]. `layers` are the layers'
+        views of the KV cache.
+        """
         assert self._head is not None  # stages of a pipeline call `run_stage`
         residual, rotations = self._begin(inputs)
         # On some devices a whole step of one token runs as a single kernel.
@@ -199,13 +208,17 @@ class FusedForward:
         return self._logits(self._run_layers(residual, rotations, layers, inputs, self._head.weight))
 
     def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
-        """Return the residual after this stage, or after the last one the input of the head; see `StagePart`."""
+        """Compute the layers of this pipeline stage. Return the residual for the next stage, or from the last stage the
+        input of the head; see `StagePart.run_stage`.
+        """
         hidden = self._run_layers(*self._begin(inputs, received), layers, inputs, None)
         assert isinstance(hidden, Tensor)  # it is prepared only for a weight that is named
         return hidden
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the last stage's rows."""
+        """Return the logits for `hidden`, the rows that the last pipeline stage has sent. It is for ranks of the first
+        stage, which have the head.
+        """
         return self.whole(self._logits(hidden))
 
     def _run_layers(
@@ -216,7 +229,9 @@ class FusedForward:
         inputs: StepInputs,
         head: Weight | None,
     ) -> Activations:
-        """Compute all layers of this stage. Return what `head` reads, or the next stage; see `run_stage`."""
+        """Compute the layers of this pipeline stage; `residual` becomes their sum. Return the input of the product with
+        `head`, or with `head` None what `run_stage` returns.
+        """
         first = self._layers[0]
         rows = inputs.logit_rows if self._is_last else None
         hidden = self._input_of(residual, first.input_norm, first.qkv.weight)
@@ -242,8 +257,9 @@ class FusedForward:
         return hidden
 
     def _begin(self, inputs: StepInputs, received: Tensor | None = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the input of the first layer, [num_tokens, hidden], and cos and sin of each rotation. `received` is
-        the output of the stage before.
+        """Return the residual before the first layer, [num_tokens, hidden], and cos and sin of each different rotary
+        embedding. `received` is the output of the pipeline stage before; None on the first stage, which embeds tokens
+        and images.
         """
         residual = embedded(self._embed, inputs) if received is None else received
         if received is None and self._scales.embedding != 1.0:
@@ -254,7 +270,9 @@ class FusedForward:
         return residual, [self._kernels.rotation(inputs.position_ids, *kind) for kind in kinds]
 
     def _with_images(self, number: int, hidden: Activations, residual: Tensor, inputs: StepInputs) -> Activations:
-        """Return what the layer behind layer `number` reads, with what images add to the output of that one."""
+        """Add the image features for layer `number` (DeepStack) to `residual`, and return the input of the next layer.
+        `hidden` is that input without them.
+        """
         if not inputs.images or not add_image_features(residual, inputs, number):
             return hidden
         following = self._layers[number + 1]  # images add nothing behind the last layer
@@ -265,7 +283,9 @@ class FusedForward:
         return self._scales.finish(self._kernels.linear(hidden, self._head.weight, self._head.bias))
 
     def _input_of(self, residual: Tensor, norm: Norm | None, then: Weight) -> Activations:
-        """Return what a product with the weight `then` reads."""
+        """Return the normed `residual` as input of a product with the weight `then`, in the form that its kernel reads
+        fastest. With `norm` None it is the residual itself.
+        """
         if norm is not None and norm.is_plain:
             return self._kernels.norm_for(residual, norm, then)
         return residual if norm is None else self._kernels.norm(residual, norm)
@@ -273,7 +293,9 @@ class FusedForward:
     def _compute_row(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], layers: list[Tensor], inputs: StepInputs
     ) -> bool:
-        """Return True if `residual` has gone through all layers in one kernel."""
+        """Compute all layers for a step of one token by a single kernel, in place in `residual`. Return False, with
+        nothing done, if no such kernel supports this step.
+        """
         if self._row is None or inputs.logit_rows is not None or inputs.after_layer is not None:
             return False
         return self._row(residual, rotation, layers, inputs.meta)
@@ -281,16 +303,19 @@ class FusedForward:
     def _linear_join(
         self, x: Activations, product: Linear, residual: Tensor, join: ResidualSum, then: Weight | None
     ) -> Activations:
-        """Join the ranks' products of `x` with `residual`, which becomes the sum. Return what the next product reads.
+        """Add the product of `x`, summed over the ranks, to `residual` in place. Return the normed sum, the input of
+        the next product.
 
-        `then` is the weight of the next product: some kernels prepare their output for it.
+        `then` is the weight of the next product: some kernels prepare their output for it. None: return a plain tensor.
         """
         if self._is_alone and join.is_plain and join.next_norm is not None:
             return self._kernels.linear_norm(x, product, residual, join.next_norm, then)
         return self._join_of_sum(self._kernels.linear(x, product.weight, product.bias), residual, join)
 
     def _join_of_sum(self, output: Tensor, residual: Tensor, join: ResidualSum) -> Tensor:
-        """Join the ranks' outputs with `residual`, which becomes the sum. Return what the next product reads."""
+        """Add `output`, summed over the ranks, to `residual` in place. Return the normed sum, the input of the next
+        product.
+        """
         norm = join.next_norm
         hidden: Activations | None = None
         if join.is_plain and norm is not None:
@@ -301,7 +326,9 @@ class FusedForward:
         return hidden
 
     def _joined(self, output: Tensor, residual: Tensor, join: ResidualSum, then: Weight | None = None) -> Activations:
-        """Join a whole output with `residual`, which becomes the sum. Return what the next product reads."""
+        """Add `output`, which is summed over the ranks already, to `residual` in place. Return the normed sum, in the
+        form that is fastest for the weight `then` of the next product; None: as a plain tensor.
+        """
         norm = join.next_norm
         if join.is_plain and norm is not None:
             if then is not None:
@@ -324,7 +351,10 @@ class FusedForward:
         caches: list[Tensor],
         inputs: StepInputs,
     ) -> Tensor:
-        """Return the input of a layer's output product for the outputs of its first one."""
+        """Compute attention of layer `number`, or what takes its place, from `heads`, the output of its first product
+        (query, key and value). Return the input of its output projection. `caches` are the layers' views of the KV
+        cache.
+        """
         mixer, kv = self._layers[number].mixer, self._kv_number.get(number)
         if mixer is None:
             assert kv is not None
@@ -345,7 +375,8 @@ class FusedForward:
         cache: Tensor,
         inputs: StepInputs,
     ) -> Tensor:
-        """Store the KV of new tokens and compute attention, [num_tokens, num_heads * head_dim].
+        """Store keys and values of the step's tokens in `cache` and compute attention of layer `number`: [num_tokens,
+        num_heads * head_dim].
 
         `heads` are Q, K and V side by side.
         """
@@ -368,7 +399,7 @@ class FusedForward:
         return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
 
     def _normed_heads(self, query: Tensor, key: Tensor, query_norm: Norm, key_norm: Norm) -> tuple[Tensor, Tensor]:
-        """Return the norms of queries and keys [num_tokens, num_heads, head_dim]."""
+        """Return queries and keys after their norms, both [num_tokens, num_heads, head_dim]."""
         heads, norms = (query, key), (query_norm, key_norm)
         if not self._has_wide_norms:
             query, key = (self._kernels.norm(part, norm) for part, norm in zip(heads, norms, strict=True))
@@ -382,7 +413,9 @@ class FusedForward:
         return query, key
 
     def _joint_norms(self, rows: list[Tensor], norms: tuple[Norm, Norm]) -> list[Tensor]:
-        """Return RMSNorms over the columns of all ranks. One sum serves queries and keys."""
+        """Return queries and keys after RMSNorms over the heads of all ranks. `rows` are both, each [num_tokens, this
+        rank's columns]; a single sum over the ranks serves both.
+        """
         own = [part.float() for part in rows]
         squares = torch.cat([part.square().sum(dim=1, keepdim=True) for part in own], dim=1)
         summed = self._collectives.all_reduce(squares)
@@ -398,7 +431,9 @@ class FusedForward:
         ]
 
     def _mlp(self, layer: Layer, hidden: Activations) -> Tensor:
-        """Compute the MLP of a layer without the sum over ranks."""
+        """Return the output of a layer's MLP or mixture of experts for `hidden`; with several ranks, this rank's
+        summand.
+        """
         if layer.gate_up is not None and layer.down is not None:
             gated = self._gated(layer.gate_up, hidden, layer.down)
             return self._kernels.linear(gated, layer.down.weight, layer.down.bias)
@@ -414,16 +449,18 @@ class FusedForward:
         return self._activated(self._kernels.linear(hidden, gate_up.weight, gate_up.bias))
 
     def _activated(self, gate_up: Tensor) -> Tensor:
-        """Return the activation of the gate times up; of all columns for an MLP without a gate."""
+        """Return activation(gate) * up of `gate_up`, which holds both side by side; for an MLP without a gate, the
+        activation of all columns.
+        """
         if not self._has_gate:
             return functional.gelu(gate_up, approximate="tanh")
         return self._kernels.gelu_mul(gate_up) if self._is_gelu else self._kernels.silu_mul(gate_up)
 
 
 def pack_layers(module: Any, family: FamilyDescription, tools: MixerTools, final_norm: Norm | None) -> list[Layer]:
-    """Join and pack the weights of all layers of a transformers model, or of one stage of it.
+    """Join and pack the weights of the decoder layers of a transformers model that this pipeline stage holds.
 
-    `final_norm` is the one after the last layer; None: another stage follows.
+    `final_norm` is the norm after the last layer; None if another stage follows.
     """
     layers = own_layers(module.model.layers)
     following = [*(family.norm_at(layer, family.input_norm) for layer in layers[1:]), final_norm]
@@ -453,7 +490,10 @@ def _pack_layer(
     *,
     can_mix: bool,
 ) -> Layer:
-    """Join and pack the weights of a transformers layer into few matrices, such as one for query, key and value."""
+    """Join the weights of a transformers decoder layer into few matrices, such as one for query, key and value, and
+    return them. `after_attention` and `after_mlp` say how outputs are added to the residual; `can_mix` allows fused
+    mixtures of experts.
+    """
     attention, mlp, kernels = family.attention_of(layer), getattr(layer, family.mlp), tools.layers
     packed = pack_mixer(attention, tools)
     if packed is not None:
@@ -484,7 +524,9 @@ def _pack_layer(
 
 
 def _pack_gated(mlp: Any, kernels: LayerKernels) -> tuple[Linear, Linear] | None:
-    """Return the two products of a gated MLP, or None if it is none."""
+    """Return the two linear layers of a gated MLP: gate and up joined, and down. Return None for another kind of
+    MLP.
+    """
     if hasattr(mlp, "gate_up_proj") and hasattr(mlp, "down_proj"):
         return _linear(mlp.gate_up_proj, kernels), _linear(mlp.down_proj, kernels)
     if hasattr(mlp, "gate_proj") and hasattr(mlp, "up_proj"):
@@ -493,14 +535,16 @@ def _pack_gated(mlp: Any, kernels: LayerKernels) -> tuple[Linear, Linear] | None
 
 
 def _pack_shared(mlp: Any, kernels: LayerKernels) -> SharedExpert | None:
-    """Return the expert that a mixture applies to all tokens, or None if it has none."""
+    """Return the shared expert of a mixture of experts, which all tokens use, in packed form; None if it has none."""
     module, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
     products = None if module is None else _pack_gated(module, kernels)
     return None if products is None else SharedExpert(*products, None if gate is None else _linear(gate, kernels))
 
 
 def _packed(parts: list[nn.Linear], kernels: LayerKernels) -> Linear:
-    """Join several matrices. The originals become views of the result, so that nothing is stored twice."""
+    """Join the weights of several linear layers along their outputs. The layers' own weights become views of the
+    result, so that nothing is stored twice.
+    """
     quantized = [part for part in cast(list[nn.Module], parts) if isinstance(part, QuantizedLinear)]
     if quantized:
         return _linear(merge(quantized), kernels)

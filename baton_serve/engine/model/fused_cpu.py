@@ -32,7 +32,9 @@ from baton_serve.engine.model.rotary import row_angles
 
 
 def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
-    """Return whether `CpuForward` supports this model. Otherwise its layers run one by one."""
+    """Return whether `CpuForward`, which computes all layers by one C++ call, supports this model. Otherwise its layers
+    are computed one by one.
+    """
     if model.dtype != torch.bfloat16 or not has_packed_linear(library) or not fused.fits(model.module):
         return False
     module = cast(Any, model.module)
@@ -50,7 +52,9 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
 
 
 def _is_dense(layer: Any, family: FamilyDescription) -> bool:
-    """Return whether the layer has only products that can be packed. Gate and up are interleaved by 16 rows."""
+    """Return whether a decoder layer has an ordinary MLP and only weights that the C++ library can pack. The MLP's
+    width must be a multiple of 16, as gate and up are interleaved by 16 rows.
+    """
     down = getattr(getattr(layer, family.mlp), family.down, None)
     if not isinstance(down, nn.Linear | QuantizedLinear) or down.in_features % 16:
         return False
@@ -58,7 +62,9 @@ def _is_dense(layer: Any, family: FamilyDescription) -> bool:
 
 
 def _norms(layer: Any, family: FamilyDescription) -> dict[str, Norm | None]:
-    """Return the norms of a layer by their names in `DecoderLayer`."""
+    """Return the norms of a transformers decoder layer by their field names in `DecoderLayer`; None for those it does
+    not have.
+    """
     return {
         "input_norm": family.norm_at(layer, family.input_norm),
         "attention_norm": family.norm_at(layer, family.attention_norm),
@@ -70,14 +76,14 @@ def _norms(layer: Any, family: FamilyDescription) -> dict[str, Norm | None]:
 
 
 def _can_pack_all(module: nn.Module) -> bool:
-    """Return whether all quantized weights in a module can be packed; bf16 always can."""
+    """Return whether the C++ library can pack all quantized weights in a module; weights in bf16 it always can."""
     quantized = (part.weight for part in module.modules() if isinstance(part, QuantizedLinear))
     return all(isinstance(weight, QuantizedWeight) and can_pack(weight) for weight in quantized)
 
 
 class CpuForward:
-    """Runs all layers of a decoder by one call of the C++ library. Implements `Forward`. It takes the weights out of
-    the module layer by layer, so that each is in memory only once.
+    """Implements `Forward` by one call of the C++ library for all layers. It takes the weights out of the transformers
+    module layer by layer, so that each is in memory only once.
     """
 
     is_capturable = False
@@ -129,7 +135,9 @@ class CpuForward:
 def _take(
     library: ctypes.CDLL, family: FamilyDescription, layer: Any, spec: AttentionSpec, rotation: int
 ) -> DecoderLayer:
-    """Pack the weights of one layer, and remove them from the module."""
+    """Pack the weights of one transformers decoder layer, and free them in the module. `rotation` is the number of the
+    layer's rotary embedding.
+    """
     attention, mlp = layer.self_attn, getattr(layer, family.mlp)
     is_merged = hasattr(attention, "qkv_proj")
     qkv = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -148,9 +156,9 @@ def _take(
 
 
 def _take_head(module: Any, kernels: CpuLayers) -> Matrix:
-    """Pack the head.
+    """Pack the weight of the output head, and free it in the module.
 
-    A quantized head that also is the embedding's table stays in the module, in the order of products.
+    A quantized head that is tied to the embedding stays in the module, packed.
     """
     head = module.lm_head
     if isinstance(head, QuantizedLinear):
@@ -165,9 +173,9 @@ def _take_head(module: Any, kernels: CpuLayers) -> Matrix:
 
 
 def _packed(library: ctypes.CDLL, parts: list[Any], *, takes_turns: bool = False) -> Matrix:
-    """Join and pack matrices.
+    """Join the weights of some linear layers along their outputs, and pack them for the C++ library.
 
-    `takes_turns` interleaves the rows of gate and up, 16 of each; they may be one matrix already.
+    `takes_turns` interleaves gate and up in runs of 16 rows; the two may be one linear layer already.
     """
     quantized = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
     biases = [part.bias.data for part in parts if part.bias is not None]

@@ -31,7 +31,9 @@ OutputSlices = tuple[OutputSlice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _AdaptedProduct:
-    """A product of a step with the adapters in slots, and its number among all products."""
+    """One fused product of a step with LoRA adapters: its weight, its number among the products that adapters can
+    change, and the adapter slot of each token.
+    """
 
     slots: AdapterSlots
     number: int
@@ -41,8 +43,8 @@ class _AdaptedProduct:
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The original modules of a layer whose outputs are computed together by one fused product, in their order. Experts
-    have none: adapters cannot change them.
+    """The names and columns of a decoder layer's original linear layers within each of its four fused products, in
+    their order. Experts have none: adapters cannot change them.
     """
 
     qkv: OutputSlices
@@ -51,14 +53,17 @@ class LayerParts:
     down: OutputSlices
 
     def products(self) -> list[OutputSlices]:
-        """Return the products that adapters can change, in their order."""
+        """Return the fused products of this layer that adapters can change, each as its original linear layers, in
+        their order.
+        """
         return [parts for parts in (self.qkv, self.output, self.gate_up, self.down) if parts]
 
 
 def fits(module: Any) -> bool:
-    """Return whether the model can use fused layers when it has LoRA adapters.
+    """Return whether `AdaptedForward` supports a transformers model, so that it can use fused layers and LoRA adapters
+    together.
 
-    Models with shared experts cannot: fused layers compute a shared expert in one kernel, without a place to add the
+    Models with shared experts are not supported: a single kernel computes a shared expert, without a place to add the
     adapter's product.
     """
     family = describe(module)
@@ -69,7 +74,7 @@ def fits(module: Any) -> bool:
 
 
 class AdaptedForward(FusedForward):
-    """A `FusedForward` that adds the products of LoRA adapters."""
+    """A `FusedForward` that also adds the products of each token's LoRA adapter."""
 
     def __init__(
         self,
@@ -79,7 +84,7 @@ class AdaptedForward(FusedForward):
         collectives: Collectives,
         store: AdapterStore,
     ) -> None:
-        """Offer the products of all layers to `store`, and pack the weights."""
+        """Register in `store` which linear layers of the decoder adapters can change, and pack the weights."""
         module: Any = model.module
         self._store = store
         family = describe(module)
@@ -103,7 +108,9 @@ class AdaptedForward(FusedForward):
             )
 
     def compute(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """Compute this rank's columns of the logits, with the adapters of the step."""
+        """Compute a step with its LoRA adapters, and return this rank's columns of the logits. `layers` are the layers'
+        views of the KV cache.
+        """
         if inputs.slot_rows is not None and self.adapter_slots is not None:
             return self._compute_slots(inputs, layers, self.adapter_slots, inputs.slot_rows)
         step = self._store.rows(inputs.adapters)
@@ -127,7 +134,9 @@ class AdaptedForward(FusedForward):
         return self._logits(hidden)
 
     def _compute_slots(self, inputs: StepInputs, layers: list[Tensor], slots: AdapterSlots, rows: SlotRows) -> Tensor:
-        """Compute this rank's logits with the adapters in slots. The work depends on shapes only."""
+        """Compute a step by kernels that add all adapters at once, and return this rank's columns of the logits. `rows`
+        has the adapter slot of each token. The work depends on shapes only, so that a graph can capture it.
+        """
         residual, rotations = self._begin(inputs)
         hidden = self._first_input(residual)
         first = 0  # number of the layer's first product
@@ -154,9 +163,10 @@ class AdaptedForward(FusedForward):
     def _slots_join(
         self, adapted: "_AdaptedProduct", x: Tensor, residual: Tensor, join: ResidualSum, last_rows: Tensor | None
     ) -> Tensor:
-        """Join the product of x and its adapters' part with `residual`. Return what the next product reads.
+        """Add the product of `x`, with the part of its LoRA adapters, to `residual` in place. Return the normed sum,
+        the input of the next product.
 
-        `last_rows` are the only rows that are needed; None: all.
+        `last_rows` are the only tokens whose result is needed; None: all.
         """
         product, slots = adapted.product, adapted.slots
         norm = join.next_norm
@@ -175,20 +185,26 @@ class AdaptedForward(FusedForward):
         return self._join_rows(output, residual, join, last_rows)
 
     def _join_rows(self, output: Tensor, residual: Tensor, join: ResidualSum, rows: Tensor | None) -> Tensor:
-        """Join `output` with `residual`, of `rows` only if they are given."""
+        """Add `output`, summed over the ranks, to `residual`, and return the normed sum. If `rows` is not None, only
+        these tokens go on.
+        """
         if rows is not None:
             output, residual = output[rows], residual[rows]
         return self._join_of_sum(output, residual, join)
 
     def _with_added(self, number: int, hidden: Tensor, residual: Tensor, inputs: StepInputs) -> Tensor:
-        """Return what the layer behind layer `number` reads, as a plain tensor; see `_with_images`."""
+        """Add the image features for layer `number` (DeepStack) to `residual`, and return the input of the next layer
+        as a plain tensor. `hidden` is that input without them.
+        """
         if not inputs.images or not add_image_features(residual, inputs, number):
             return hidden
         norm = self._layers[number + 1].input_norm
         return residual if norm is None else self._kernels.norm(residual, norm)
 
     def _first_input(self, residual: Tensor) -> Tensor:
-        """Return what the first product reads, as a plain tensor, which adapters can multiply too."""
+        """Return the normed `residual`, the input of the first layer's product, as a plain tensor, which adapters can
+        multiply too.
+        """
         norm = self._layers[0].input_norm
         return residual if norm is None else self._kernels.norm(residual, norm)
 
@@ -196,21 +212,25 @@ class AdaptedForward(FusedForward):
         return self._kernels.linear(x, linear.weight, linear.bias)
 
     def _adapted_mlp(self, layer: Layer, hidden: Tensor, parts: LayerParts, step: Sequence[AdapterRows]) -> Tensor:
-        """Compute the MLP of a layer with its adapters."""
+        """Return the output of a layer's MLP for `hidden`, with the LoRA adapters of the step. Mixtures of experts have
+        no adapters.
+        """
         if layer.gate_up is None or layer.down is None:
             return self._mlp(layer, hidden)
         gate_up = self._product(hidden, layer.gate_up, parts.gate_up, step)
         return self._product(self._activated(gate_up), layer.down, parts.down, step)
 
     def _product(self, x: Tensor, linear: Linear, parts: OutputSlices, step: Sequence[AdapterRows]) -> Tensor:
-        """Compute a product and add what the adapters contribute."""
+        """Return the product of `x` with a fused weight, plus the products of the step's LoRA adapters."""
         output = self._linear_of(x, linear)
         add_products(output, x, parts, step)
         return output
 
 
 def _parts_of(layer: Any, prefix: str, family: FamilyDescription) -> LayerParts:
-    """Return the modules in each product of a layer."""
+    """Return the original linear layers of a transformers decoder layer that each fused product joins. `prefix` is the
+    layer's name with a dot.
+    """
     attention, mlp = layer.self_attn, getattr(layer, family.mlp)
     first = family.first_products(mlp)
     qkv = ["qkv_proj"] if hasattr(attention, "qkv_proj") else ["q_proj", "k_proj", "v_proj"]
@@ -223,5 +243,7 @@ def _parts_of(layer: Any, prefix: str, family: FamilyDescription) -> LayerParts:
 
 
 def _side_by_side(owner: Any, names: Sequence[str], prefix: str) -> OutputSlices:
-    """Return the columns of modules whose outputs are joined."""
+    """Return the columns that each of the linear layers `names` of the module `owner` has when their outputs are
+    joined.
+    """
     return output_slices(prefix, [(name, getattr(owner, name)) for name in names])

@@ -33,7 +33,7 @@ Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
 @dataclass(frozen=True, slots=True)
 class MixerTools:
-    """The kernels that mixers use."""
+    """The kernels by which a decoder layer's mixer (attention or linear attention) computes."""
 
     layers: LayerKernels
     mixers: MixerKernels
@@ -42,7 +42,9 @@ class MixerTools:
 
 @dataclass(frozen=True, slots=True)
 class MixerStep:
-    """A step as the mixer of one layer sees it."""
+    """A step as the mixer of one layer reads it: the step's inputs, and the layer's cos, sin, view of the KV cache and
+    rules.
+    """
 
     inputs: StepInputs
     rotation: tuple[Tensor, Tensor]
@@ -52,16 +54,22 @@ class MixerStep:
 
 
 class TokenMixer(Protocol):
-    """Combines tokens of a sequence with earlier ones."""
+    """Attention, linear attention or what else combines each token with earlier ones of its sequence, in packed
+    form.
+    """
 
     def __call__(self, product: Tensor, step: MixerStep) -> Tensor:
-        """Return [num_tokens, width] for the outputs of the mixer's first product, [num_tokens, outputs]."""
+        """Return the input of the layer's output projection, [num_tokens, width]. `product` is the output of the
+        mixer's joined input projections, [num_tokens, outputs].
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMixer:
-    """A mixer and the products before and behind it."""
+    """A layer's attention or linear attention in packed form: the joined input projections `first`, the computation
+    `mixer`, and the output projection.
+    """
 
     first: Linear
     mixer: TokenMixer
@@ -70,7 +78,9 @@ class PackedMixer:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """The gated delta rule behind a short convolution, and a norm with a gate (Qwen3-Next, Qwen3.5)."""
+    """Implements `TokenMixer` for linear attention by the gated delta rule, behind a short convolution and before a
+    gated norm (Qwen3-Next, Qwen3.5).
+    """
 
     tools: MixerTools
     layer: int
@@ -101,7 +111,9 @@ class GatedDelta:
 
 @dataclass(frozen=True, slots=True)
 class GatedAttention:
-    """Attention whose output is multiplied by the sigmoid of a part of the query's product."""
+    """Implements `TokenMixer` for attention whose output is multiplied by the sigmoid of a gate; the query projection
+    computes the gate too (Qwen3-Next, Qwen3.5).
+    """
 
     tools: MixerTools
     num_heads: int
@@ -135,7 +147,9 @@ class GatedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Latent attention (MLA) over the cached latents; see `attention_adapters.MLAProjection`."""
+    """Implements `TokenMixer` for latent attention (MLA) over cached latents; see
+    `attention_adapters.MLAProjection`.
+    """
 
     tools: MixerTools
     num_heads: int
@@ -173,27 +187,28 @@ class LatentAttention:
 
 
 def pack_mixer(module: Module, tools: MixerTools) -> PackedMixer | None:
-    """Join the products of a mixer that read its input; None for modules that compute attention as Llama does.
+    """Join the input projections of an attention module; None if its class is not one of linear, gated or latent
+    attention that this file supports.
 
-    If the rows of the joined weight have another order than those of the module, the module loses its weights and
-    cannot compute any more. Otherwise its weights become views of the joined one.
+    If the rows of the joined weight are in another order than the module's, the module loses its weights and cannot
+    compute any more. Otherwise its weights become views of the joined one.
     """
     make = _MIXERS.get(type(module).__name__)
     return None if make is None else make(module, tools)
 
 
 def is_mixer(module: Module) -> bool:
-    """Return whether a module of attention is one of this file's."""
+    """Return whether `pack_mixer` supports the class of this module: linear, gated or latent attention."""
     return type(module).__name__ in _MIXERS
 
 
 def has_mixers(module: Module, family: FamilyDescription) -> bool:
-    """Return whether a model of this family has mixers of this file."""
+    """Return whether any layer of a transformers model of this family has a module that `pack_mixer` supports."""
     return any(is_mixer(family.attention_of(layer)) for layer in module.model.layers)
 
 
 def can_pack_mixer(module: Module) -> bool:
-    """Return whether the products of a mixer can be packed: none of them is quantized."""
+    """Return whether all linear layers of an attention module are plain, not quantized ones, as `pack_mixer` needs."""
     products = [part for name, part in module.named_modules() if name.endswith("proj") or "_proj_" in name]
     # The type must be exact: subclasses of nn.Linear may compute something else.
     return all(type(part) is nn.Linear for part in products)
@@ -280,7 +295,9 @@ def _bias(module: nn.Linear) -> Tensor | None:
 
 
 def _joined(parts: list[nn.Linear], order: Tensor | None) -> Linear:
-    """Join the products of some layers, with the rows in this order. Without one, the weights become views."""
+    """Join the weights of some linear layers along their outputs, with the rows in `order`. With `order` None the
+    layers' weights become views of the result; otherwise they are freed.
+    """
     weight = torch.cat([part.weight.data for part in parts])
     bias: Tensor | None = None
     if any(part.bias is not None for part in parts):
@@ -314,7 +331,9 @@ _MIXERS: dict[str, Callable[[Module, MixerTools], PackedMixer]] = {
 
 
 def packed_parts(layer: Any, family: FamilyDescription) -> Iterator[list[nn.Linear]]:
-    """Return the linear layers of a layer that are joined into one product."""
+    """Iterate over the groups of linear layers in a decoder layer that are joined into one product, such as query, key
+    and value.
+    """
     attention = family.attention_of(layer)
     if not is_mixer(attention) and not hasattr(attention, "qkv_proj"):
         yield [attention.q_proj, attention.k_proj, attention.v_proj]

@@ -21,7 +21,7 @@ LoadProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class SharedLayer:
-    """A layer with attention that has no KV of its own, but reads that of another layer."""
+    """An attention layer that has no KV of its own, but reads that of another layer."""
 
     layer: int
     source: int
@@ -31,7 +31,7 @@ class SharedLayer:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights on the device, and what the scheduler and the KV cache need to know about it."""
+    """A model whose weights are loaded on the device, and what the scheduler and the KV cache need to know about it."""
 
     module: nn.Module
     name: str
@@ -67,12 +67,14 @@ class LoadedModel:
 
     @property
     def stage(self) -> Stage:
-        """Return which layers this is, if it is one stage of a pipeline. Most fields describe these layers alone."""
+        """Return the pipeline stage whose layers are loaded. With several stages, most fields describe these layers
+        alone.
+        """
         return self.parts.stage
 
     @property
     def hidden_size(self) -> int:
-        """Return the width of the activations between layers."""
+        """Return the size of the hidden states between decoder layers."""
         stated: Any = cast(Any, self.module).config
         get_text_config = getattr(stated, "get_text_config", None)
         # Configs of this project's own loader have no parts.
@@ -80,17 +82,19 @@ class LoadedModel:
 
     @property
     def block_shapes(self) -> tuple[KVShape, ...]:
-        """Return the shape of each layer's part of a block, over all stages, with the heads of this rank."""
+        """Return the KV shape of each layer in a KV block, over all pipeline stages. The numbers of heads are those of
+        this rank.
+        """
         return tuple(shape for shapes in self.stage_shapes for shape in shapes) or self.kv_shapes
 
     @property
     def block_layers(self) -> slice | None:
-        """Return which of a block's layers this stage holds; None: all."""
+        """Return the range of a KV block's layers that this pipeline stage holds; None: all layers."""
         return self.stage_layers[self.stage.number]
 
     @property
     def stage_layers(self) -> list[slice | None]:
-        """Return which of a block's layers each stage holds; None: all."""
+        """Return the range of a KV block's layers that each pipeline stage holds; [None] without a pipeline."""
         if not self.stage_shapes:
             return [None]
         ends = list(accumulate(map(len, self.stage_shapes), initial=0))
@@ -98,18 +102,20 @@ class LoadedModel:
 
     @property
     def attending_layers(self) -> Sequence[int]:
-        """Return the model's number of each layer that has KV."""
+        """Return the layer numbers of the layers that have KV of their own, as the model counts its layers."""
         first = 0 if self.stage.is_whole else self.stage.layers.start
         return range(first, first + len(self.kv_shapes)) if self.kv_layers is None else self.kv_layers
 
     @property
     def is_whole(self) -> bool:
-        """Return False if this is one rank's part, whose outputs have to be summed over the ranks."""
+        """Return False if tensor parallelism divides the layers, so that their outputs have to be summed over the
+        ranks.
+        """
         return self.parts.is_whole
 
     @property
     def kv_heads(self) -> list[HeadRange]:
-        """Return the KV heads of this rank and the number of all, for each layer that has KV."""
+        """Return, for each layer that has KV, which KV heads this rank holds, and how many all ranks have."""
         layers = self.attending_layers
         own = [HeadRange(shape.num_kv_heads, slice(0, shape.num_kv_heads)) for shape in self.kv_shapes]
         return [self.parts.kv_heads.get(layer, heads) for layer, heads in zip(layers, own, strict=True)]
@@ -121,12 +127,12 @@ class LoadedModel:
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the number of KV heads of this rank, in all layers."""
+        """Return the number of KV heads that this rank holds in each layer. Call it only if `is_uniform`."""
         return self._kv_shape.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Return the size of the heads of all layers."""
+        """Return the size of a KV head, which is equal in all layers. Call it only if `is_uniform`."""
         return self._kv_shape.head_dim
 
     @property

@@ -16,7 +16,9 @@ Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
 
 class SequenceStates(Protocol):
-    """The part of transformers' cache that mixers use. States are [batch, *shape]."""
+    """The methods of transformers' cache by which layers such as Mamba read and store their recurrent states. States
+    are [batch, *shape].
+    """
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
     def update_conv_state(
@@ -28,7 +30,9 @@ class SequenceStates(Protocol):
 
 
 def number_layers(module: Module) -> None:
-    """Give those modules their layer number that transformers does not give one."""
+    """Set `layer_idx` in the modules of a transformers model that need it but do not get it from transformers, such as
+    those of RecurrentGemma and Zamba 2.
+    """
     for number, layer in enumerate(getattr(getattr(module, "model", None), "layers", ())):
         if (block := getattr(layer, "temporal_block", None)) is not None:
             block.layer_idx = number
@@ -38,7 +42,9 @@ def number_layers(module: Module) -> None:
 
 
 def convolve(conv: nn.Conv1d, x: Tensor, layer: int, cache: SequenceStates) -> Tensor:
-    """Return the causal convolution of each channel, [batch, channels, length], after the inputs in the state."""
+    """Return the causal convolution of each channel of `x`, [batch, channels, length], and update the layer's state in
+    `cache`: the last inputs, which precede `x`.
+    """
     taps, length = conv.kernel_size[0], x.shape[-1]
     joined = cache.update_conv_state(x, layer, conv_kernel_size=taps)
     missing = max(taps - 1 + length - joined.shape[-1], 0)  # zeros before the start of a sequence
@@ -47,7 +53,8 @@ def convolve(conv: nn.Conv1d, x: Tensor, layer: int, cache: SequenceStates) -> T
 
 
 def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [batch, channels, length] of Mamba-1's recurrence, and the last state. All are float32.
+    """Return the outputs [batch, channels, length] of Mamba-1's recurrence for `x`, and the state after the last token.
+    All tensors are float32.
 
     `x` and `dt` are [batch, channels, length], `a` [channels, state size], `b` and `c` [batch, length, state size] and
     `state` [batch, channels, state size] (https://arxiv.org/abs/2312.00752, algorithm 2).
@@ -61,7 +68,9 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state
 
 
 def mamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object) -> Tensor:
-    """Compute a Mamba-1 mixer. transformers' scan of several tokens ignores the state."""
+    """Compute a Mamba-1 layer for `hidden_states` [batch, length, hidden], and update its states in `cache`. It
+    replaces transformers' forward, whose scan of several tokens ignores the earlier state.
+    """
     layer = module.layer_idx
     # Jamba and FalconMamba normalize the step, B and C; Mamba does not.
     norms = [getattr(module, name, nn.Identity()) for name in ("dt_layernorm", "b_layernorm", "c_layernorm")]
@@ -83,7 +92,9 @@ def mamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: obj
 
 
 def minimax(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object) -> tuple[Tensor, None]:
-    """Compute MiniMax's lightning attention. transformers keeps its state in a cache of its own."""
+    """Compute MiniMax's lightning attention for `hidden_states` [batch, length, hidden], and update its state in
+    `cache`. It replaces transformers' forward, which keeps the state in a cache of its own.
+    """
     layer, size = module.layer_idx, module.head_dim
     batch, length, _width = hidden_states.shape
     qkv = module.act_fn(module.qkv_proj(hidden_states)).view(batch, length, module.num_attention_heads, 3 * size)
@@ -103,8 +114,8 @@ def minimax(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: o
 
 
 def _lightning_block(module: Module, query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of one block of tokens, and the state after it, both float32
-    (https://arxiv.org/abs/2401.04658, algorithm 1).
+    """Return the outputs of lightning attention for one block of tokens, and the state after them, both float32
+    (https://arxiv.org/abs/2401.04658, algorithm 1). Query, key and value are [batch, heads, length, size].
     """
     query, key, value = query.float(), key.float(), value.float()
     length = query.shape[2]
@@ -117,7 +128,9 @@ def _lightning_block(module: Module, query: Tensor, key: Tensor, value: Tensor, 
 def recurrent_gemma(
     module: Module, hidden_states: Tensor, cache: SequenceStates, *, position_ids: Tensor, **_: object
 ) -> tuple[Tensor, None]:
-    """Compute a recurrent block of RecurrentGemma (Griffin). transformers keeps its states in the module."""
+    """Compute a recurrent block of RecurrentGemma (Griffin) for `hidden_states` [batch, length, hidden], and update its
+    states in `cache`. It replaces transformers' forward, which keeps the states in the module.
+    """
     layer = module.layer_idx
     x = module.linear_x(hidden_states).transpose(1, 2)
     x = convolve(module.conv_1d, x, layer, cache).transpose(1, 2)

@@ -18,14 +18,18 @@ Routed = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """The experts behind the others that all tokens have: parts of the shared expert of a mixture."""
+    """The shared expert of a mixture (which all tokens use), cut into `count` experts that are stacked behind the
+    routed ones.
+    """
 
     count: int = 0
     has_gate: bool = False
     """True if the last of the router's logits is that of the gate."""
 
     def append(self, routed: Routed, logits: Tensor) -> Routed:
-        """Append these experts to the chosen ones."""
+        """Append the experts of the shared expert to each token's chosen ones. `routed` are weights and numbers of the
+        chosen experts; `logits` are the router's, which may include the gate's.
+        """
         return with_shared(*routed, logits, self.count, has_gate=self.has_gate)
 
 
@@ -36,8 +40,8 @@ Choose = Callable[[Tensor, LayerKernels, Appended], Routed]
 
 
 def _softmax(router: Any, *, renormalize: bool | None = None) -> Choose:
-    """Return the rule that takes the largest of the softmax. `renormalize` scales the weights to a sum of 1; None: as
-    the router says.
+    """Return the routing rule that chooses the experts with the largest softmax. `renormalize` scales the chosen
+    weights to a sum of 1; None: as the transformers router says.
     """
     top_k, scaled = int(router.top_k), bool(router.norm_topk_prob) if renormalize is None else renormalize
     return lambda logits, kernels, appended: kernels.route(
@@ -46,7 +50,9 @@ def _softmax(router: Any, *, renormalize: bool | None = None) -> Choose:
 
 
 def _own_rule(choose: Callable[[Tensor], Routed]) -> Choose:
-    """Return a rule that reads the logits of the experts alone."""
+    """Return a routing rule from `choose`, which maps the logits of the routed experts to weights and numbers. The rule
+    leaves out the logit of a shared expert's gate, and appends the shared expert.
+    """
 
     def choose_all(logits: Tensor, _: LayerKernels, appended: Appended) -> Routed:
         own = logits[:, : logits.shape[1] - appended.has_gate]
@@ -56,7 +62,9 @@ def _own_rule(choose: Callable[[Tensor], Routed]) -> Choose:
 
 
 def _scaled_softmax(router: Any) -> Choose:
-    """Return DeepSeek V2's rule: the largest of the softmax, in the best groups of experts, times a factor."""
+    """Return DeepSeek V2's routing rule: the experts with the largest softmax among the best groups of experts, with
+    weights times a constant factor.
+    """
     top_k, factor = int(router.top_k), float(router.routed_scaling_factor)
     groups, kept = int(router.num_group or 1), int(router.topk_group or 1)
     if router.topk_method == "greedy" and factor == 1.0:
@@ -79,7 +87,9 @@ def _scaled_softmax(router: Any) -> Choose:
 
 
 def _grouped_sigmoid(router: Any) -> Choose:
-    """Return DeepSeek's rule, which GLM-4.5 shares: the largest corrected sigmoids of the best groups of experts."""
+    """Return the routing rule of DeepSeek V3 and GLM-4.5: the experts with the largest sigmoid plus a learned bias,
+    among the best groups of experts. The weights are the sigmoids without the bias.
+    """
     top_k, groups, kept = int(router.top_k), int(router.num_group), int(router.topk_group)
     bias, factor = router.e_score_correction_bias, float(router.routed_scaling_factor)
     renormalizes = bool(router.norm_topk_prob)
@@ -102,7 +112,9 @@ def _grouped_sigmoid(router: Any) -> Choose:
 
 
 def _corrected_softmax(router: Any) -> Choose:
-    """Return ERNIE's rule: the experts with the largest corrected softmax, with their renormalized softmax."""
+    """Return ERNIE 4.5's routing rule: the experts with the largest softmax plus a learned bias. The weights are the
+    softmaxes without the bias, scaled to a sum of 1.
+    """
     top_k, least = int(router.top_k), float(router.norm_min)
     bias = router.moe_statics.e_score_correction_bias.flatten()
 
@@ -116,8 +128,8 @@ def _corrected_softmax(router: Any) -> Choose:
 
 
 def _sparse_mixer(router: Any) -> Choose:
-    """Return PhiMoE's rule (SparseMixer, https://arxiv.org/abs/2409.12136): two experts, each weighted among the
-    logits that are close to its own.
+    """Return PhiMoE's routing rule (SparseMixer, https://arxiv.org/abs/2409.12136): two experts, each weighted by a
+    softmax over the logits that are close to its own.
     """
     limit = 2 * float(router.router_jitter_noise)
 
@@ -171,7 +183,9 @@ WIDE_ROUTERS = {
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """The MLP that a mixture applies to all tokens, and the product whose sigmoid scales it, if there is one."""
+    """The shared expert of a mixture: the MLP that all tokens use, and the weight of the gate whose sigmoid scales its
+    output; None: it has no gate.
+    """
 
     gate_up: Linear
     down: Linear
@@ -187,7 +201,9 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture-of-experts layer: its router and its experts' weights."""
+    """A mixture-of-experts layer in the form that fused kernels read: its router, its routing rule and its stacked
+    experts.
+    """
 
     router: Tensor  # [num_experts, hidden]
     router_bias: Tensor | None
@@ -200,7 +216,9 @@ class Mixture:
     """The number of the first expert that this rank holds."""
 
     def __call__(self, hidden: Tensor, kernels: LayerKernels) -> Tensor:
-        """Compute the mixture for `hidden` [num_tokens, hidden]; return the same shape."""
+        """Return the output of the mixture for `hidden` [num_tokens, hidden], of the same shape. With several ranks it
+        is this rank's summand.
+        """
         logits = kernels.linear(hidden.to(self.router.dtype), self.router, self.router_bias)
         if self.appended.has_gate:
             logits = logits[:, : self.experts.num_experts - self.appended.count + 1]
@@ -209,7 +227,9 @@ class Mixture:
         return output if self.shared is None else output + self.shared(hidden, kernels)
 
     def _own_numbers(self, chosen: Tensor) -> Tensor:
-        """Return the chosen experts as numbers among those of this rank; those of other ranks as one number more."""
+        """Return the chosen experts as numbers among the experts that this rank holds. Experts of other ranks get the
+        number of this rank's experts, which no kernel computes.
+        """
         if not self.experts.is_part:
             return chosen
         own, count = chosen - self.first, self.experts.num_experts
@@ -217,15 +237,17 @@ class Mixture:
 
 
 def shared_expert(mlp: Any) -> Any:
-    """Return the module of the expert that a mixture applies to all tokens, or None."""
+    """Return the shared expert in a transformers mixture of experts, the module that all tokens use; None if it has
+    none.
+    """
     return getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
 
 
 def pack_mixture(mlp: Any, pack_shared: Callable[[], SharedExpert | None]) -> Mixture | None:
-    """Return the mixture of a transformers module, or None if it is of an unknown kind. Weights that are stored
-    transposed (gpt-oss) are transposed once; transformers' parameters become views of them.
+    """Return a transformers mixture of experts in packed form; None if its router is of an unknown kind. Weights that
+    are stored transposed (gpt-oss) are transposed once; transformers' parameters become views of them.
 
-    `pack_shared` packs the expert for all tokens. It is called for known kinds only, since it takes the weights.
+    `pack_shared` packs the shared expert. It is called only if the kind is known, since it takes the weights.
     """
     router: Any = getattr(mlp, "router", None) or getattr(mlp, "gate", None)
     experts: Any = getattr(mlp, "experts", None)
@@ -265,7 +287,9 @@ def pack_mixture(mlp: Any, pack_shared: Callable[[], SharedExpert | None]) -> Mi
 
 
 def _can_append(mlp: Any, gate_up: Tensor) -> bool:
-    """Return whether the shared expert of a mixture can be some of its experts, with stacked weights `gate_up`."""
+    """Return whether the shared expert of a mixture can be cut into experts of the same width as the routed ones, whose
+    stacked weights are `gate_up`.
+    """
     shared, gate = shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
     # A rank's own experts have numbers of their own, and those of all tokens would need some too.
     if hasattr(mlp.experts, "baton_first"):
@@ -279,8 +303,8 @@ def _can_append(mlp: Any, gate_up: Tensor) -> bool:
 
 
 def _append_shared(mlp: Any, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Append the shared expert to the stacked weights, divided into experts of their width: the sum of the parts is the
-    whole. The parameters of the experts become views, and those of the shared expert give up their memory.
+    """Cut the shared expert into experts of the routed ones' width, and return both stacked weights, gate and up and
+    down, with these appended. The routed experts' parameters become views; the shared expert's weights are freed.
     """
     shared, width = shared_expert(mlp), down.shape[2]
     # An expert's rows are its gate and, behind it, its up: each part of the shared expert gets a slice of both.
@@ -296,7 +320,9 @@ def _append_shared(mlp: Any, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Ten
 
 
 def _rows(experts: Any, name: str, is_transposed: bool) -> Tensor:
-    """Return the weights as [num_experts, outputs, inputs], with the weights of an output side by side."""
+    """Return the stacked weights `name` of a transformers module of experts as [num_experts, outputs, inputs]. If the
+    module stores [num_experts, inputs, outputs], they are transposed and its parameter becomes a view.
+    """
     parameter = getattr(experts, name)
     if not is_transposed:
         kept: Tensor = parameter.data

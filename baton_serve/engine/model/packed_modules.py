@@ -33,14 +33,16 @@ EXPERTS = frozenset({"has_gate", "has_bias", "is_transposed", "has_post_expert_n
 
 
 class JointProduct:
-    """The product of an input with the packed matrices of several layers.
+    """Several linear layers with the same input, whose weights are packed into one matrix for the C++ library.
 
-    The first layer that is called with an input computes the outputs of all. They are kept until each layer has taken
-    its part.
+    The first layer that is called with an input computes the outputs of all layers. They are kept until each layer has
+    taken its part.
     """
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[nn.Linear]) -> None:
-        """Pack the weights of the layers, which are left without memory."""
+        """Pack the weights of `layers`, which read the same input, into one matrix. The caller frees the layers' own
+        weights.
+        """
         self._linear = PackedLinear(library)
         sizes = [layer.out_features for layer in layers]
         self._columns = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -66,7 +68,7 @@ class JointProduct:
         return taken
 
     def weight(self, number: int) -> Tensor:
-        """Return a copy of the weight of layer `number`, [outputs, inputs]."""
+        """Return a copy of the weight of layer `number` in its ordinary order, [outputs, inputs]."""
         columns = self._columns[number]
         return rows_of(self.matrix, torch.arange(columns.start, columns.stop))
 
@@ -75,7 +77,7 @@ class JointProduct:
 
 
 class PackedLayer(nn.Module):
-    """Replaces a linear layer by its part of a packed product."""
+    """Replaces a linear layer in a transformers model; it takes its outputs from a `JointProduct` of several layers."""
 
     def __init__(self, product: JointProduct, number: int, layer: nn.Linear) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class PackedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight, [outputs, inputs].
+        """Return the weight in its ordinary order, [outputs, inputs].
 
         A module that reads it instead of calling the layer does so in every step. So it is unpacked once and kept.
         """
@@ -101,7 +103,9 @@ class PackedLayer(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Looks up rows of the packed weight of a head that is tied to the embedding."""
+    """Replaces an embedding whose weight is also that of the output head, and reads its rows from the head's packed
+    weight.
+    """
 
     def __init__(self, matrix: Matrix) -> None:
         super().__init__()
@@ -109,7 +113,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return a copy of the table, [tokens, size]."""
+        """Return a copy of the embedding table, [tokens, size]."""
         return rows_of(self._matrix, torch.arange(self._matrix.outputs))
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -118,10 +122,12 @@ class PackedEmbedding(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Replaces transformers' module of experts: one packed product for each expert that some token has chosen."""
+    """Replaces transformers' module of experts: it computes one packed product for each expert that some token has
+    chosen.
+    """
 
     def __init__(self, library: ctypes.CDLL, experts: Module) -> None:
-        """Pack the weights of all experts, which are left without memory."""
+        """Pack the weights of all experts of a transformers module, and free the module's own weights."""
         super().__init__()
         self._linear = PackedLinear(library)
         self._experts = [experts]  # in a list, or torch would register the module as a child
@@ -131,8 +137,8 @@ class PackedExperts(nn.Module):
             stack.data = torch.empty(0, dtype=stack.dtype)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the mixture for `hidden` [num_tokens, size]; `top_k_index` and `top_k_weights` are [num_tokens,
-        top_k].
+        """Return the weighted sum of each token's experts for `hidden` [num_tokens, size]. `top_k_index` and
+        `top_k_weights`, the chosen experts and their weights, are [num_tokens, top_k].
         """
         num_tokens, top_k = top_k_index.shape
         chosen, order = torch.sort(top_k_index.reshape(-1))
@@ -156,7 +162,9 @@ class PackedExperts(nn.Module):
 
 
 def pack_modules(module: nn.Module, dtype: torch.dtype, library: ctypes.CDLL) -> None:
-    """Replace linear layers and experts of a transformers model by packed ones. Call it once, before adapters."""
+    """Replace linear layers and experts of a transformers model by packed ones of the C++ library. Do nothing if
+    `dtype` is not bf16, or if the CPU lacks the instructions. Call it once, before LoRA adapters are added.
+    """
     if dtype != torch.bfloat16 or not has_packed_linear(library):
         return
     _pack_head(module, library)
@@ -179,12 +187,14 @@ def pack_modules(module: nn.Module, dtype: torch.dtype, library: ctypes.CDLL) ->
 
 
 def rows_of(matrix: Matrix, rows: Tensor) -> Tensor:
-    """Return some rows of a packed bf16 matrix, [len(rows), inputs]."""
+    """Return the rows `rows` of a packed bf16 matrix in their ordinary order, [len(rows), inputs]."""
     return matrix.words[rows // PANEL, :, rows % PANEL].contiguous().view(torch.bfloat16)
 
 
 def _pack_head(module: Module, library: ctypes.CDLL) -> None:
-    """Pack the head if its weight is also the table of the embedding, which then reads the packed weight."""
+    """Pack the output head of a transformers model if it is tied to the embedding, and let the embedding read the
+    packed weight.
+    """
     head: Module = getattr(module, "lm_head", None)
     embedding = module.get_input_embeddings()
     is_tied = getattr(head, "weight", None) is getattr(embedding, "weight", None)
@@ -198,7 +208,9 @@ def _pack_head(module: Module, library: ctypes.CDLL) -> None:
 
 
 def _groups(parent: Module) -> Iterator[list[str]]:
-    """Iterate over the names of a module's linear layers; siblings with the same input are one group."""
+    """Iterate over groups of names of a module's linear layers that can be packed. Layers that read the same input,
+    such as q_proj, k_proj and v_proj, are one group.
+    """
     names = [name for name, part in parent.named_children() if _can_pack(part)]
     if hasattr(parent, "baton_latent"):  # latent attention uses views of this weight
         names = [name for name in names if name != "kv_b_proj"]
@@ -211,25 +223,29 @@ def _groups(parent: Module) -> Iterator[list[str]]:
 
 
 def _identity(layer: nn.Linear) -> tuple[int, int]:
-    """Return a value that is equal for layers with the same weight and bias in memory."""
+    """Return a value that is equal for two linear layers if they share the same weight and bias in memory."""
     return id(layer.weight), id(layer.bias)
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:
-    """Return how many modules use each parameter, by its identity."""
+    """Return how many modules within `module` use each parameter, by the parameter's `id`."""
     children = (child for parent in module.modules() for child in parent._modules.values() if child is not None)
     return Counter(id(weight) for child in children for weight in child._parameters.values())
 
 
 def _can_pack(part: Module) -> bool:
-    """Return whether a module is a linear layer whose weight the packed products support."""
+    """Return whether a module is a linear layer that the C++ library can pack: bf16 on the CPU, with an even number of
+    inputs.
+    """
     if type(part) is not nn.Linear or part.weight.dtype != torch.bfloat16:
         return False
     return part.in_features % 2 == 0 and part.weight.dim() == 2 and part.weight.device.type == "cpu"
 
 
 def _are_stacked_experts(part: Module) -> bool:
-    """Return whether a module of experts computes what `PackedExperts` does."""
+    """Return whether a module is a transformers module of stacked bf16 experts of the form that `PackedExperts` can
+    replace.
+    """
     if not all(hasattr(part, name) for name in EXPERTS):
         return False
     if part.has_bias or part.is_transposed or part.has_post_expert_norm or getattr(part, "_is_expert_parallel", False):

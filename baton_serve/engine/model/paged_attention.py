@@ -23,8 +23,8 @@ NAME = "baton"
 
 
 class MixerContext(Protocol):
-    """Runs a mixer, a layer with recurrent states, for the packed tokens of a step. `arguments` are those of the
-    module's own forward, by name. See `recurrent.py`.
+    """Runs a layer with recurrent states (a mixer, such as Mamba) for the tokens of a step, which lie one after another
+    without padding. `arguments` are those of the module's own forward, by name.
     """
 
     def run(self, mixer: "Mixer", arguments: dict[str, object]) -> Any: ...
@@ -32,7 +32,9 @@ class MixerContext(Protocol):
 
 @dataclass(slots=True)
 class Mixer:
-    """A layer with recurrent states: its module's own forward, and how that is called."""
+    """How to call a transformers module with recurrent states, such as Mamba: its own forward and the names of its
+    arguments.
+    """
 
     kind: str
     """The name of the module's class."""
@@ -46,8 +48,8 @@ class Mixer:
 
 
 class AttentionContext(Protocol):
-    """The interface by which a layer of the model computes attention. `query` is [num_tokens, num_heads, head_dim];
-    `key` and `value` have num_kv_heads. `mixers` runs layers with recurrent states.
+    """The interface by which an attention layer of a transformers model attends in the current step. `query` is
+    [num_tokens, num_heads, head_dim]; `key` and `value` have num_kv_heads. `mixers` runs layers with recurrent states.
     """
 
     @property
@@ -58,7 +60,7 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CachePlace:
-    """The place of a layer's KV in the cache, and the layer's rules of attention."""
+    """Which layer of the KV cache an attention layer of the model reads, and its attention rules."""
 
     number: int
     """The number of the layer's KV in a block."""
@@ -69,7 +71,9 @@ class CachePlace:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Attention of one step of the engine. `layers` has one entry for each layer with KV of its own."""
+    """Implements `AttentionContext` for one step, over the paged KV cache. `layers` are the cache's views, one for each
+    layer that has KV of its own.
+    """
 
     backend: AttentionBackend
     layers: list[Tensor]
@@ -85,7 +89,9 @@ class PagedAttention:
     mixers: MixerContext | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
-        """Store the new KV and attend over the cache."""
+        """Store the new keys and values of the model's layer `layer` in the KV cache, and return attention over the
+        cache. `spec` is ignored: the rules were recorded when the model was loaded.
+        """
         place = self.places[layer]
         cache = self.layers[place.number]
         if not place.is_shared:
@@ -99,7 +105,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of the KV and the attention rules that one layer uses."""
+    """The KV shape and the attention rules of one layer, as `AttentionProbe` has recorded them."""
 
     kv: KVShape
     spec: AttentionSpec
@@ -109,7 +115,9 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProbe:
-    """Records which layers ask for attention, and with which shapes, while the model runs once without a cache."""
+    """Implements `AttentionContext` for one run of the model without a KV cache, at load: it records which layers
+    attend, and with which shapes and rules. Attention returns zeros.
+    """
 
     mixers: MixerContext
     shapes: dict[int, list[LayerShape]] = field(default_factory=dict)
@@ -130,13 +138,13 @@ class AttentionProbe:
 
 
 def _are_same(known: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-    """Return whether two pairs of keys and values are the same memory."""
+    """Return whether two pairs (key, value) lie in the same memory."""
     return all(one.data_ptr() == two.data_ptr() for one, two in zip(known, other, strict=True))
 
 
 class StepHolder:
-    """Gives the attention layers of a model access to the current step while its forward runs. There is one for each
-    model.
+    """Gives the attention layers of a transformers model access to the current step while the model's forward runs.
+    There is one for each model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -146,7 +154,9 @@ class StepHolder:
                 part.baton_step = self  # type: ignore[assignment]  # a plain object, not a parameter
 
     def run(self, module: nn.Module, context: AttentionContext, **inputs: object) -> Any:
-        """Run the model's forward with `context` for all its layers."""
+        """Call the forward of a transformers model, whose attention layers use `context` meanwhile, and return its
+        output.
+        """
         self.context = context
         try:
             return module(use_cache=False, baton=context, **inputs)
@@ -159,7 +169,9 @@ PositionScales = Callable[[Tensor], Tensor]
 
 
 class LatentProjection(Protocol):
-    """The projections of latent attention (MLA), whose cache holds latents instead of keys and values of every head."""
+    """The up-projections of a layer of latent attention (MLA), whose KV cache holds latents instead of the keys and
+    values of every head.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -168,7 +180,7 @@ class LatentProjection(Protocol):
 
 
 def register() -> None:
-    """Register the implementation with transformers. It may be called several times."""
+    """Register paged attention as an attention implementation of transformers. It may be called several times."""
     from transformers import AttentionInterface  # takes seconds: only models that need transformers should pay them
 
     AttentionInterface.register(NAME, attend)
@@ -184,10 +196,11 @@ def attend(
     baton: AttentionContext | None = None,
     **rules: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention with the signature of transformers. Return [1, num_tokens, num_heads, head_dim].
+    """Compute paged attention for an attention module of transformers, with the signature of its attention interface.
+    Return ([1, num_tokens, num_heads, head_dim], None).
 
-    `rules` are `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks) and `alibi` (slopes). Raises
-    `UnsupportedModelError` for modules without a layer number.
+    `baton` is the current step; None: that of the module's `StepHolder`. `rules` are `scaling`, `sliding_window`,
+    `softcap`, `s_aux` (sinks) and `alibi` (slopes). Raises `UnsupportedModelError` for modules without a layer number.
     """
     layer, holder = _layer_of(module), getattr(module, "baton_step", None)
     if baton is None and isinstance(holder, StepHolder):
@@ -214,13 +227,15 @@ def attend(
 
 
 def _layer_of(module: nn.Module) -> int | None:
-    """Return a module's layer number, or None if it has none."""
+    """Return the layer number of an attention module of transformers (`layer_idx`); None if it has none."""
     layer = getattr(module, "layer_idx", getattr(module, "layer_id", None))
     return layer if isinstance(layer, int) else None
 
 
 def _spec(module: nn.Module, head_dim: int, rules: dict[str, object]) -> AttentionSpec:
-    """Return the rules of a layer. Raises `UnsupportedModelError` if it is not causal."""
+    """Return the attention rules of a module from the arguments that it has passed. Raises `UnsupportedModelError` if
+    its attention is not causal.
+    """
     if getattr(module, "is_causal", True) is False or rules.get("is_causal") is False:
         raise UnsupportedModelError(f"{type(module).__name__} is not causal")
     scaling, window = rules.get("scaling"), rules.get("sliding_window", getattr(module, "baton_window", None))

@@ -14,9 +14,8 @@ from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 
 
 def first_shifts(plan: ScheduledBatch) -> NDArray[np.int64]:
-    """Return the position of each chunk's first token minus the token's index, int64 [num_chunks].
-
-    The token must be text.
+    """Return, int64 [num_chunks], the M-RoPE position of each chunk's first token minus its index in the sequence. The
+    first token must be text.
     """
     return np.array([_first_shift(chunk) for chunk in plan.chunks], dtype=np.int64)
 
@@ -31,10 +30,11 @@ def _first_shift(chunk: ScheduledChunk) -> int:
 def step_positions(
     plan: ScheduledBatch, indexes: NDArray[np.int64], query_starts: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """Return the positions of a step's tokens: int64 [num_tokens], or [3, num_tokens] if some stand for images.
+    """Return the positions of a step's tokens for rotary embeddings: int64 [num_tokens], or [3, num_tokens] if some
+    tokens stand for images of a model with M-RoPE.
 
-    `indexes` [num_tokens] are the tokens' indexes in their sequences. They are returned as they are if no sequence has
-    grids.
+    `indexes` [num_tokens] are the tokens' indexes in their sequences; they are also the result if no sequence has such
+    images.
     """
     placed = [
         (int(first), chunk)
@@ -62,7 +62,9 @@ def _holds_images(chunk: ScheduledChunk) -> bool:
 
 
 def positions_of(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np.int64]:
-    """Return the positions of the tokens [start, end) of a sequence, int64 [3, end - start]."""
+    """Return the M-RoPE positions of the tokens [start, end) of a sequence with the images `media`, int64 [3, end -
+    start].
+    """
     rows = np.repeat(np.arange(start, end)[None], 3, axis=0)
     shift = position_shift(media, start)
     at = 0
@@ -81,6 +83,6 @@ def positions_of(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np
 
 
 def _places(grid: TokenGrid, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return frame, row and column of some tokens of a grid, [3, count]."""
+    """Return frame, row and column, [3, count], of an image's tokens, which are numbered row by row within its grid."""
     size = grid.rows * grid.columns
     return np.stack([tokens // size, tokens % size // grid.columns, tokens % grid.columns])

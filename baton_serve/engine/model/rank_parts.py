@@ -50,13 +50,13 @@ WIDTH, EXPERTS = "the width of an MLP", "the experts"
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """The part of a tensor that a rank holds: ranges along one dimension, one after another."""
+    """Which part of a tensor a rank holds: some ranges of indexes along the dimension `dim`, put one after another."""
 
     dim: int
     ranges: tuple[slice, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the part of a tensor; a view if it is one range."""
+        """Return this part of the tensor `whole`: a view if it is a single range, otherwise a copy."""
         pieces = [whole.narrow(self.dim, part.start, part.stop - part.start) for part in self.ranges]
         if len(pieces) == 1:
             return pieces[0]
@@ -67,13 +67,15 @@ class TensorPart:
 
     @property
     def size(self) -> int:
-        """Return the number of rows or columns."""
+        """Return the number of indexes in this part along its dimension."""
         return sum(int(part.stop - part.start) for part in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """The parts of a decoder's weights that a rank holds. All other weights are whole."""
+    """Which parts of a decoder's weights one tensor-parallel rank holds. It holds weights that are not named here
+    entirely.
+    """
 
     shard: Shard = UNSHARDED
     stage: Stage = WHOLE_PIPELINE
@@ -97,24 +99,28 @@ class RankParts:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this rank holds whole layers."""
+        """Return True if tensor parallelism does not divide the layers, so that this rank holds all of each."""
         return self.shard.is_whole
 
     def rows(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a parameter of dimension 0; the tensor itself if it is divided otherwise."""
+        """Return this rank's rows of the parameter `name` if it is divided along dimension 0; otherwise the parameter
+        itself.
+        """
         part = self.tensors.get(name)
         return whole if part is None or part.dim != 0 else part.of(whole)
 
     def columns(self, name: str, own_rows: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that `rows` has returned: its columns, in memory of their own, or the
-        tensor itself if it is not divided by columns.
+        """Return this rank's columns of the parameter `name`, in memory of their own; the tensor itself if it is not
+        divided by columns. `own_rows` is what `rows` has returned for it.
         """
         part = self.tensors.get(name)
         # The copy is needed: a view of some columns would keep the memory of all columns.
         return own_rows if part is None or part.dim == 0 else part.of(own_rows).contiguous()
 
     def of(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a parameter."""
+        """Return this rank's part of the parameter `name`, whose complete value is `whole`; zeros if only rank 0 adds
+        it.
+        """
         # Rank 0 adds it.
         if name in self.zeros:
             return torch.zeros_like(whole)
@@ -128,7 +134,7 @@ WHOLE = RankParts()
 
 @dataclass(frozen=True, slots=True)
 class SplitRules:
-    """How a decoder is divided."""
+    """Options that say how a decoder's weights are divided over tensor-parallel ranks."""
 
     has_groups: bool = False
     """Groups of inputs may share scales."""
@@ -139,10 +145,11 @@ class SplitRules:
 
 
 def split(module: nn.Module, name: str, shard: Shard, rules: SplitRules) -> RankParts:
-    """Return which part of each weight of a decoder one rank holds; nothing is cut yet. The module may be on torch's
-    meta device. `name` is the model's name in errors.
+    """Return which part of each weight of a decoder the rank `shard` holds; no weight is cut yet, and the module may be
+    on torch's meta device. `name` is the model's name in errors.
 
-    Raises `UnsupportedModelError`, or `ConfigError` with the largest number of ranks that works.
+    Raises `UnsupportedModelError` if no weight can be divided, or `ConfigError` with the largest number of ranks that
+    works.
     """
     if shard.is_whole:
         return WHOLE
@@ -160,7 +167,7 @@ def split(module: nn.Module, name: str, shard: Shard, rules: SplitRules) -> Rank
 
 
 class _Splitter:
-    """Collects the parts of one rank from the modules of a decoder."""
+    """Finds out which parts of a decoder's weights one rank holds, module by module."""
 
     def __init__(self, module: nn.Module, shard: Shard, rules: SplitRules) -> None:
         self._module = cast(Module, module)
@@ -173,7 +180,9 @@ class _Splitter:
         self.zeros: set[str] = set()
 
     def split_layers(self) -> None:
-        """Divide all attention modules, MLPs and mixtures."""
+        """Record this rank's parts of all attention modules, MLPs and mixtures of experts, and the modules whose
+        outputs are summed.
+        """
         sums: list[str] = []
         for name, part in self._module.named_modules():
             if (own := attention_parts(part, self._config, self._shard)) is not None:
@@ -186,14 +195,16 @@ class _Splitter:
         self.parts = replace(self.parts, sums=tuple(sums))
 
     def split_head(self) -> None:
-        """Divide the columns of the logits, if the ranks get equal numbers of them."""
+        """Record this rank's part of the output head, if the vocabulary can be divided equally."""
         head = getattr(self._module, "lm_head", None)
         # Logits are gathered in equal parts.
         if isinstance(head, nn.Linear) and head.out_features % self._shard.size == 0:
             self._cut("lm_head", head, 0, self._shard.part(head.out_features))
 
     def check(self, name: str) -> None:
-        """Raise `ConfigError` if a number of heads or a width cannot be divided."""
+        """Raise `ConfigError`, with the model's `name`, if a number of heads or experts or an MLP's width cannot be
+        divided over the ranks.
+        """
         size = self._shard.size
         # Only now: the ranges of numbers that cannot be divided are wrong, and nothing has used them.
         if (wrong := self._indivisible(size)) is not None:
@@ -206,7 +217,9 @@ class _Splitter:
             )
 
     def _indivisible(self, size: int) -> tuple[str, int] | None:
-        """Return what cannot be divided over `size` ranks and its number, or None."""
+        """Return the first thing that cannot be divided over `size` ranks, such as "the KV heads", and its number; None
+        if all can.
+        """
         for what, count, step in self._counts:
             if what in (WIDTH, EXPERTS):
                 is_divided = bool(step_of_width(count, size, step))
@@ -217,7 +230,9 @@ class _Splitter:
         return None
 
     def _split_attention(self, name: str, module: Module, own: AttentionParts) -> None:
-        """Divide an attention module by heads. KV heads that are fewer than the ranks are on several of them."""
+        """Record this rank's part of the attention module `name`: some heads. If there are fewer KV heads than ranks,
+        several ranks hold the same one.
+        """
         self._counts.append((HEADS, own.heads.total, own.blocks))
         # A single head, such as the latent of MLA, is on all ranks.
         if own.kv_heads.total > 1:
@@ -233,7 +248,9 @@ class _Splitter:
         self._split_norms(name, module, {"q_norm": own.heads, "k_norm": own.kv_heads})
 
     def _split_norms(self, name: str, module: Module, heads: dict[str, HeadRange]) -> None:
-        """Divide norms that have weights of their own for each head."""
+        """Record this rank's part of an attention module's query and key norms, if they have weights for each head;
+        `heads` are this rank's heads by the norm's name.
+        """
         for leaf, own in heads.items():
             norm: Module = getattr(module, leaf, nn.Identity())
             for full, weight in norm.named_parameters(prefix=f"{name}.{leaf}"):
@@ -246,7 +263,9 @@ class _Splitter:
                     self.parts.tensors[full] = TensorPart(0, (part,))
 
     def _split_mlp(self, name: str, module: Module) -> str | None:
-        """Divide an MLP by its width. Return the name of its last product, or None for another module."""
+        """Record this rank's part of the MLP `name`, a range of its width. Return the name of its last linear layer,
+        whose outputs must be summed; None if the module is not an MLP that can be divided.
+        """
         for firsts, last in MLPS:
             if not all(is_linear(getattr(module, leaf, None)) for leaf in (*firsts, last)):
                 continue
@@ -265,7 +284,9 @@ class _Splitter:
         return None
 
     def _split_experts(self, name: str, module: Module) -> str | None:
-        """Divide the width of all experts. Return "" if this is a module with stacked experts, or None."""
+        """Record this rank's part of the experts in the module `name`: a range of each one's width, or some whole
+        experts. Return "" if the module has stacked experts, whose output must be summed; otherwise None.
+        """
         first, last = (getattr(module, leaf, None) for leaf in WEIGHTS)
         if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or first.dim() != 3:
             return None
@@ -289,7 +310,7 @@ class _Splitter:
         return ""
 
     def _split_by_expert(self, name: str, module: Module) -> None:
-        """Give each rank some of the experts of a module, as equal numbers as possible."""
+        """Record which experts of the module `name` this rank holds: a range of about total / ranks experts."""
         total = len(getattr(module, WEIGHTS[0]))
         self._counts.append((EXPERTS, total, 1))
         # If there are fewer experts than ranks, `check` fails later. Until then any range will do.
@@ -306,7 +327,9 @@ class _Splitter:
         return self._shard.part_of_width(width, step) if step_of_width(width, self._shard.size, step) else slice(0, 0)
 
     def _cut(self, name: str, linear: Module, dim: int, *ranges: slice) -> None:
-        """Note the part of a linear layer: of its outputs (`dim` 0) or its inputs (1)."""
+        """Record this rank's ranges of a linear layer's outputs (`dim` 0) or inputs (`dim` 1), and its part of the
+        bias.
+        """
         self.parts.tensors[f"{name}.weight"] = TensorPart(1 - dim if is_turned(linear) else dim, ranges)
         self.parts.widths[name] = output_size(linear) if dim == 0 else input_size(linear)
         if linear.bias is not None and dim == 0:
@@ -320,8 +343,8 @@ class _Splitter:
 
 
 def sum_outputs(module: nn.Module, parts: RankParts, collectives: Collectives) -> None:
-    """Let the modules whose outputs are this rank's parts of sums add up those of all ranks. Raises
-    `UnsupportedModelError` for modules that would need sums within.
+    """Add hooks to the modules that compute only this rank's summand of their output, which sum it over all ranks.
+    Raises `UnsupportedModelError` if a norm within attention would need such a sum too.
     """
     if parts.wide_norms:
         raise UnsupportedModelError(
@@ -344,7 +367,7 @@ def sum_outputs(module: nn.Module, parts: RankParts, collectives: Collectives) -
 
 
 def _gathered(own: slice, width: int, collectives: Collectives, x: Tensor) -> Tensor:
-    """Return the columns of all ranks [..., width], of which `x` has this rank's `own`."""
+    """Return the columns of all ranks, [..., width]. `x` holds this rank's columns, which are the range `own`."""
     # A sum with zeros, since ranks may have different numbers of columns.
     whole = x.new_zeros(*x.shape[:-1], width)
     whole[..., own] = x
@@ -352,7 +375,9 @@ def _gathered(own: slice, width: int, collectives: Collectives, x: Tensor) -> Te
 
 
 def narrow(module: nn.Module, parts: RankParts) -> None:
-    """Change the numbers of heads and experts that modules have noted to those of this rank."""
+    """Set the numbers of heads and experts in the attributes of a model's modules to those of this rank, after its
+    weights were cut.
+    """
     for name, own in parts.attention.items():
         narrow_attention(module.get_submodule(name), own)
     for name, held in parts.experts.items():
@@ -360,7 +385,7 @@ def narrow(module: nn.Module, parts: RankParts) -> None:
 
 
 def _narrow_experts(experts: Module, held: slice) -> None:
-    """Let a module with the experts `held` compute nothing for tokens that chose others."""
+    """Change the forward of a module that holds only the experts `held`: choices of other experts contribute zero."""
     whole = experts.forward
     count = held.stop - held.start
 

@@ -35,8 +35,8 @@ CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 
 
 class StateProbe:
-    """Records which states the mixers keep, while the model runs once from the start of a sequence, and checks that one
-    mixer of each class continues from them. Implements `MixerContext` and `SequenceStates`.
+    """Records which recurrent states a model's layers keep, while the model runs once at load. It also checks that one
+    layer of each class gives the same result in chunks. Implements `MixerContext` and `SequenceStates`.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class StateProbe:
 
     @property
     def parts(self) -> tuple[StatePart, ...]:
-        """The states of all layers, in the order of layers."""
+        """The shape and dtype of each recurrent state that was recorded, in the order of layers."""
         return tuple(self._parts[key] for key in sorted(self._parts))
 
     def run(self, mixer: Mixer, arguments: dict[str, object]) -> Any:
@@ -86,9 +86,10 @@ class StateProbe:
 
 @dataclass(slots=True)
 class SlotStates:
-    """The states of a batch of sequences during one mixer's forward. Implements `SequenceStates`.
+    """The recurrent states of a batch of sequences during the forward of one layer. Implements `SequenceStates`.
 
-    They are copies: modules change them in place for steps of one token. `store` copies them back.
+    They are copies of the sequences' states in their slots, because modules change them in place; `store` copies them
+    back.
     """
 
     views: StateViews
@@ -117,7 +118,7 @@ class SlotStates:
         return recurrent_states
 
     def store(self) -> None:
-        """Copy the new states to the slots."""
+        """Copy the states that the layer has changed back to the slots of their sequences."""
         for (layer, kind, index), state in self._states.items():
             view = self.views[layer][kind, index]
             view.index_copy_(0, self.slots, state.to(view.dtype))
@@ -131,7 +132,9 @@ class SlotStates:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceStates:
-    """The states of a batch of sequences for a mixer's step, which changes them in their slots."""
+    """The recurrent states of a batch of sequences for kernels that compute one token of each and change the states in
+    their slots. It has the methods of transformers' cache that such a step calls.
+    """
 
     views: StateViews
     slots: Tensor  # int64 [batch]
@@ -151,7 +154,9 @@ class InPlaceStates:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that run as one batch. `rows` are their tokens in the step."""
+    """Sequences of a step that run as one batch, because they have equally many tokens. `rows` are these tokens in the
+    step.
+    """
 
     rows: Tensor | slice
     slots: Tensor
@@ -160,7 +165,9 @@ class _Group:
 
 
 class PackedMixers:
-    """Runs the mixers of one step on packed tokens. Implements `MixerContext`."""
+    """Implements `MixerContext`: runs layers with recurrent states, which expect [batch, length], on a step whose
+    tokens lie one after another.
+    """
 
     def __init__(self, states: StepStates) -> None:
         self._views = states.views
@@ -181,7 +188,9 @@ class PackedMixers:
         return joined if rest is None else (joined, *rest)
 
     def _run_group(self, mixer: Mixer, arguments: dict[str, object], group: _Group) -> Any:
-        """Run the module on the sequences of a group, and return its output with their tokens one after another."""
+        """Run a layer with recurrent states on the sequences of a group, update their states, and return its output
+        with their tokens one after another, [1, tokens, ...].
+        """
         parts = {name: _rows(value, group.rows, self._num_tokens, group.length) for name, value in arguments.items()}
         if group.length == 1 and mixer.step is not None:
             output = mixer.step(**parts, **{mixer.cache_name: InPlaceStates(self._views, group.slots)})
@@ -195,7 +204,9 @@ class PackedMixers:
 
 
 def _rows(value: object, rows: Tensor | slice, num_tokens: int, length: int) -> object:
-    """Return these rows of an argument, [sequences, length, ...]. Values that are not per token stay as they are."""
+    """Return the rows `rows` (tokens) of an argument as [sequences, length, ...]. Arguments that do not have one row
+    for each of the `num_tokens` tokens are returned unchanged.
+    """
     if isinstance(value, tuple):
         return tuple(_rows(one, rows, num_tokens, length) for one in value)
     if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):
@@ -205,13 +216,15 @@ def _rows(value: object, rows: Tensor | slice, num_tokens: int, length: int) -> 
 
 
 def _call(mixer: Mixer, arguments: Mapping[str, object], cache: SequenceStates) -> Any:
-    """Call the module's own forward for sequences of equal length, with their states in `cache`."""
+    """Call the own forward of a module with recurrent states, for sequences of equal length, with `cache` as its
+    cache.
+    """
     return mixer.forward(**arguments, **{mixer.cache_name: cache})
 
 
 def _check_continues(mixer: Mixer, arguments: Mapping[str, object], parts: Sequence[StatePart], whole: Any) -> None:
-    """Check that a mixer computes the same for a sequence in chunks as for the `whole` one, which it has computed
-    without states. Raises `UnsupportedModelError`.
+    """Raise `UnsupportedModelError` if a layer with recurrent states computes something else for a sequence in chunks
+    than `whole`, its output for the whole sequence. `parts` are its states.
 
     Some modules ignore their state if they get several tokens, which would make wrong answers without an error.
     """
@@ -235,7 +248,9 @@ def _check_continues(mixer: Mixer, arguments: Mapping[str, object], parts: Seque
 
 
 def _groups(states: StepStates) -> list[_Group]:
-    """Divide a step's sequences into batches: all of one token, and each longer one by itself."""
+    """Divide a step's sequences into batches of equal length: one for all sequences with one token, and one for each
+    longer sequence.
+    """
     starts, total = [], 0
     for length in states.lengths:
         starts.append(total)
@@ -256,7 +271,9 @@ def _groups(states: StepStates) -> list[_Group]:
 
 
 def adapt_mixers(module: nn.Module) -> None:
-    """Replace the forward of the model's mixers. They read the step's `MixerContext` from their `StepHolder`."""
+    """Replace the forward of a transformers model's layers with recurrent states, such as Mamba, so that they run by
+    the `MixerContext` of the current step.
+    """
     number_layers(module)
     for part in module.modules():
         if (mixer := _mixer_of(part)) is not None:
@@ -264,7 +281,9 @@ def adapt_mixers(module: nn.Module) -> None:
 
 
 def install_steps(module: nn.Module, steps: CpuRecurrentSteps) -> None:
-    """Let the model's mixers compute steps of one token with kernels, after `adapt_mixers`."""
+    """Let the layers with recurrent states compute steps of one token by C++ kernels, where these support them. Call it
+    after `adapt_mixers`.
+    """
     for part in cast(Iterable[Module], module.modules()):
         mixer = getattr(part, "baton_mixer", None)
         if isinstance(mixer, Mixer):
@@ -285,7 +304,9 @@ def _replace_forward(part: Module, mixer: Mixer) -> None:
 
 
 def _mixer_of(part: Module) -> Mixer | None:
-    """Return how to call a module that keeps recurrent states; None for all others."""
+    """Return how to call a module that keeps recurrent states; None for all other modules. Raises
+    `UnsupportedModelError` if the name of its cache argument is unknown.
+    """
     function = inspect.unwrap(type(part).forward)
     code = getattr(function, "__code__", None)
     own = OWN_FORWARDS.get(type(part).__name__)
@@ -301,7 +322,9 @@ def _mixer_of(part: Module) -> Mixer | None:
 
 
 def _bound(own: Callable[..., Any], part: Module, input_name: str) -> Callable[..., Any]:
-    """Return a forward that calls `own` with the module and its input."""
+    """Return a function that calls `own` with the module `part`, the argument named `input_name`, the cache and the
+    rest.
+    """
 
     def forward(cache: SequenceStates, **arguments: Any) -> Any:
         return own(part, arguments.pop(input_name), cache, **arguments)

@@ -20,9 +20,10 @@ Step: TypeAlias = Callable[..., Any]
 
 
 def step_forward(part: Module, steps: CpuRecurrentSteps) -> Step | None:
-    """Return the forward of a mixer for one token of each sequence, whose cache returns `SlotState`s.
+    """Return a forward of a transformers module with recurrent states for one token of each sequence: a copy of its
+    own, whose functions that update states are replaced by C++ kernels.
 
-    Return None if some of the functions that change its states cannot be replaced.
+    Return None if some of these functions cannot be replaced.
     """
     function = inspect.unwrap(type(part).forward)
     # A model's own code may have other functions with these names.
@@ -39,7 +40,9 @@ def step_forward(part: Module, steps: CpuRecurrentSteps) -> Step | None:
 
 
 def _convolution(original: Step, steps: CpuRecurrentSteps) -> Step:
-    """Return `causal_conv1d_update` for a state in slots."""
+    """Return a replacement for transformers' `causal_conv1d_update` that updates a state in its slot by a C++ kernel,
+    or calls `original` for unsupported inputs.
+    """
 
     def step(
         x: Tensor,  # [num_seqs, num_channels, 1]
@@ -61,7 +64,9 @@ def _convolution(original: Step, steps: CpuRecurrentSteps) -> Step:
 
 
 def _delta_rule(original: Step, steps: CpuRecurrentSteps) -> Step:
-    """Return the one-step form of the gated delta rule for a state in slots, with or without decays by channel."""
+    """Return a replacement for transformers' gated delta rule of one token that updates a state in its slot by a C++
+    kernel, or calls `original` for unsupported inputs. Decays may be by head or by channel.
+    """
 
     def step(
         query: Tensor,  # [num_seqs, 1, num_key_heads, key_size]
@@ -95,7 +100,9 @@ def _delta_rule(original: Step, steps: CpuRecurrentSteps) -> Step:
 
 
 def _state_space(original: Step, steps: CpuRecurrentSteps) -> Step:
-    """Return `mamba2_selective_state_update` for a state in slots."""
+    """Return a replacement for transformers' `mamba2_selective_state_update` that updates a state in its slot by a C++
+    kernel, or calls `original` for unsupported inputs.
+    """
 
     def step(  # noqa: PLR0913 -- transformers' signature
         state: SlotState,

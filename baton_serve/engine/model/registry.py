@@ -21,16 +21,19 @@ PLUGINS = "baton.general_plugins"
 
 
 class ModelRegistry:
-    """Registered classes by the architecture that config.json names, as in vLLM. It lives as long as the process."""
+    """Model classes that plug-ins or users have registered, by the architecture that config.json names, as in vLLM. It
+    lives as long as the process.
+    """
 
     _classes: dict[str, "str | type[Any]"] = {}  # noqa: RUF012 - one registry for the process, as vLLM's
 
     @classmethod
     def register_model(cls, architecture: str, model: "str | type[Any]") -> None:
-        """Serve models of an architecture with a class, given itself or as `module:Class`, which is imported late.
+        """Use the class `model` for models of this architecture. It is given itself, or as "module:Class", which is
+        imported when it is needed.
 
         The class is a transformers model whose attention calls transformers' attention interface, and whose
-        `config_class` is its own.
+        `config_class` is its own. Raises `ValueError` for a string of another form.
         """
         if isinstance(model, str) and not all(model.partition(":")[::2]):
             raise ValueError(f"{model!r} does not name a class: give module:Class")
@@ -38,14 +41,15 @@ class ModelRegistry:
 
     @classmethod
     def get_supported_archs(cls) -> list[str]:
-        """Return the registered architectures."""
+        """Return the architectures for which a class is registered, in alphabetical order."""
         return sorted(cls._classes)
 
     @classmethod
     def make_known(cls, folder: Path, plugins: tuple[str, ...] | None) -> None:
-        """Let transformers know the class of a folder's model, if one is registered. Raises `ModelError`.
+        """Register the class for the model in a folder with transformers, if this registry has one. Raises `ModelError`
+        if the class cannot be used or a plug-in fails.
 
-        `plugins` are the plug-ins that may be loaded; None: all.
+        `plugins` are the names of the plug-ins that are loaded before; None: all installed ones.
         """
         load_plugins(plugins)
         try:
@@ -74,7 +78,8 @@ class ModelRegistry:
 
 @cache
 def load_plugins(allowed: tuple[str, ...] | None = None) -> None:
-    """Call the functions of plug-ins, once in a process. `allowed` are their names; None: all that are installed.
+    """Call the functions of the installed plug-ins (entry points), once in a process. `allowed` are the names of the
+    plug-ins to call; None: all.
 
     Raises `ModelError` if one fails.
     """

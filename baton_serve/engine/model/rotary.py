@@ -24,9 +24,8 @@ _ALTERNATING = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", 
 
 
 def set_axes(twin: Any, config: Any) -> None:
-    """Let the config of a model that is built as another family say which row of the positions each frequency reads.
-
-    `config` is the model's own.
+    """Set in the config `twin`, as which a model with M-RoPE is built, from which of the three rows of positions each
+    rotary frequency reads. `config` is the model's own.
     """
     stated = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
     sections = stated or ([24, 20, 20] if config.model_type in _ALTERNATING else [16, 24, 24])  # as in transformers
@@ -35,14 +34,18 @@ def set_axes(twin: Any, config: Any) -> None:
 
 
 def _axes(model_type: str, sections: list[int], half: int) -> list[int]:
-    """Return the row that each of `half` frequencies reads."""
+    """Return the row of M-RoPE positions (0, 1 or 2) from which each of `half` rotary frequencies reads. `sections` are
+    the numbers of frequencies for each row.
+    """
     if model_type in _ALTERNATING:
         return [turn if turn and at < 3 * sections[turn] else 0 for at, turn in ((i, i % 3) for i in range(half))]
     return [number % 3 for number, length in enumerate(sections) for _ in range(length)]
 
 
 def position_axes(module: Any) -> list[int] | None:
-    """Return the row of the positions that each frequency of a model reads; None for models without M-RoPE."""
+    """Return the row of M-RoPE positions (0, 1 or 2) from which each rotary frequency of a model reads; None for models
+    without M-RoPE.
+    """
     stated: list[int] | None = getattr(module.config, "position_axes", None)
     sections = getattr(module.model.rotary_emb, "mrope_section", None)
     if stated is not None or sections is None:
@@ -51,7 +54,9 @@ def position_axes(module: Any) -> list[int] | None:
 
 
 def adapt_positions(module: nn.Module) -> bool:
-    """Let a loaded model accept positions with three rows, if it is one with M-RoPE. Return whether it is."""
+    """Make a loaded model accept M-RoPE positions with three rows. Return False if it is not a model with M-RoPE, which
+    stays as it is.
+    """
     axes: list[int] | None = getattr(module.config, "position_axes", None)
     # transformers' own classes of such models accept them already.
     if axes is None:
@@ -74,14 +79,16 @@ def adapt_positions(module: nn.Module) -> bool:
 
 
 def row_angles(positions: Tensor, axes: list[int], frequencies: Tensor) -> Tensor:
-    """Return the angles [num_tokens, half] of positions [3, num_tokens]. `axes` says which row each frequency reads."""
+    """Return the rotary angles [num_tokens, half] for M-RoPE positions [3, num_tokens]. `axes` says from which row each
+    of the `half` frequencies reads.
+    """
     return positions[axes].T.float() * frequencies.float()
 
 
 def freeze(module: nn.Module, max_model_len: int) -> str:
-    """Fix the rotary frequencies of a model whose frequencies depend on the length of the text, so that cached KV stays
-    valid. Return a description for the fingerprint; "" if nothing depends on the length. Raises `UnsupportedModelError`
-    for frequencies that depend on the length in different ways per layer type.
+    """Fix the rotary frequencies of a model in which they depend on the length of the text, so that cached KV stays
+    valid. Return how, as text for the fingerprint; "" if no frequency depends on it. Raises `UnsupportedModelError` if
+    layer types depend on it in different ways.
     """
     variants: set[str] = set()
     for part in module.modules():
@@ -96,7 +103,9 @@ def freeze(module: nn.Module, max_model_len: int) -> str:
 
 
 def _freeze_one(part: nn.Module, kind: str, max_model_len: int) -> str:
-    """Fix the frequencies of one rotary module."""
+    """Fix the frequencies of one rotary module of the type `kind` for texts of up to `max_model_len` tokens. Return
+    how, as text for the fingerprint.
+    """
     config: Any = part.config
     rules = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     native = rules.get("original_max_position_embeddings") or config.max_position_embeddings

@@ -20,7 +20,9 @@ from baton_serve.engine.model.paged_attention import AttentionContext, StepHolde
 
 
 class StageEndError(Exception):
-    """Ends a model's forward after the last layer of a stage. `hidden` is that layer's output."""
+    """Ends a model's forward after the last layer of this pipeline stage. `hidden` is that layer's output. It is not a
+    failure.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__("the last layer of this stage was computed")
@@ -28,10 +30,12 @@ class StageEndError(Exception):
 
 
 class SkippedLayer(nn.Module):
-    """Stands for a layer that another stage computes."""
+    """Stands in a transformers model for a decoder layer that another pipeline stage computes."""
 
     def __init__(self, replaced: nn.Module, *, is_after: bool) -> None:
-        """`is_after` says that the layer comes after those of this stage."""
+        """Copy the plain attributes of the `replaced` layer, which models read. `is_after` says that it comes after the
+        layers of this pipeline stage.
+        """
         super().__init__()
         self._is_after = is_after
         # Models read plain attributes of their layers, such as the type of their attention.
@@ -40,7 +44,7 @@ class SkippedLayer(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        """Return the input. Raises `StageEndError` with it behind the last layer of the stage."""
+        """Return the input unchanged. Behind this stage's last layer, raise `StageEndError` with the input instead."""
         # It is an exception instead of a result, because the model would go on with its last norm, which only the last
         # stage may apply.
         if self._is_after:
@@ -49,14 +53,16 @@ class SkippedLayer(nn.Module):
 
 
 class SkippedEmbedding(nn.Module):
-    """Stands for the embedding, or for the head, which only the first stage has."""
+    """Stands in a transformers model for the embedding or the output head, which only the first pipeline stage has."""
 
     def forward(self, values: Tensor) -> Tensor:
         return values
 
 
 class HeadInput:
-    """The output of a model's layers, as the code of its head reads it: a hidden state, and None for all else."""
+    """Imitates the output of a transformers model without head, as the code of the head reads it: `last_hidden_state`,
+    and None for all other fields.
+    """
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -65,11 +71,13 @@ class HeadInput:
         return None if index else self.last_hidden_state
 
     def __getattr__(self, name: str) -> None:
-        """Return None for what only other users of the output would read, such as caches."""
+        """Return None for every other field of a model's output, such as caches."""
 
 
 class LastHidden(nn.Module):
-    """Stands for the layers of a model while its head is computed: it returns what the last stage has sent."""
+    """Stands for the decoder of a transformers model while its output head is computed: its output is `hidden`, the
+    rows that the last pipeline stage has sent.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,16 +85,18 @@ class LastHidden(nn.Module):
 
     @property
     def decoder(self) -> "LastHidden":
-        """Some heads call the decoder within their model."""
+        """Return this object itself, since the heads of some models call the decoder within their model."""
         return self
 
     def forward(self, *_: object, **__: object) -> HeadInput:
-        """Return the rows in the form of transformers' models."""
+        """Return `hidden` in the form of the output of a transformers model, whatever the arguments are."""
         return HeadInput(self.hidden[None])
 
 
 def layer_list(module: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """Return the list of a model's layers and its name. Raises `UnsupportedModelError` if it is not clear."""
+    """Return (name, list) of the module list in a transformers model that holds its `num_layers` decoder layers. Raises
+    `UnsupportedModelError` if it has none.
+    """
     found = [(n, part) for n, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     # The outermost list comes first: a vision tower within the model may have as many layers as the decoder.
     fitting = sorted(((n, part) for n, part in found if len(part) == num_layers), key=lambda entry: entry[0].count("."))
@@ -99,7 +109,9 @@ def layer_list(module: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
 
 
 def keep_layers(module: nn.Module, stage: Stage) -> list[str]:
-    """Replace what other stages hold. Return the names of the replaced modules. Raises `UnsupportedModelError`."""
+    """Replace the layers, embedding and head of a transformers model that other pipeline stages hold by placeholders.
+    Return the names of the replaced modules. Raises `UnsupportedModelError` if the model has no list of its layers.
+    """
     if stage.is_whole:
         return []
     name, layers = layer_list(module, sum(stage.num_layers))
@@ -118,31 +130,36 @@ def keep_layers(module: nn.Module, stage: Stage) -> list[str]:
 
 
 def is_within(name: str, modules: Collection[str]) -> bool:
-    """Return whether a module or tensor is one of `modules`, or a part of it."""
+    """Return whether `name` names one of `modules`, or a module or tensor inside of one."""
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def own_layers(layers: Sequence[nn.Module]) -> list[Any]:
-    """Return the layers of this stage."""
+    """Return the decoder layers of this pipeline stage, without the placeholders for layers of other stages."""
     return [layer for layer in layers if not isinstance(layer, SkippedLayer)]
 
 
 class StagePart(Protocol):
-    """The computation of one stage."""
+    """Computes the layers of one pipeline stage, without communication with other stages."""
 
     def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
-        """Return the activations for the next stage, [num_tokens, hidden], or from the last stage the input of the
-        head, [num_logits, hidden]. `received` are those of the stage before; None on the first stage.
+        """Compute the layers of this stage. Return the activations for the next stage, [num_tokens, hidden], or from
+        the last stage the input of the head, [num_logits, hidden]. `received` is what the stage before has returned;
+        None on the first stage.
         """
         ...
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the last stage's rows [num_logits, hidden]. For the first stage."""
+        """Return the logits for `hidden` [num_logits, hidden], the rows that the last stage has returned. It is for
+        ranks of the first stage, which has the head.
+        """
         ...
 
 
 class StagedForward:
-    """Runs a stage between its neighbours. Implements `Forward`; its result has no logits, which `finish` returns."""
+    """Implements `Forward` for one pipeline stage: it receives activations from the stage before and sends its own on.
+    Its result is not logits; the first stage computes them by `finish`.
+    """
 
     is_capturable = False
     parts = None
@@ -152,22 +169,26 @@ class StagedForward:
         self._part, self._links = part, links
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """Compute the step's part of this stage and send the result. Return it."""
+        """Receive the step's activations from the stage before, compute this stage's layers, and send the result to the
+        next stage. Return the result too.
+        """
         received = self._links.receive(len(inputs.input_ids))
         hidden = self._part.run_stage(inputs, layers, received)
         self._links.send(hidden)
         return hidden
 
     def finish(self, num_rows: int) -> Tensor:
-        """Return the logits [num_rows, vocab_size] of the oldest step that is not finished. For the first stage."""
+        """Wait for the last stage's rows of the oldest step whose logits are not computed yet, and return its logits
+        [num_rows, vocab_size]. It is for ranks of the first stage.
+        """
         return self._part.finish(self._links.receive_result(num_rows))
 
 
 class StagedModule:
-    """Runs the layers of a stage through transformers' own model."""
+    """Computes the layers of one pipeline stage, and the output head, by transformers' own model code."""
 
     def __init__(self, module: nn.Module, stage: Stage) -> None:
-        """Use the parts of `module`, which has been reduced by `keep_layers`."""
+        """Prepare the transformers model `module`, in which `keep_layers` has replaced what other stages hold."""
         self._stage = stage
         name = cast(Any, module).base_model_prefix
         self._base = module.get_submodule(name)
@@ -187,8 +208,9 @@ class StagedModule:
     def run(
         self, context: AttentionContext, position_ids: Tensor, received: Tensor | None, read: dict[str, Tensor]
     ) -> Tensor:
-        """Return the output of this stage's last layer, or of the last norm, [num_tokens, hidden]. `read` is the
-        input of the first stage. Raises `UnsupportedModelError` if layers pass on more than one tensor.
+        """Return the output of this stage's last layer, or on the last stage of the last norm, [num_tokens, hidden].
+        `read` is the model's input on the first stage; `received` is the output of the stage before on all others.
+        Raises `UnsupportedModelError` if layers pass on more than one tensor.
         """
         if received is not None:
             # The model needs an input for its masks, but may scale it: `_replace_input` gives the layers the original.
@@ -206,7 +228,9 @@ class StagedModule:
         return hidden[0]
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits of these rows [num_rows, hidden]."""
+        """Return the logits [num_rows, vocab_size] of the rows `hidden` [num_rows, hidden] that the last stage has
+        sent.
+        """
         self._last.hidden = hidden
         # Models demand token ids, which `LastHidden` does not read.
         return cast(
@@ -214,7 +238,9 @@ class StagedModule:
         )
 
     def _replace_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Give the first layer of this stage what the stage before has sent."""
+        """Replace the input of this stage's first layer by what the stage before has sent. It is a forward pre-hook of
+        torch, and returns the layer's new arguments.
+        """
         if self._received is None:
             return args, kwargs
         return ((self._received, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": self._received})

@@ -40,7 +40,9 @@ MERGE = "merge the adapter into the model (merge_and_unload of PEFT) and serve t
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The two LoRA matrices of one module. The adapter adds `up @ down @ x`; `up` contains the scale."""
+    """The two LoRA matrices of one linear layer. The adapter adds `up @ down @ x` to its output; `up` contains the
+    scale (alpha / r).
+    """
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank]
@@ -48,7 +50,9 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter's weights. `fingerprint` is a hash of config and weights, independent of path and name."""
+    """A LoRA adapter with its weights. `fingerprint` is a hash of its config and weights, independent of path and
+    name.
+    """
 
     name: str
     path: str
@@ -62,7 +66,7 @@ class Adapter:
     """The model that it was made for, as the operator calls it; None: not stated."""
 
     def to(self, device: torch.device) -> "Adapter":
-        """Return the adapter with its weights on `device`."""
+        """Return a copy of the adapter whose weights are on `device`."""
         products = {
             module: LowRank(product.down.to(device), product.up.to(device)) for module, product in self.products.items()
         }
@@ -70,9 +74,10 @@ class Adapter:
 
 
 def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bool = False) -> Adapter:
-    """Read an adapter into host memory.
+    """Read a LoRA adapter that PEFT has saved in a folder into host memory, with weights in `dtype`. `at_run_time`
+    records that it is loaded after the start.
 
-    Raises `AdapterError` if its folder is broken or needs unsupported arithmetic.
+    Raises `AdapterError` if files are missing or broken, or if it is more than plain LoRA (such as DoRA).
     """
     config = _read_config(name, folder)
     weights = folder / WEIGHTS
@@ -98,7 +103,9 @@ def read_adapter(name: str, folder: Path, *, dtype: torch.dtype, at_run_time: bo
 
 
 def target_modules(folder: Path) -> tuple[str, ...]:
-    """Return the names of the modules that an adapter changes, or their last parts. Raises `AdapterError`."""
+    """Return the names of the modules that the adapter in a folder changes, as `target_modules` in its config states
+    them: full names, or last parts such as "q_proj". Raises `AdapterError`.
+    """
     config = _read_config(folder.name, folder)
     stated = config.get("target_modules")
     if not isinstance(stated, list) or not stated or not all(isinstance(name, str) for name in stated):
@@ -107,14 +114,18 @@ def target_modules(folder: Path) -> tuple[str, ...]:
 
 
 def _regular(path: Path) -> Path:
-    """Return `path`. Raises `OSError` if it is not a regular file: opening a named pipe would wait for its writer."""
+    """Return `path` itself. Raises `OSError` if it is not a regular file, since opening a named pipe would wait
+    forever.
+    """
     if not S_ISREG(path.stat().st_mode):
         raise OSError("it is not a regular file")
     return path
 
 
 def _read_config(name: str, folder: Path) -> dict[str, Any]:
-    """Return adapter_config.json. Raises `AdapterError` if it is broken or sets something that is not supported."""
+    """Return the content of adapter_config.json in the adapter's folder. Raises `AdapterError`, with `name` in its
+    message, if it is broken or sets something that is not supported.
+    """
     path = folder / CONFIG
     try:
         config = json.loads(_regular(path).read_text())
@@ -131,7 +142,9 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _paired(name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the two matrices (A, B) of each module. Raises `AdapterError` for tensors that are something else."""
+    """Return the two LoRA matrices (A, B) of each module from the tensors of an adapter's file. Raises `AdapterError`
+    for other tensors, and if a module lacks one of the two.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)
@@ -148,9 +161,10 @@ def _paired(name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the scale: alpha / r, or alpha / sqrt(r) with `use_rslora` (https://arxiv.org/abs/2312.03732).
+    """Return the factor of a module's LoRA product: alpha / r, or alpha / sqrt(r) with `use_rslora`
+    (https://arxiv.org/abs/2312.03732).
 
-    Patterns of module names are matched as PEFT does it.
+    A module may have an alpha of its own (`alpha_pattern`), whose patterns are matched as PEFT does it.
     """
     alpha = float(config.get("lora_alpha") or rank)
     for pattern, value in (config.get("alpha_pattern") or {}).items():

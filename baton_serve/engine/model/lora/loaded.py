@@ -20,14 +20,15 @@ READ_WAIT_S = 0.5
 
 
 class RunningRequest(Protocol):
-    """The part of `engine.core.sequence.Request` that is used here."""
+    """The part of `engine.core.sequence.Request`, a running request, that `LoadedAdapters` reads."""
 
     @property
     def work(self) -> Work: ...
 
 
 class LoadedAdapters:
-    """Loads and unloads adapters, and reads weights again. Implements `core.scheduler.AdapterWeights`.
+    """Loads and unloads LoRA adapters while the engine runs, and reads weights from disk again that were dropped.
+    Implements `core.scheduler.AdapterWeights`.
 
     Engine thread only, except `read`. `running` are all requests of the engine, by id.
     """
@@ -41,25 +42,31 @@ class LoadedAdapters:
         self._failures: dict[str, str] = {}
 
     def close(self) -> None:
-        """End the thread; a read that has begun is not waited for."""
+        """End the thread that reads adapters, without waiting for a read that has begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def records(self) -> list[AdapterRecord]:
-        """Return the adapters that new requests may use."""
+        """Return the adapters that new requests may name; empty if LoRA is disabled."""
         return [] if self._store is None else self._store.records()
 
     def load(self, name: str, folder: str) -> None:
-        """Load an adapter, replacing one of the same name. Raises `AdapterError`."""
+        """Read the adapter in `folder` and make it available as `name`, in place of an earlier one of this name. Raises
+        `AdapterError` if it cannot be used.
+        """
         self.put(self._loaded().read(name, folder))
 
     def read(self, name: str, folder: str) -> Adapter:
-        """Read an adapter for `put`. Callable from any thread, while steps run. Raises `AdapterError`."""
+        """Read and check an adapter, for a later call of `put`. Callable from any thread, while steps run. Raises
+        `AdapterError` if it cannot be used.
+        """
         return self._loaded().read(name, folder, at_run_time=True)
 
     def put(self, adapter: Adapter) -> None:
-        """Add an adapter that `read` has returned, replacing one of the same name. Raises `AdapterError`.
+        """Make an adapter that `read` has returned available to requests, in place of an earlier one of its name.
+        Raises `AdapterError` if too many are loaded.
 
-        Its weights are kept if the adapters that requests use now leave room, otherwise they are read again later.
+        Its weights stay on the device if the adapters in use leave room; otherwise they are read from disk again when a
+        step needs them.
         """
         store, in_use = self._loaded(), self._in_use()
         store.register(adapter)
@@ -67,18 +74,20 @@ class LoadedAdapters:
         store.keep(adapter, in_use=in_use, pinned=in_use)
 
     def unload(self, name: str) -> None:
-        """Remove the name of an adapter. Its weights stay until `collect`. Raises `AdapterError`.
+        """Remove the name of an adapter, so that no new request can use it. Raises `AdapterError` for an unknown name.
 
-        Requests go on if the weights are on the device. This includes requests that a router is about to send.
+        Its weights stay until `collect`. Requests with it go on if these are on the device, also a request that a
+        router is about to send.
         """
         self._loaded().unload(name)
 
     def collect(self) -> None:
-        """Free adapters that have no name any more and that no request uses."""
+        """Free the device memory of adapters that were unloaded and that no running request uses."""
         self._loaded().collect(self._in_use())
 
     def check(self, work: Work) -> None:
-        """Raise `RequestError` if the adapter of a request is not loaded. Begin to read its weights if they are needed.
+        """Raise `RequestError` if the adapter of a request is not loaded. If its weights are not on the device, begin
+        to read them from disk.
 
         The read overlaps with the time in which the request waits, or in which its KV blocks are transferred.
         """
@@ -91,10 +100,11 @@ class LoadedAdapters:
             self._begin_read(work.lora)
 
     def use(self, fingerprint: str, in_step: Collection[str]) -> bool:
-        """Return whether a step may use an adapter. If not, its weights are read, and a later call returns True.
+        """Return whether the weights of an adapter are on the device, so that the next step may use it. If not, begin
+        to read them from disk: a later call returns True.
 
-        `in_step` are the adapters that the step uses already; their weights stay. A failed read is reported by
-        `take_failures`.
+        `in_step` are the adapters that the step uses already; their weights are not dropped. If the read fails,
+        `take_failures` reports it.
         """
         store = self._loaded()
         if store.use(fingerprint):
@@ -117,19 +127,25 @@ class LoadedAdapters:
         return True
 
     def wait(self) -> bool:
-        """Wait until weights have been read, for at most `READ_WAIT_S`. Return False if none are being read."""
+        """Wait until an adapter's weights have been read from disk, for at most `READ_WAIT_S` seconds. Return False at
+        once if none are being read.
+        """
         reading = [read for read in self._reads.values() if not read.done()]
         if reading:
             wait(reading, timeout=READ_WAIT_S, return_when=FIRST_COMPLETED)
         return bool(reading)
 
     def take_failures(self) -> Mapping[str, str]:
-        """Return why weights could not be read, by fingerprint, and forget it: a new request tries again."""
+        """Return, by adapter fingerprint, why its weights could not be read from disk since the last call. The failures
+        are forgotten: a new request tries again.
+        """
         failures, self._failures = self._failures, {}
         return failures
 
     def _begin_read(self, fingerprint: str) -> None:
-        """Begin to read the weights of an adapter again, unless this has begun."""
+        """Begin to read the weights of an adapter from disk in the reading thread, unless that has begun already or the
+        adapter was unloaded.
+        """
         if fingerprint in self._reads:
             return
         # Requests that were cancelled leave weights behind that nobody takes.
@@ -139,7 +155,9 @@ class LoadedAdapters:
             self._reads[fingerprint] = self._thread.submit(self._read_again, record)
 
     def _read_again(self, record: AdapterRecord) -> Adapter:
-        """Read the weights that an adapter had when it was loaded. Raises `AdapterError`."""
+        """Read the weights of a loaded adapter from disk again. Raises `AdapterError` if the files have changed since
+        it was loaded.
+        """
         adapter = self._loaded().read(record.name, record.path, at_run_time=record.at_run_time)
         # Cached KV and the other instances have the old weights.
         if adapter.fingerprint != record.fingerprint:
@@ -150,7 +168,7 @@ class LoadedAdapters:
         return adapter
 
     def _in_use(self) -> set[str]:
-        """Return the fingerprints of the adapters that requests use."""
+        """Return the fingerprints of the adapters that running requests use."""
         return {request.work.lora for request in self._running.values()}
 
     def _loaded(self) -> AdapterStore:

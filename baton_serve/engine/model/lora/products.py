@@ -22,7 +22,9 @@ Logits are computed for some rows only, and latent attention uses the parts of `
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """A module whose outputs are the columns `start` to `end` of a fused product."""
+    """The name of a linear layer whose outputs are the columns `start` to `end` of a fused product, such as q_proj in
+    qkv.
+    """
 
     module: str
     start: int
@@ -30,7 +32,9 @@ class OutputSlice:
 
 
 def add_products(output: Tensor, x: Tensor, parts: Sequence[OutputSlice], step: Sequence[AdapterRows]) -> None:
-    """Add the adapters' products for `x` [num_tokens, inputs] to `output` [num_tokens, outputs], in place."""
+    """Add the products of a step's LoRA adapters with `x` [num_tokens, inputs] to `output` [num_tokens, outputs], in
+    place. `parts` are the linear layers whose outputs `output` joins.
+    """
     for adapted in step:
         changed = [
             (part, adapted.adapter.products[part.module]) for part in parts if part.module in adapted.adapter.products
@@ -48,7 +52,9 @@ def add_products(output: Tensor, x: Tensor, parts: Sequence[OutputSlice], step: 
 
 
 def output_slices(prefix: str, modules: Sequence[tuple[str, nn.Module]]) -> tuple[OutputSlice, ...]:
-    """Return the columns of linear layers whose outputs are joined in this order."""
+    """Return the columns of each of these linear layers if their outputs are joined in this order. `prefix` is put
+    before their names.
+    """
     parts: list[OutputSlice] = []
     start = 0
     for name, module in modules:
@@ -59,14 +65,18 @@ def output_slices(prefix: str, modules: Sequence[tuple[str, nn.Module]]) -> tupl
 
 
 class StepAdapters:
-    """Holds the adapters that the current step uses, for the modules that transformers calls."""
+    """Holds the LoRA adapters of the current step, where the `AdaptedLinear` layers of a transformers model read
+    them.
+    """
 
     def __init__(self) -> None:
         self.rows: Sequence[AdapterRows] = ()
 
 
 class AdaptedLinear(nn.Module):
-    """Replaces a linear layer in a model, so that adapters can add to its output."""
+    """Replaces a linear layer of a transformers model, and adds the products of the current step's LoRA adapters to its
+    output.
+    """
 
     def __init__(self, base: nn.Module, part: OutputSlice, step: StepAdapters) -> None:
         super().__init__()
@@ -82,7 +92,9 @@ class AdaptedLinear(nn.Module):
 
 
 def adapt_modules(module: nn.Module, store: AdapterStore) -> StepAdapters:
-    """Replace every linear layer of a model that transformers calls."""
+    """Replace every linear layer of a transformers model that LoRA adapters may change by an `AdaptedLinear`, and
+    register it in `store`. Return the object to which each step's adapters must be assigned.
+    """
     step = StepAdapters()
     for name, base in list(_linear_layers(module)):
         inputs, outputs = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
@@ -92,10 +104,10 @@ def adapt_modules(module: nn.Module, store: AdapterStore) -> StepAdapters:
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the linear layers that adapters may change.
+    """Iterate over the names and modules of a model's linear layers that LoRA adapters may change.
 
     Layers with recurrent states are left out: they run for some sequences of a step at a time, so that their rows are
-    not those of the step.
+    not the step's tokens.
     """
     inner: set[str] = set()
     mixers = tuple(f"{name}." for name, part in module.named_modules() if hasattr(part, "baton_mixer"))

@@ -28,14 +28,16 @@ NUM_ROW_ARRAYS = 5
 
 @dataclass(frozen=True, slots=True)
 class AdaptedProduct:
-    """A fused product that adapters may change: the modules whose outputs it computes, and their number of inputs."""
+    """A fused product that LoRA adapters may change: the linear layers whose outputs it joins, and its number of
+    inputs.
+    """
 
     parts: tuple[OutputSlice, ...]
     inputs: int
 
 
 class SlotTable:
-    """Decides which adapter is in which slot: the least recently used one gives way."""
+    """Decides which LoRA adapter is in which slot of device memory. A new one replaces the least recently used one."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(reversed(range(num_slots)))
@@ -43,9 +45,10 @@ class SlotTable:
         """By fingerprint, the least recently used first."""
 
     def assign(self, adapters: Sequence[str]) -> dict[str, int]:
-        """Return the slots that must be overwritten, so that each adapter of a step has one.
+        """Give each adapter of a step a slot. Return the adapters, by fingerprint, that got a new one, into which their
+        weights must be written.
 
-        There must not be more adapters than slots.
+        The caller makes sure that a step has no more adapters than there are slots.
         """
         wanted = dict.fromkeys(adapters)
         missing = [adapter for adapter in wanted if adapter not in self._slots]
@@ -57,15 +60,16 @@ class SlotTable:
         return {adapter: self._slots[adapter] for adapter in missing}
 
     def slot_of(self, adapter: str) -> int:
-        """Return the slot of an adapter that has one."""
+        """Return the slot of an adapter, by fingerprint. Raises `KeyError` if it has none."""
         return self._slots[adapter]
 
 
 class AdapterSlots:
-    """The memory of all slots on the device. Engine thread only.
+    """Device memory for the matrices of several LoRA adapters, one slot each, from which captured graphs read. Engine
+    thread only.
 
-    Adapters may change `products`, of all layers. An adapter's matrices have at most `max_rank` rows.
-    `find` returns a loaded adapter by its fingerprint.
+    Adapters may change the fused products `products` of all layers; their rank is at most `max_rank`. `find` returns a
+    loaded adapter by its fingerprint.
     """
 
     def __init__(
@@ -99,16 +103,18 @@ class AdapterSlots:
 
     @property
     def uses_two_streams(self) -> bool:
-        """True if adapters' products run beside the model's own products."""
+        """True if adapters' products run in a second stream, at the same time as the model's own products."""
         return self._run_beside is not None
 
     def use_one_stream(self) -> None:
-        """Run adapters' products in the device's main queue, if graphs of this device cannot contain two streams."""
+        """Run adapters' products in the main stream from now on, for devices whose graphs cannot contain two
+        streams.
+        """
         self._run_beside = None
 
     def product(self, number: int, x: Tensor, rows: SlotRows, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the output of `compute`, product `number` of x [num_tokens, inputs], plus what the adapters of `rows`
-        contribute.
+        """Return the output of `compute` plus the products of the LoRA adapters. `compute` computes the model's own
+        product number `number` of `x` [num_tokens, inputs]; `rows` has the adapter slot of each token.
         """
         weights = self._weights[number]
         low = self._kernels.low_rank(x, weights)
@@ -119,9 +125,10 @@ class AdapterSlots:
         return output
 
     def add_beside(self, number: int, output: Tensor, x: Tensor, rows: SlotRows) -> Callable[[], None]:
-        """Start to add the adapters' part of product `number` of x to `output` [num_tokens, outputs].
+        """Begin to add the products of the LoRA adapters with `x`, for product number `number`, to `output`
+        [num_tokens, outputs].
 
-        Call the result before `output` is used; until then, keep x.
+        Call the returned function before `output` is used; until then, keep `x` unchanged.
         """
         weights = self._weights[number]
         low = self._kernels.low_rank(x, weights)
@@ -133,36 +140,42 @@ class AdapterSlots:
         return self._beside(add)
 
     def _beside(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run `work` beside what is queued next, and return a function that makes the main queue wait for it."""
+        """Run `work` in the second stream, or immediately without one. Return a function that makes the main stream
+        wait for it.
+        """
         if self._run_beside is not None:
             return self._run_beside(work)
         work()
         return no_work
 
     def assign(self, adapters: Sequence[str]) -> list[int]:
-        """Return the slots of a step's adapters, by fingerprint; that of "", no adapter, is -1.
+        """Return the slot of each adapter in `adapters`, which are fingerprints; -1 for "", which means no adapter.
 
-        Adapters that have no slot yet are written into one.
+        The weights of adapters that have no slot yet are written into one.
         """
         for adapter, slot in self._table.assign([one for one in adapters if one]).items():
             self._write(slot, self._find(adapter))
         return [self._table.slot_of(one) if one else -1 for one in adapters]
 
     def slots_of(self, adapters: Sequence[tuple[str, NDArray[np.int64] | None]], num_rows: int) -> NDArray[np.int64]:
-        """Return the slot of each row, [num_rows], for adapters with their rows as in `StepArrays`; None: all rows."""
+        """Return the adapter slot of each token of a step, int64 [num_rows]; -1 for none. `adapters` are fingerprints
+        with the rows of the step that use them, as in `StepArrays`; None: all rows.
+        """
         slots = np.full(num_rows, -1, dtype=np.int64)
         for slot, (_, rows) in zip(self.assign([name for name, _ in adapters]), adapters, strict=True):
             slots[slice(None) if rows is None else rows] = slot
         return slots
 
     def view(self, array: Tensor, num_rows: int) -> SlotRows:
-        """Return the rows of `sorted_rows`, on the device, as the kernels take them."""
+        """Return the arrays that `sorted_rows` made for `num_rows` tokens, and that are on the device now, in the form
+        that kernels take.
+        """
         return SlotRows(array[0, :num_rows], array[1, :num_rows], array[2:, : max_groups(num_rows, self.num_slots)])
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare the kernels with their twins on random numbers, once for each shape of a product. Call it before the
-        first adapter is written. Raises `RuntimeError` if the results differ.
+        """Compare the kernels that add adapters' products with plain torch on random numbers, once for each shape of a
+        product. Call it before the first adapter is written. Raises `RuntimeError` if the results differ.
         """
         generator = torch.Generator(self._memory.device).manual_seed(0)
         shapes = {(weights.down.shape, weights.ends): weights for weights in self._weights}
@@ -186,7 +199,9 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def _write(self, slot: int, adapter: Adapter) -> None:
-        """Overwrite a slot. The copies wait in the device's queue for the steps that were launched before."""
+        """Overwrite a slot with the weights of an adapter. The copies wait in the device's queue for the steps that
+        were launched before, which may read the old content.
+        """
         self._memory[slot].zero_()
         for product, weights in zip(self._products, self._weights, strict=True):
             for number, part in enumerate(product.parts):
@@ -199,13 +214,15 @@ class AdapterSlots:
 
 
 def max_groups(num_rows: int, num_slots: int) -> int:
-    """Return the largest number of groups into which `sorted_rows` divides this number of rows."""
+    """Return the largest number of groups into which `sorted_rows` divides `num_rows` tokens with at most `num_slots`
+    different adapters.
+    """
     return min(num_rows, num_slots + num_rows // GROUP_ROWS)
 
 
 def sorted_rows(slots: Sequence[int] | NDArray[np.int64], num_slots: int) -> NDArray[np.int64]:
-    """Return the arrays of `SlotRows` for rows with these slots, int64 [NUM_ROW_ARRAYS, rows]: the slots, the order,
-    and the slot, first position and end of each group.
+    """Return the arrays of `SlotRows` for a step whose tokens have these adapter slots, int64 [NUM_ROW_ARRAYS,
+    num_tokens]: the slots, the tokens sorted by slot, and the slot, first position and end of each group.
     """
     array = np.zeros((NUM_ROW_ARRAYS, len(slots)), dtype=np.int64)
     array[0] = slots

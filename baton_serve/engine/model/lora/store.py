@@ -17,7 +17,7 @@ from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """An adapter and the rows of a step that use it; None means all rows."""
+    """A LoRA adapter of a step, and the rows (tokens) of the step that use it; None means all rows."""
 
     adapter: Adapter
     rows: Tensor | None  # int64 [count]
@@ -25,8 +25,8 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class SlotSettings:
-    """The settings of `AdapterSlots`. `run_beside` runs work in a second stream of the device, and returns a function
-    that waits for it; None: the device has no second stream.
+    """The settings of `AdapterSlots`. `run_beside` runs a function in a second stream of the device, and returns a
+    function that makes the main stream wait for it; None: the device has no second stream.
     """
 
     num_slots: int
@@ -34,19 +34,18 @@ class SlotSettings:
 
 
 class AdapterListener(Protocol):
-    """Learns about the weights in an `AdapterStore`."""
+    """Is notified when an `AdapterStore` has copied an adapter's weights to the device, or has freed them."""
 
     def kept(self, adapter: Adapter) -> None: ...
     def dropped(self, fingerprint: str) -> None: ...
 
 
 class AdapterStore:
-    """The names of adapters, and a cache of their weights on the device. Engine thread only, except `read`.
+    """The names of loaded LoRA adapters, and a cache of their weights on the device. Engine thread only, except `read`.
 
-    When the model is built, it offers the products that adapters may change. Then adapters are loaded. `max_adapters`
-    limits the adapters whose weights are kept. An adapter without weights keeps its name and can be read again. `dtype`
-    is that of the adapters, which may differ from `model_dtype`. Without `slots`, steps with adapters use no
-    captured graphs.
+    First the model registers its linear layers by `offer`; then adapters are loaded. `max_adapters` limits the adapters
+    whose weights are on the device; others keep their names and are read from disk again. `dtype` is that of the
+    adapters, which may differ from `model_dtype`. Without `slots`, steps with adapters use no captured graphs.
     """
 
     def __init__(
@@ -73,13 +72,16 @@ class AdapterStore:
         """Weights by fingerprint, the least recently used first."""
 
     def offer(self, module: str, *, inputs: int, outputs: int) -> None:
-        """Register a module whose product adapters may change, with its numbers of inputs and outputs."""
+        """Register a linear layer of the model that adapters may change, by its full name, with its numbers of inputs
+        and outputs on this rank.
+        """
         self._sizes[module] = (inputs, outputs)
 
     def read(self, name: str, folder: str, *, at_run_time: bool = False) -> Adapter:
-        """Read an adapter for `put` and check that it fits the model.
+        """Read an adapter from `folder` into host memory and check that it fits the model. Return this rank's part of
+        it.
 
-        Callable from any thread. Raises `AdapterError`.
+        Callable from any thread. Raises `AdapterError` if it cannot be used.
         """
         adapter = read_adapter(name, Path(folder), dtype=self.dtype, at_run_time=at_run_time)
         if adapter.rank > self.max_rank:
@@ -96,7 +98,9 @@ class AdapterStore:
         return replace(adapter, fingerprint=adapter.fingerprint + self._own_dtype, products=products)
 
     def _whole_size(self, module: str) -> tuple[int, int] | None:
-        """Return the numbers of inputs and outputs of a module on all ranks, or None if adapters cannot change it."""
+        """Return the numbers of inputs and outputs of a linear layer, counted over all ranks; None if adapters cannot
+        change it.
+        """
         size, part = self._sizes.get(module), self._parts.tensors.get(f"{module}.weight")
         if size is None or part is None:
             return size
@@ -104,7 +108,9 @@ class AdapterStore:
         return (size[0], width) if part.dim == 0 else (width, size[1])
 
     def _part(self, module: str, product: LowRank) -> LowRank:
-        """Return the matrices of a module with this rank's outputs, or inputs."""
+        """Return this rank's part of an adapter's matrices for a linear layer that is divided over ranks by its outputs
+        or inputs.
+        """
         part = self._parts.tensors.get(f"{module}.weight")
         if part is None:
             return product
@@ -113,7 +119,9 @@ class AdapterStore:
         return LowRank(part.of(product.down).contiguous(), product.up)
 
     def register(self, adapter: Adapter) -> None:
-        """Add the name of an adapter, or let it name other weights. Raises `AdapterError` if there are too many."""
+        """Make an adapter known by its name, in place of an earlier one of this name. Raises `AdapterError` if there
+        are too many names.
+        """
         if adapter.name not in self._by_name and len(self._by_name) >= MAX_ADAPTERS:
             raise AdapterError(
                 f"adapter {adapter.name}: {MAX_ADAPTERS} adapters are loaded, the largest number: unload one first"
@@ -127,10 +135,11 @@ class AdapterStore:
         )
 
     def keep(self, adapter: Adapter, *, in_use: Collection[str], pinned: Collection[str]) -> bool:
-        """Copy the weights of an adapter to the device. Return False if other adapters leave no room.
+        """Copy the weights of an adapter to the device, if they are not there. Return False if the weights of other
+        adapters leave no room.
 
-        The least recently used weights make room, but weights that requests use come last, and `pinned` ones stay.
-        `in_use` and `pinned` are fingerprints.
+        The least recently used weights are dropped first. Weights of `in_use`, the adapters of running requests, come
+        last; `pinned` ones are never dropped. Both are fingerprints.
         """
         if not self.use(adapter.fingerprint):
             while len(self._weights) >= self.max_adapters:
@@ -143,7 +152,9 @@ class AdapterStore:
         return True
 
     def _victim(self, in_use: Collection[str], pinned: Collection[str]) -> str | None:
-        """Return the fingerprint of the weights to drop next, or None if all are needed."""
+        """Return the fingerprint of the adapter whose weights are dropped next from the device; None if all are needed.
+        For the arguments see `keep`.
+        """
         named = {record.fingerprint for record in self._by_name.values()}
         # Weights without a name cannot be read again: a request that was placed before may still arrive.
         kinds = (
@@ -154,18 +165,20 @@ class AdapterStore:
         return next((one for kind in kinds for one in kind), None)
 
     def use(self, fingerprint: str) -> bool:
-        """Return whether the weights are on the device, and mark them as used."""
+        """Return whether the weights of an adapter are on the device, and mark them as the most recently used ones."""
         if fingerprint in self._weights:
             self._weights.move_to_end(fingerprint)
         return fingerprint in self._weights
 
     def unload(self, name: str) -> None:
-        """Remove the name of an adapter; its weights stay until `collect`. Raises `AdapterError` for unknown names."""
+        """Remove the name of an adapter. Its weights stay on the device until `collect`. Raises `AdapterError` for
+        unknown names.
+        """
         if self._by_name.pop(name, None) is None:
             raise AdapterError(f"no adapter is named {name}")
 
     def collect(self, in_use: Collection[str]) -> None:
-        """Free the weights of adapters without a name, except those whose fingerprint is in `in_use`."""
+        """Free the weights of unloaded adapters, except those whose fingerprint is in `in_use`."""
         named = {record.fingerprint for record in self._by_name.values()}
         for fingerprint in self._weights.keys() - named - set(in_use):
             self._drop(fingerprint)
@@ -176,45 +189,49 @@ class AdapterStore:
             self.listener.dropped(fingerprint)
 
     def follow(self, name: str, folder: str, fingerprint: str) -> None:
-        """Keep the weights that rank 0 keeps. Raises `AdapterError` if the files have changed since it read them."""
+        """On ranks other than 0: read an adapter from `folder` and keep this rank's part on the device, because rank 0
+        keeps its own. Raises `AdapterError` if the files have another fingerprint than rank 0 has read.
+        """
         adapter = self.read(name, folder)
         if adapter.fingerprint != fingerprint:
             raise AdapterError(f"adapter {name}: the files in {folder} have changed while the ranks read them")
         self._weights[fingerprint] = adapter.to(self.device)
 
     def forget(self, fingerprint: str) -> None:
-        """Free the weights that rank 0 has dropped."""
+        """On ranks other than 0: free the weights of an adapter that rank 0 has dropped."""
         self._weights.pop(fingerprint, None)
 
     def record_of(self, fingerprint: str) -> AdapterRecord | None:
-        """Return an adapter with these weights that has a name, or None."""
+        """Return a loaded adapter that has a name and these weights; None if there is none."""
         return next((one for one in self._by_name.values() if one.fingerprint == fingerprint), None)
 
     def has(self, fingerprint: str) -> bool:
-        """Return whether requests can be served: the adapter has a name, or its weights are still there.
+        """Return whether requests with this adapter can be served: it has a name, or its weights are still on the
+        device.
 
         A router may have placed a request before it knew that the adapter was unloaded.
         """
         return fingerprint in self._weights or self.record_of(fingerprint) is not None
 
     def records(self) -> list[AdapterRecord]:
-        """Return the adapters that have a name."""
+        """Return all adapters that have a name, that is, were loaded and not unloaded."""
         return list(self._by_name.values())
 
     def weights(self, fingerprint: str) -> Adapter:
-        """Return the weights of an adapter of the step, which the scheduler has found."""
+        """Return the adapter with this fingerprint, whose weights must be on the device (see `use`)."""
         return self._weights[fingerprint]
 
     def rows(self, step: Iterable[tuple[str, Tensor | None]]) -> Sequence[AdapterRows]:
-        """Return each adapter of a step with the rows that it applies to.
+        """Return the adapters of a step with their weights and the rows of the step that use them.
 
-        `step` names the adapters by fingerprint. The scheduler has found the weights of each (`LoadedAdapters.use`).
+        `step` names the adapters by fingerprint. Their weights must be on the device: the scheduler has made sure of it
+        (`LoadedAdapters.use`).
         """
         return [AdapterRows(self._weights[fingerprint], rows) for fingerprint, rows in step]
 
 
 def _why_fixed(module: str) -> str:
-    """Return why adapters cannot change a module, and what to do instead."""
+    """Return the part of an error message that says why adapters cannot change a module, and what to do instead."""
     # Whole parts are compared: a name like `experts_norm` is something else.
     parts = module.split(".")
     kinds = {"experts": "a weight of experts", "lm_head": "the head", "embed_tokens": "the embedding"}

@@ -26,9 +26,9 @@ TRANSPOSED = {"GptOssExperts"}
 
 
 class QuantizedExperts(nn.Module):
-    """Replaces transformers' module of experts and holds the quantized weights.
+    """Replaces transformers' module of experts, and holds their quantized weights for fused layers.
 
-    Its forward returns zeros, which is enough for the run that finds out a model's shapes.
+    Its own forward returns zeros, which is enough for the run at load that finds out a model's shapes.
     """
 
     def __init__(self, old: nn.Module) -> None:
@@ -45,12 +45,14 @@ class QuantizedExperts(nn.Module):
 
 
 def expert_names(module: nn.Module) -> list[str]:
-    """Return the modules with stacked experts of a kind that grouped products support."""
+    """Return the names of a transformers model's modules with stacked experts whose kind can be quantized."""
     return [name for name in _stacked_names(module) if _router_of(module, name) in ROUTERS]
 
 
 def check_experts(module: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for experts of another kind, since most of such a model would stay unquantized."""
+    """Raise `UnsupportedModelError` if a model has stacked experts of a kind that cannot be quantized, since most of
+    such a model would stay unquantized.
+    """
     for name in _stacked_names(module):
         if (kind := _router_of(module, name)) not in ROUTERS:
             raise UnsupportedModelError(
@@ -60,9 +62,10 @@ def check_experts(module: nn.Module) -> None:
 
 
 def quantize_experts(module: nn.Module, name: str, read: Callable[[str], Tensor], plan: QuantizationPlan) -> bool:
-    """Replace the experts `name` by quantized ones. `read` returns a parameter by its full name, on its final device.
+    """Replace the experts in the module `name` by quantized ones. `read` returns a parameter by its full name, on its
+    final device.
 
-    Return False if they were left as they are, because the plan skips them or their rows cannot be divided into groups.
+    Return False if they stay as they are, because the plan skips them or their rows cannot be divided into groups.
     """
     old = module.get_submodule(name)
     made = QuantizedExperts(old)
@@ -82,9 +85,10 @@ def quantize_experts(module: nn.Module, name: str, read: Callable[[str], Tensor]
 
 
 def place_experts(module: nn.Module, layer: str, weight: StackedWeight) -> None:
-    """Put a stored weight into a module of experts. `layer` is the full name of the parameter that it replaces.
+    """Put a weight that a checkpoint stores in quantized form into a module of experts. `layer` is the full name of the
+    parameter that it replaces.
 
-    If the module is still that of transformers, it is replaced by `QuantizedExperts` first.
+    A transformers module of experts is replaced by a `QuantizedExperts` first.
     """
     name, _, leaf = layer.rpartition(".")
     old = module.get_submodule(name)
@@ -103,6 +107,6 @@ def _router_of(module: nn.Module, name: str) -> str:
 
 
 def _is_stacked(part: nn.Module) -> bool:
-    """Return whether a module holds the weights of all experts in one parameter [num_experts, …]."""
+    """Return whether a module holds the weights of all its experts in one parameter, [num_experts, …]."""
     parameter = cast(Any, getattr(part, WEIGHTS[0], None))
     return isinstance(parameter, nn.Parameter) and parameter.dim() == 3

@@ -26,8 +26,8 @@ ROWS_AT_ONCE = 1 << 24  # weights that are rounded together, in float32: 64 MiB 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A weight format and its group size. `group` is the number of inputs that share a scale; None: one
-    scale per row.
+    """How weights are quantized: the format of the codes, and `group`, the number of inputs that share a scale; None:
+    one scale for a whole row.
     """
 
     codebook: Codebook
@@ -35,12 +35,14 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """Short name for logs and the model's fingerprint."""
+        """Short name such as "int4:128", for logs and the model's fingerprint."""
         return f"{self.codebook}:{self.group or 'row'}"
 
 
 def scheme(name: Quantization, *, fp8_dtype: Fp8Dtype, group_size: int) -> Scheme:
-    """Return the scheme of a format. Raises `ValueError` for formats that only checkpoints have."""
+    """Return how weights are quantized for the value `name` of --quantization. `group_size` is used by int4 and fp6
+    formats only. Raises `ValueError` for formats that only checkpoints have.
+    """
     match name:
         case "fp8":
             return Scheme("fp8_e4m3" if fp8_dtype == "e4m3" else "fp8_e5m2", None)
@@ -61,14 +63,18 @@ def scheme(name: Quantization, *, fp8_dtype: Fp8Dtype, group_size: int) -> Schem
 
 
 def fitting_group(group: int | None, inputs: int) -> int | None:
-    """Return the largest group size up to `group` that divides a row of `inputs`, or None."""
+    """Return the largest supported group size up to `group` that divides a row of `inputs` weights; None if none does.
+    With `group` None (one scale for each row) it is `inputs`.
+    """
     if group is None:
         return inputs
     return next((size for size in GROUPS if size <= group and inputs % size == 0), None)
 
 
 def quantize(weight: Tensor, how: Scheme) -> QuantizedWeight | None:
-    """Round a weight [outputs, inputs] on its device. Return None if its rows cannot be divided into groups."""
+    """Round a weight [outputs, inputs] to codes and scales, on its device. Return None if its rows cannot be divided
+    into groups.
+    """
     group = fitting_group(how.group, weight.shape[1])
     if group is None:
         return None
@@ -80,7 +86,7 @@ def quantize(weight: Tensor, how: Scheme) -> QuantizedWeight | None:
 
 
 def _round(weight: Tensor, how: Scheme, group: int) -> QuantizedWeight:
-    """Round some rows of a weight, given in float32."""
+    """Quantize some rows of a weight, float32 [outputs, inputs], with `group` inputs for each scale."""
     outputs, inputs = weight.shape
     grouped = weight.view(outputs, -1, group)
     zeros: Tensor | None = None
@@ -99,7 +105,9 @@ def _round(weight: Tensor, how: Scheme, group: int) -> QuantizedWeight:
 
 
 def _scales(grouped: Tensor, how: Scheme) -> Tensor:
-    """Return the scales [outputs, groups] of a weight [outputs, groups, group]."""
+    """Return the scales [outputs, groups] for a weight [outputs, groups, group], by the largest weight of each
+    group.
+    """
     largest = grouped.abs().amax(dim=2)
     if how.codebook == "fp4":  # scales are powers of two (OCP MX specification 1.0, section 6.3)
         exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-100))) - MX_EXPONENT_OF_LARGEST
@@ -116,7 +124,7 @@ def _scales(grouped: Tensor, how: Scheme) -> Tensor:
 
 def _asymmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
     # The range includes 0, so that weights of 0 stay exactly 0.
-    """Return scales and zeros [outputs, groups] for codes from 0 to 15."""
+    """Return (scales, zeros), both [outputs, groups], for codes from 0 to 15 of a weight [outputs, groups, group]."""
     low, high = grouped.amin(dim=2).clamp(max=0.0), grouped.amax(dim=2).clamp(min=0.0)
     scales = ((high - low) / 15.0).to(torch.bfloat16)
     divisor = scales.float()
@@ -125,7 +133,9 @@ def _asymmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(scaled: Tensor, codebook: Codebook) -> Tensor:
-    """Return the packed codes of scaled weights [outputs, inputs]."""
+    """Return the codes of weights that were divided by their scales, [outputs, inputs], rounded and packed as the
+    format stores them.
+    """
     match codebook:
         case "int8":
             return scaled.round().clamp(-127, 127).to(torch.int8)
@@ -145,7 +155,9 @@ def _codes(scaled: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _nearest(scaled: Tensor, codebook: Codebook) -> Tensor:
-    """Return the nearest code of a sign-and-magnitude codebook. Ties go to the even code, as in hardware."""
+    """Return the nearest code of each number for a format with a sign bit and a magnitude, such as fp4. Ties go to the
+    even code, as in hardware.
+    """
     values = code_values(codebook)
     half = len(values) // 2
     positive = torch.tensor(values[:half], device=scaled.device)

@@ -11,23 +11,24 @@ from baton_serve.engine.kernels.quantized import concatenate
 
 
 class EmptyLinear(nn.Linear):
-    """A linear layer whose weight is not initialized, because it comes from a file."""
+    """A linear layer whose weight torch does not initialize, because it is read from a file afterwards."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: the weights come from files."""
+        """Do nothing, instead of filling the weight with random numbers: it is read from a file afterwards."""
 
 
 class EmptyEmbedding(nn.Embedding):
-    """An embedding whose weight is not initialized, because it comes from a file."""
+    """An embedding whose weight torch does not initialize, because it is read from a file afterwards."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: the weights come from files."""
+        """Do nothing, instead of filling the weight with random numbers: it is read from a file afterwards."""
 
 
 class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight.
 
-    Until `install` it returns zeros, which is enough for the run that finds out a model's shapes.
+    Until `install` gives it kernels it returns zeros, which is enough for the run at load that finds out a model's
+    shapes.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
@@ -45,9 +46,11 @@ class QuantizedLinear(nn.Module):
 
 
 class ReorderedLinear(nn.Module):
-    """A quantized layer whose columns are stored in another order: column `i` multiplies input `order[i]`.
+    """A quantized linear layer whose columns are stored in another order than its inputs (GPTQ's act-order): column `i`
+    multiplies input `order[i]`.
 
-    A rank may have some of the columns, whose inputs come from all ranks: then `gather` returns the inputs of all.
+    A rank may hold some of the columns, but they need inputs of all ranks: then `gather` returns the inputs of all
+    ranks.
     """
 
     def __init__(self, linear: QuantizedLinear, order: Tensor) -> None:
@@ -65,7 +68,7 @@ class ReorderedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """Looks up rows in the quantized weight of `head`, with which it shares memory."""
+    """An embedding that reads its rows from the quantized weight of the output head, to which it is tied."""
 
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -80,19 +83,23 @@ class QuantizedEmbedding(nn.Module):
 
 
 def quantized_layers(module: nn.Module) -> Iterator[QuantizedLinear]:
-    """Iterate over the quantized layers of a model."""
+    """Iterate over all `QuantizedLinear` layers of a model."""
     return (part for part in module.modules() if isinstance(part, QuantizedLinear))
 
 
 def install(module: nn.Module, kernels: LayerKernels) -> None:
-    """Give quantized layers their kernels. Call once, after `merge`: weights may change their order in memory."""
+    """Give the quantized layers of a model the kernels by which they compute. Call it once, after `merge`: kernels may
+    bring weights into another order in memory.
+    """
     for layer in quantized_layers(module):
         if layer.kernels is None and isinstance(layer.weight, QuantizedWeight):
             layer.weight, layer.kernels = kernels.pack(layer.weight), kernels
 
 
 def can_merge(parts: Sequence[nn.Module]) -> bool:
-    """Return whether layers can be merged: all are quantized in the same way, or none is."""
+    """Return whether linear layers can be joined into one: all are quantized with the same format and groups, or none
+    is quantized.
+    """
     weights = [part.weight for part in parts if isinstance(part, QuantizedLinear)]
     if not weights:
         return True
@@ -105,7 +112,9 @@ def can_merge(parts: Sequence[nn.Module]) -> bool:
 
 
 def merge(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
-    """Return one layer with the outputs of all, whose weights are removed. Call it only if `can_merge`."""
+    """Return one quantized layer with the outputs of all `parts`, one after another, and free their own weights. Call
+    it only if `can_merge`.
+    """
     weights = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
     whole = concatenate(weights)
     assert whole is not None and len(weights) == len(parts)

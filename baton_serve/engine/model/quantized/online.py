@@ -20,8 +20,8 @@ HEAD_SCHEME = Scheme("int8", None)
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """How a model's weights are quantized while it is loaded: the format, and in `skip` the modules that keep their
-    dtype, by full name or its last part.
+    """How a model's weights are quantized while it is loaded (--quantization): the format, and in `skip` the modules
+    that stay unquantized, by full name or a part of it.
     """
 
     scheme: Scheme
@@ -30,7 +30,9 @@ class QuantizationPlan:
     """If not None, the only modules that are quantized, by full name or its last part."""
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """Return the scheme of a module, or None if it is skipped."""
+        """Return how the weight of the module `name` is quantized; None if it stays unquantized. A quantized output
+        head always gets int8.
+        """
         if any(name == skip or name.endswith(f".{skip}") or f".{skip}." in f".{name}." for skip in self.skip):
             return None
         if self.only is not None and not any(f".{name}".endswith(f".{only}") for only in self.only):
@@ -39,24 +41,26 @@ class QuantizationPlan:
 
     @property
     def label(self) -> str:
-        """Description of the plan for the fingerprint: other rounding makes other KV."""
+        """Text that describes this plan in the model's fingerprint: weights that are rounded in another way compute
+        other KV.
+        """
         only = "" if self.only is None else f",only {sorted(self.only)}"
         return f"{self.scheme.label},head {HEAD_SCHEME.label},skip {sorted(self.skip)}{only}"
 
 
 def linear_names(module: nn.Module) -> Iterable[str]:
-    """Return the linear layers that can be quantized.
+    """Return the names of a model's linear layers that can be quantized.
 
-    Latent attention uses the parts of `kv_b_proj` without calling the module, so it keeps its dtype.
+    Latent attention (MLA) reads the weight of `kv_b_proj` without calling the layer, so this one stays unquantized.
     """
     linears = (name for name, part in module.named_modules() if type(part) in (nn.Linear, EmptyLinear))
     return [name for name in linears if not name.endswith("kv_b_proj")]
 
 
 def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: QuantizationPlan) -> bool:
-    """Replace the linear layer `name` by a quantized one. `weight` is on its final device.
+    """Replace the linear layer `name` by a quantized one with the rounded `weight`, which is on its final device.
 
-    Return False if the layer was left as it is.
+    Return False if the layer stays as it is, because the plan skips it or its rows cannot be divided into groups.
     """
     scheme = plan.scheme_of(name)
     old = module.get_submodule(name)
@@ -69,7 +73,7 @@ def quantize_layer(module: nn.Module, name: str, weight: Tensor, plan: Quantizat
 
 
 def tied_embedding(module: nn.Module) -> str | None:
-    """Return the name of the embedding whose weight is also that of the output head, or None."""
+    """Return the name of the embedding that shares its weight with the output head; None if they are not tied."""
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     head = getattr(module, "lm_head", None)
@@ -81,7 +85,9 @@ def tied_embedding(module: nn.Module) -> str | None:
 
 
 def share_head(module: nn.Module, embedding: str, dtype: torch.dtype) -> None:
-    """Replace the embedding by one that reads the head's quantized rows."""
+    """Replace the embedding named `embedding` by one that reads the rows of the quantized output head and returns
+    `dtype`.
+    """
     head = module.get_submodule("lm_head")
     assert isinstance(head, QuantizedLinear)
     module.set_submodule(embedding, QuantizedEmbedding(head, dtype))

@@ -33,7 +33,7 @@ BITS_OF_BYTE = 8
 
 
 def split_module(module: nn.Module, parts: RankParts) -> None:
-    """Cut all weights of a module to the parts of a rank."""
+    """Cut all weights of a model, quantized or not, to the parts that a tensor-parallel rank holds."""
     # A list, because the loop replaces layers while it runs.
     for name, part in list(module.named_modules()):
         # The inner layer of a reordered one has no part of its own.
@@ -43,7 +43,7 @@ def split_module(module: nn.Module, parts: RankParts) -> None:
 
 
 def split_parameters(module: nn.Module, parts: RankParts) -> None:
-    """Cut the parameters that are not quantized, and whose layers are not."""
+    """Cut the plain parameters of a model to a rank's parts; those of quantized layers are left to `split_layer`."""
     tied = {id(parameter): name for name, parameter in module.named_parameters()}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if name in parts.tensors or name in parts.zeros:
@@ -53,7 +53,7 @@ def split_parameters(module: nn.Module, parts: RankParts) -> None:
 
 
 def split_layer(module: nn.Module, name: str, parts: RankParts) -> None:
-    """Cut a quantized layer, which has replaced the linear layer or the experts `name`, with its biases."""
+    """Cut the quantized linear layer or experts `name`, with their biases, to a rank's part."""
     split_weights(module, name, parts)
     # It is looked up here and not above, because `split_weights` may have replaced the layer.
     found = module.get_submodule(name)
@@ -69,8 +69,9 @@ def split_layer(module: nn.Module, name: str, parts: RankParts) -> None:
 def split_weights(
     module: nn.Module, name: str, parts: RankParts, *, has_rows: bool = False, only: str | None = None
 ) -> None:
-    """Cut the weights of a quantized layer without its biases. With `has_rows` its outputs are cut already; `only` is
-    one of the weights of experts. Raises `UnsupportedModelError` for experts whose groups would be too small.
+    """Cut the weights of the quantized layer `name`, without its biases, to a rank's part. `has_rows` says that its
+    outputs are cut already; `only` names the one weight of experts that is cut (None: both). Raises
+    `UnsupportedModelError` for experts whose groups of inputs would become too small.
     """
     found = module.get_submodule(name)
     if isinstance(found, QuantizedExperts):
@@ -99,12 +100,14 @@ def split_weights(
 
 
 def share_embedding(module: nn.Module, embedding: str, parts: RankParts) -> None:
-    """Let the head use the embedding's weight, or this rank's rows of it."""
+    """Let the output head use the weight of the embedding to which it is tied, or this rank's rows of it."""
     set_part(module, "lm_head.weight", parts.of("lm_head.weight", module.get_parameter(f"{embedding}.weight").data))
 
 
 def set_part(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a parameter by a rank's part of it, and the sizes that its linear layer has noted."""
+    """Replace the parameter `name` by a rank's part of it, and correct the sizes in the attributes of its linear
+    layer.
+    """
     owner, _, leaf = name.rpartition(".")
     layer = module.get_submodule(owner)
     setattr(layer, leaf, nn.Parameter(value, requires_grad=False))
@@ -115,7 +118,9 @@ def set_part(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def weight_part(weight: QuantizedWeight, part: TensorPart) -> QuantizedWeight | Tensor:
-    """Return a part of a quantized weight [outputs, inputs]; as floats if a group would be too small for kernels."""
+    """Return a rank's part of a quantized weight [outputs, inputs]. Return it dequantized, as floats, if its groups of
+    inputs would become too small for kernels.
+    """
     if part.dim == 0:
         whole = concatenate([_copied(weight.rows(rows.start, rows.stop)) for rows in part.ranges])
         assert whole is not None  # all are of one weight
@@ -139,7 +144,9 @@ def weight_part(weight: QuantizedWeight, part: TensorPart) -> QuantizedWeight | 
 
 
 def _expert_part(whole: StackedWeight, part: TensorPart, name: str, *, is_transposed: bool) -> StackedWeight:
-    """Return a part of the experts' weights. `part` is of the parameter [experts, outputs, inputs], or transposed."""
+    """Return a rank's part of the quantized weights of all experts. `part` counts dimensions as the parameter does:
+    [experts, outputs, inputs], or with the last two exchanged if `is_transposed`.
+    """
     if part.dim == 0:
         # The codes of all experts are one matrix [experts * outputs, inputs], so experts are ranges of its rows.
         ranges = tuple(slice(own.start * whole.outputs, own.stop * whole.outputs) for own in part.ranges)
@@ -161,7 +168,7 @@ def _expert_part(whole: StackedWeight, part: TensorPart, name: str, *, is_transp
 
 
 def _columns(weight: QuantizedWeight, start: int, stop: int) -> Tensor:
-    """Return the codes of some inputs."""
+    """Return the packed codes of the inputs `start` to `stop` of a quantized weight."""
     bits = code_bits(weight.codebook)
     # Words of fewer bits hold inputs that are far from each other, so their codes are packed again.
     if bits == BITS_OF_BYTE:
@@ -170,7 +177,9 @@ def _columns(weight: QuantizedWeight, start: int, stop: int) -> Tensor:
 
 
 def _copied(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return a weight with memory of its own, so that the whole one can be freed."""
+    """Return a copy of a quantized weight in memory of its own, so that the weight of which it was a view can be
+    freed.
+    """
     zeros = None if weight.zeros is None else weight.zeros.clone()
     return replace(weight, codes=weight.codes.clone(), scales=weight.scales.clone(), zeros=zeros)
 

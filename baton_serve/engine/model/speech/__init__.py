@@ -15,10 +15,10 @@ __all__ = ["load_audio"]
 
 
 def load_audio(config: EngineConfig, model: LoadedModel, block_tokens: int, target: torch.device) -> PromptAudio | None:
-    """Load the encoder of a model with cross-attention; None if the model has none, or if this instance computes no
-    prompts with media.
+    """Load the audio encoder of a model with cross-attention, such as Whisper, to the device `target`. Return None if
+    the model has none, or if this instance computes no prompts with audio.
 
-    Raises `ModelError`.
+    Raises `ModelError` if it cannot be loaded.
     """
     if not model.source_tokens or not config.reads_images:
         return None

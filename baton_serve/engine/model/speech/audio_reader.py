@@ -26,10 +26,12 @@ _WAV_ERRORS = (wave.Error, EOFError, ValueError, OSError)
 
 
 class HFAudioReader:
-    """Implements `ImageReader` for windows of audio, with the feature extractor of transformers."""
+    """Implements `ImageReader` for audio: it turns WAV files into mel features with the feature extractor of
+    transformers.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Load the extractor. Raises `ModelError`."""
+        """Load the feature extractor of the model in a folder. Raises `ModelError` if that fails."""
         import transformers  # takes seconds: only models with an encoder should pay them
 
         try:
@@ -40,18 +42,20 @@ class HFAudioReader:
             raise ModelError(f"cannot load a feature extractor from {folder}: {first_line(exc)}") from exc
 
     def read(self, images: Iterable[bytes]) -> Pixels:
-        """Return the features of windows by the digest of the file: float32 [mel bins, frames] in host memory.
+        """Return the mel features of audio files, by the digest of the file: float32 [mel bins, frames] in host memory.
+        `images` are WAV files, each of which holds one window of audio.
 
-        Raises `RequestError` for a file that is longer than a window, or not a WAV file with 16-bit samples.
+        Raises `RequestError` for a file that is longer than the encoder's window, or not a WAV file with 16-bit
+        samples.
         """
         return {digest_of(file): DecodedImage({"input_features": self._read(file)}, 0, 0) for file in images}
 
     def silence(self) -> Tensor:
-        """Return the features of a window of silence."""
+        """Return the mel features [mel bins, frames] of a window of silence, for a test of the encoder."""
         return self._features(np.zeros(self._rate_hz, dtype=np.float32))
 
     def _read(self, data: bytes) -> Tensor:
-        """Return the features [mel bins, frames] of one file."""
+        """Return the mel features [mel bins, frames] of one WAV file. Raises `RequestError` if it cannot be read."""
         try:
             with wave.open(BytesIO(data)) as file:
                 rate, channels, frames = file.getframerate(), file.getnchannels(), file.getnframes()

@@ -21,8 +21,8 @@ from baton_serve.engine.model_folder import HfConfig
 
 @dataclass(frozen=True, slots=True)
 class CrossLayer:
-    """The modules of one layer, under names that do not depend on the family. Attention modules have `q_proj`,
-    `k_proj`, `v_proj`, `out_proj` and `scaling`.
+    """The modules of one decoder layer with cross-attention, under names that do not depend on the model family.
+    Attention modules have `q_proj`, `k_proj`, `v_proj`, `out_proj` and `scaling`.
     """
 
     own: Any
@@ -35,7 +35,7 @@ class CrossLayer:
 
 @dataclass(frozen=True, slots=True)
 class CrossParts:
-    """The modules of a decoder with cross-attention."""
+    """The modules of a decoder with cross-attention, under names that do not depend on the model family."""
 
     embed: Callable[[Tensor, Tensor], Tensor]
     """Embeds token ids at positions, both int64 [num_tokens]."""
@@ -47,7 +47,9 @@ class CrossParts:
 
 @dataclass(frozen=True, slots=True)
 class CrossPort:
-    """A family of decoders with cross-attention, as the engine needs it."""
+    """How the engine uses one family of decoders with cross-attention, such as Whisper: where its modules and sizes
+    are.
+    """
 
     source_tokens: Callable[[HfConfig], int]
     """The number of positions of the encoder's output, from the model's config."""
@@ -55,12 +57,16 @@ class CrossPort:
 
 
 def cross_port(hf_config: HfConfig) -> CrossPort | None:
-    """Return the port of a model's family; None for a family without one."""
+    """Return how the engine uses the family of a model with cross-attention; None for a family that it does not
+    know.
+    """
     return _PORTS.get(hf_config.model_type)
 
 
 def cross_layers(port: CrossPort, module: nn.Module) -> tuple[tuple[KVShape, ...], list[AttentionSpec]]:
-    """Return the shapes of the KV of a decoder's layers, and their rules of attention."""
+    """Return (the KV shape of each decoder layer, the attention rules of each). Both hold for self-attention and
+    cross-attention.
+    """
     parts = port.parts(module)
     width = cast(Tensor, parts.layers[0].own.k_proj.weight).shape[0]
     shape = KVShape(parts.num_heads, width // parts.num_heads)
@@ -69,7 +75,7 @@ def cross_layers(port: CrossPort, module: nn.Module) -> tuple[tuple[KVShape, ...
 
 
 class CrossAttentionForward:
-    """Runs a decoder with cross-attention."""
+    """Implements `Forward` for a decoder with cross-attention, such as Whisper's."""
 
     is_capturable = True
     parts = None
@@ -103,14 +109,18 @@ class CrossAttentionForward:
         return cast(Tensor, self._parts.head(self._parts.norm(hidden)))
 
     def _store_source(self, source: SourceRows, cross: AttentionMetadata, layers: list[Tensor]) -> None:
-        """Store the keys and values of an encoder's output, of all layers."""
+        """Compute the cross-attention keys and values of an encoder's output in all layers, and store them in the KV
+        cache.
+        """
         # Cross-attention of tokens stores nothing, so the slots of its metadata are all -1.
         meta = replace(cross, slots=source.slots)
         for layer, cache in zip(self._parts.layers, layers, strict=True):
             self._store(layer.cross, source.states, cache, meta)
 
     def _store(self, attention: Any, states: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
-        """Store the keys and values of `states` [count, hidden] at `meta.slots`."""
+        """Compute keys and values of `states` [count, hidden] with the projections of an attention module, and store
+        them in the KV cache at `meta.slots`.
+        """
         shape = len(states), self._parts.num_heads, -1
         key, value = attention.k_proj(states).view(shape), attention.v_proj(states).view(shape)
         self._backend.store(key, value, cache, meta)
@@ -118,13 +128,15 @@ class CrossAttentionForward:
     def _attend(
         self, attention: Any, states: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        """Return the output of an attention module for `states` [num_tokens, hidden], over stored keys and values."""
+        """Return the output of an attention module for `states` [num_tokens, hidden], which attend to keys and values
+        in the KV cache.
+        """
         query = (attention.q_proj(states) * attention.scaling).view(len(states), self._parts.num_heads, -1)
         return cast(Tensor, attention.out_proj(self._backend.attend(query, cache, meta, spec).flatten(1)))
 
 
 def _whisper(module: nn.Module) -> CrossParts:
-    """Return the parts of transformers' `WhisperForCausalLM`."""
+    """Return the modules of transformers' `WhisperForCausalLM` under the names of `CrossParts`."""
     whole = cast(Any, module)
     decoder = whole.model.decoder
 

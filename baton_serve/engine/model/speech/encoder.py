@@ -25,7 +25,7 @@ MAX_BATCH = 4
 
 
 class SpeechEncoder:
-    """A loaded encoder with the feature extractor that its model was trained with."""
+    """An audio encoder that is loaded on the device, with the feature extractor with which its model was trained."""
 
     def __init__(self, module: nn.Module, reader: HFAudioReader, device: torch.device) -> None:
         self.reader = reader
@@ -35,8 +35,8 @@ class SpeechEncoder:
 
     @torch.inference_mode()
     def encode(self, windows: list[Tensor]) -> list[Tensor]:
-        """Encode windows of features [mel bins, frames]; return [positions, hidden] of each, without waiting for the
-        device.
+        """Encode windows of audio, given as mel features [mel bins, frames]. Return the encoder's output for each,
+        [positions, hidden], without waiting for the device.
         """
         found: list[Tensor] = []
         for start in range(0, len(windows), MAX_BATCH):
@@ -46,7 +46,9 @@ class SpeechEncoder:
 
 
 def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype: torch.dtype) -> SpeechEncoder:
-    """Load the encoder of the model in a folder. Raises `ModelError`."""
+    """Load the audio encoder of the model in a folder to the device `target`, and try it on silence. Raises
+    `ModelError` if that fails.
+    """
     reader = HFAudioReader(folder)
     module = _load(config, folder, dtype).to(target).eval().requires_grad_(False)
     encoder = SpeechEncoder(module, reader, target)
@@ -59,7 +61,9 @@ def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype
 
 
 def _load(config: EngineConfig, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Load the encoder into host memory. transformers builds it with a decoder, which gets no layers here."""
+    """Load the audio encoder of the model in a folder into host memory. transformers builds it with a decoder, which
+    gets no layers here.
+    """
     import transformers
 
     # The config is shared with the decoder that was loaded before.

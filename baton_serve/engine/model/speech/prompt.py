@@ -19,7 +19,9 @@ from baton_serve.engine.model.vision.placeholders import Pixels
 
 
 class PromptAudio:
-    """Implements `PromptImages` for windows of audio, and encodes them for steps. Engine thread only."""
+    """Keeps the windows of audio of requests and encodes them for the steps that need them. Implements `PromptImages`
+    for audio. Engine thread only.
+    """
 
     def __init__(self, encoder: SpeechEncoder, block_tokens: int) -> None:
         self._encoder = encoder
@@ -29,32 +31,38 @@ class PromptAudio:
 
     @property
     def reader(self) -> HFAudioReader:
-        """Decodes windows of audio; usable from any thread."""
+        """The object that turns audio files into mel features; usable from any thread."""
         return self._encoder.reader
 
     @property
     def are_whole(self) -> bool:
-        """Return False: no token stands for audio."""
+        """Return False. For images it says whether one step must compute all tokens of an image, but audio has no
+        tokens.
+        """
         return False
 
     def check(self, work: Work, pixels: Pixels) -> None:
-        """Check that the window of a request was sent with it. Raises `RequestError`."""
+        """Raise `RequestError` if a request's window of audio was not sent with it. `pixels` are the features that were
+        sent, by digest.
+        """
         if any(span.digest not in pixels for span in work.media):
             raise RequestError("invalid", "the window of audio was not sent with the request")
 
     def give(self, request: Request, pixels: Pixels) -> None:
-        """Attach a window to a request. It is kept until the request ends: its blocks may be evicted meanwhile."""
+        """Keep the mel features of a request's window of audio until the request ends, since its cached encoder output
+        may be evicted meanwhile. `pixels` are the features by digest.
+        """
         # From now on the whole prompt can be computed here, whatever is cached.
         request.has_images = True
         self._windows[request] = pixels[request.work.media[0].digest].inputs["input_features"]
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
-        """Return an empty list: no token stands for audio."""
+        """Return an empty list: audio has no embeddings that replace those of tokens, as images have."""
         return []
 
     def encoded(self, plan: ScheduledBatch) -> list[SourceRows]:
-        """Return the encoder's output for each sequence of a step whose source is not cached, with the places in the KV
-        cache to which its keys and values belong; empty if all sources are cached.
+        """Encode the windows of the sequences of a step whose cross-attention KV is not cached. Return the encoder's
+        outputs, with the KV cache positions for their keys and values; empty if all are cached.
         """
         waiting = [chunk.sequence for chunk in plan.chunks if chunk.sequence.must_encode]
         if not waiting:
@@ -66,7 +74,9 @@ class PromptAudio:
         return [SourceRows(self._slots(sequence, len(rows)), rows) for sequence, rows in found]
 
     def _slots(self, sequence: Sequence, count: int) -> Tensor:
-        """Return the places in the KV cache of the `count` positions of a sequence's source, int64 [count]."""
+        """Return the KV cache positions for the cross-attention keys and values of a sequence, int64 [count], one for
+        each of the `count` positions of the encoder's output.
+        """
         blocks = np.array(sequence.source_blocks, dtype=np.int64)[:, None] * self._block_tokens
         # The last block may have more places than there are positions left.
         slots = (blocks + np.arange(self._block_tokens)).reshape(-1)[:count]
@@ -74,5 +84,5 @@ class PromptAudio:
 
 
 def _digest(sequence: Sequence) -> bytes:
-    """Return the digest of a sequence's window."""
+    """Return the digest that identifies the window of audio of a sequence."""
     return sequence.request.work.media[0].digest

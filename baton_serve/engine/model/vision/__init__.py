@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 def load_images(
     config: EngineConfig, target: torch.device, dtype: torch.dtype, *, max_image_tokens: int
 ) -> PromptImages | None:
-    """Load the vision tower. Return None if the model has none. With several ranks, only rank 0 has it.
+    """Load the model's vision tower to the device `target`. Return None if the model has none that is supported, or
+    with a pipeline. With several ranks, only rank 0 loads it.
 
-    `max_image_tokens` is the room of a step for an image that one step must compute. Raises `ModelError` or
-    `ConfigError`.
+    `max_image_tokens` is the largest number of tokens of an image that a single step must compute. Raises `ModelError`
+    or `ConfigError`.
     """
     folder = model_folder(config.model)
     if reason := why_unread(ModelFacts.of(folder)):

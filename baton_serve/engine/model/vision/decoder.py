@@ -21,12 +21,14 @@ _TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_p
 
 
 def family_of(folder: Path) -> ImageFamily | None:
-    """Return how a model reads images; None if it has no vision tower that is supported."""
+    """Return how the model in a folder reads images; None if it has no vision tower, or one that is not supported."""
     return image_family(ModelFacts.of(folder))
 
 
 def decoder_config(hf_config: HfConfig) -> HfConfig:
-    """Return the config of the decoder alone; of a model without towers, its config."""
+    """Return the config of a multimodal model's text decoder, as if it were a model by itself; for a text model, its
+    own config.
+    """
     text = hf_config.get_text_config()
     if text is hf_config or getattr(hf_config, "is_encoder_decoder", False):
         return hf_config
@@ -41,12 +43,16 @@ def decoder_config(hf_config: HfConfig) -> HfConfig:
 
 
 def _family_of(text: HfConfig) -> str:
-    """Return the name of a text model's family, which its classes in transformers begin with."""
+    """Return the name with which the transformers classes of a text model begin, such as "Qwen2" in
+    Qwen2ForCausalLM.
+    """
     return type(text).__name__.removesuffix("Config").removesuffix("Text")
 
 
 def holds_more(folder: Path, decoder: HfConfig) -> bool:
-    """Return whether the model in a folder has parts beside the decoder with this config of `decoder_config`."""
+    """Return whether the model in a folder has more parts than its text decoder, such as a vision tower. `decoder` is
+    what `decoder_config` has returned for it.
+    """
     try:
         stated = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -55,8 +61,8 @@ def holds_more(folder: Path, decoder: HfConfig) -> bool:
 
 
 def decoder_tensors(stored: dict[str, T]) -> dict[str, T]:
-    """Return the decoder's tensors under the names of a plain decoder; of a model without towers, all tensors as they
-    are.
+    """Return the tensors of a multimodal checkpoint that belong to its text decoder, by the names that they have in a
+    text model. For the checkpoint of a text model, return all tensors.
     """
     if not any(_NESTED.match(name) for name in stored):
         return {name: tensor for name, tensor in stored.items() if not _TOWER.match(name)}
@@ -65,7 +71,9 @@ def decoder_tensors(stored: dict[str, T]) -> dict[str, T]:
 
 
 def _own_name(name: str) -> str | None:
-    """Return a tensor's name in a plain decoder; None for one of another part of the model."""
+    """Return the name that a tensor of a multimodal checkpoint has in a text model; None if it belongs to another part,
+    such as the vision tower.
+    """
     match = _NESTED.match(name)
     if match is None:
         return name if name.startswith("lm_head.") else None

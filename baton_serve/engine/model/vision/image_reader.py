@@ -23,22 +23,24 @@ _DECODE_ERRORS = (*LOAD_ERRORS, SyntaxError, MemoryError, UnidentifiedImageError
 
 
 class HFImageReader:
-    """Implements `ImageReader` with the image processor of transformers."""
+    """Implements `ImageReader` with Pillow and the model's image processor of transformers."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Load the processor, which is called with `settings`. Raises `ModelError`."""
+        """Load the image processor of the model in a folder. `settings` are passed to each call of it. Raises
+        `ModelError`.
+        """
         self._processor = _processor_of(folder)
         self._settings = settings
 
     def read(self, images: Iterable[bytes]) -> Pixels:
-        """Decode and preprocess images; the result is keyed by digest.
+        """Decode image files and preprocess them for the vision tower; the result is keyed by the digest of the file.
 
-        Raises `RequestError` if Pillow cannot decode a file, or if its size is out of bounds.
+        Raises `RequestError` if Pillow cannot decode a file, or if the image is too large or too narrow.
         """
         return {digest_of(image): self._read(image) for image in images}
 
     def _read(self, data: bytes) -> DecodedImage:
-        """Decode one file and preprocess it."""
+        """Decode one image file, turn it upright and preprocess it. Raises `RequestError` if that fails."""
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as opened:
                 # Opening reads only the header, so large images are rejected before they are decoded.
@@ -53,7 +55,7 @@ class HFImageReader:
             raise RequestError("invalid", f"an image cannot be read: {first_line(exc)}") from exc
 
     def picture_of(self, image: Image.Image) -> DecodedImage:
-        """Preprocess a decoded RGB image."""
+        """Preprocess a decoded RGB image for the vision tower."""
         found = self._processor(images=image, return_tensors="pt", **self._settings)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         inputs = {name: one.to(torch.float32) if one.is_floating_point() else one for name, one in tensors.items()}
@@ -61,7 +63,7 @@ class HFImageReader:
 
 
 def _processor_of(folder: Path) -> Any:
-    """Load the image processor of a model. Raises `ModelError`."""
+    """Load the image processor of the model in a folder. Raises `ModelError` if it cannot be loaded."""
     import transformers  # takes seconds: only models with a tower should pay them
 
     # Use the processor with Pillow: the other kind uses torchvision and rounds differently. Older versions call it

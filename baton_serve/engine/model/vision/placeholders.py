@@ -14,7 +14,7 @@ from baton_serve.engine.model.batch_inputs import ImageRows
 
 
 class DecodedImage(NamedTuple):
-    """A preprocessed image. `width` and `height` are those of the file.
+    """An image that is preprocessed for the vision tower. `width` and `height` are those of the image file, in pixels.
 
     `inputs` are what the model's image processor returns, by its names, in host memory: `pixel_values` in float32, and
     for some families sizes, masks or numbers of tiles.
@@ -32,15 +32,19 @@ NO_PIXELS: Pixels = MappingProxyType({})
 
 
 class ImageReader(Protocol):
-    """Decodes image files and preprocesses them for the vision tower."""
+    """Decodes image files (or audio files) and preprocesses them for the vision tower (or audio encoder)."""
 
     def read(self, images: Iterable[bytes]) -> Pixels:
-        """Decode and preprocess files. Raises `RequestError` for a file that cannot be decoded as an image."""
+        """Decode and preprocess files; the result is keyed by the digest of the file. Raises `RequestError` for a file
+        that cannot be decoded.
+        """
         ...
 
 
 class PromptImages(Protocol):
-    """The part of `engine.model.vision.prompt.VisionPromptImages` that the engine uses."""
+    """Keeps the images of requests for the steps that compute them. It is the part of
+    `engine.model.vision.prompt.VisionPromptImages` that the engine uses.
+    """
 
     @property
     def reader(self) -> ImageReader: ...
@@ -52,7 +56,9 @@ class PromptImages(Protocol):
 
 
 def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> None:
-    """Check that the images of a request were sent with it. Raises `RequestError`."""
+    """Raise `RequestError` if an image of a request was not sent with it, or if this instance cannot read images
+    (`images` is None). `pixels` are the images that were sent, by digest.
+    """
     if not work.media:
         return
     if images is None:
@@ -63,6 +69,8 @@ def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> Non
 
 
 def give_images(request: Request, images: PromptImages | None, pixels: Pixels) -> None:
-    """Attach images to a request, after `check_images`."""
+    """Hand the decoded images of a request to `images`, which keeps them for the request's steps. Call it after
+    `check_images`.
+    """
     if images is not None and request.work.media:
         images.give(request, pixels)

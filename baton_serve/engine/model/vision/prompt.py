@@ -33,10 +33,14 @@ The root separates tenants; otherwise one could find out by timing whether anoth
 
 
 class VisionPromptImages:
-    """Encodes images for steps. Engine thread only; owns the embeddings on the device."""
+    """Keeps the images of requests and encodes them by the vision tower for the steps that need them. Engine thread
+    only; owns the embeddings on the device. Implements `PromptImages`.
+    """
 
     def __init__(self, tower: VisionTower, max_image_tokens: int, *, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
-        """`max_image_tokens` is the room for an image in a step, for images that must be computed in one."""
+        """Begin without images. `max_image_tokens` is the largest number of tokens of an image that a single step must
+        compute. `max_kept_bytes` limits the embeddings that are kept after their request.
+        """
         self._tower = tower
         self._max_image_tokens = max_image_tokens
         self._kept = FeatureCache(max_kept_bytes)
@@ -44,18 +48,21 @@ class VisionPromptImages:
 
     @property
     def reader(self) -> HFImageReader:
-        """Decodes image files; usable from any thread."""
+        """The object that decodes and preprocesses image files; usable from any thread."""
         return self._tower.reader
 
     @property
     def are_whole(self) -> bool:
-        """Return whether each image must be computed in one step."""
+        """Return whether one step must compute all tokens of an image, because they attend to each other in both
+        directions.
+        """
         return self._tower.family.attends_both_ways
 
     def check(self, work: Work, pixels: Pixels) -> None:
-        """Check that all images were sent and that their placeholder tokens are in the prompt.
+        """Check that all images of a request were sent (`pixels`, by digest), that their placeholder tokens are in the
+        prompt, and that they are not too large for a step.
 
-        Raises `RequestError`.
+        Raises `RequestError` otherwise.
         """
         family, at = self._tower.family, 0
         for span in work.media:
@@ -82,14 +89,18 @@ class VisionPromptImages:
                 )
 
     def give(self, request: Request, pixels: Pixels) -> None:
-        """Attach images to a request. They are kept until it ends: a preempted prompt is computed again."""
+        """Keep the decoded images of a request until it ends, since a preempted prompt is computed again. `pixels` are
+        the images by digest.
+        """
         request.has_images = True
         image_token_id, tokens = self._tower.family.image_token_id, request.work.token_ids
         places = [np.array(tokens[span.start : span.end]) == image_token_id for span in request.work.media]
         self._images[request] = _Images(pixels, [np.flatnonzero(place) for place in places])
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
-        """Return the embeddings that a step needs, and start encoding the missing ones."""
+        """Return the image embeddings that the tokens of a step need, with the rows of these tokens. Images that are
+        not encoded yet are encoded first, without waiting for the device.
+        """
         found: list[ImageRows] = []
         first = 0
         for chunk in plan.chunks:
@@ -100,7 +111,9 @@ class VisionPromptImages:
         return found
 
     def _rows(self, chunk: ScheduledChunk, images: "_Images", first: int) -> list[ImageRows]:
-        """Return the embeddings of the images within one chunk. `first` is the chunk's first row of the step."""
+        """Return the image embeddings that one chunk of a prompt needs. `first` is the chunk's first row in the
+        step.
+        """
         start, end = chunk.start, chunk.start + chunk.length
         media = chunk.sequence.request.work.media
         found: list[ImageRows] = []
@@ -117,7 +130,9 @@ class VisionPromptImages:
         return found
 
     def _features(self, images: "_Images", root: BlockHash, digest: bytes) -> Tensor:
-        """Return the embeddings [tokens, hidden] of an image."""
+        """Return the embeddings [tokens, hidden] of an image: of this prompt, kept from an earlier request of the same
+        tenant (`root`), or encoded now.
+        """
         known = images.features.get(digest)
         if known is None:
             known = self._kept.find((root, digest))
@@ -131,7 +146,8 @@ class VisionPromptImages:
 
 @dataclass(slots=True)
 class _Images:
-    """The images of one prompt. `features` are on the device until its last image has been computed.
+    """The images of one request. `features` are embeddings on the device, by digest, until the prompt's last image has
+    been computed.
 
     `places` are the offsets of the image tokens in each image's span, int64.
     """
@@ -142,15 +158,17 @@ class _Images:
 
 
 def _image_rows(rows: NDArray[np.int64], features: Tensor) -> ImageRows:
-    """Return where a step's embeddings of one image go. Rows in a row need no index, which is faster."""
+    """Return an image's embeddings `features` with the step's `rows` that they replace: as a range if the rows are
+    consecutive, which is faster.
+    """
     is_run = rows[-1] - rows[0] == len(rows) - 1
     where = None if is_run else torch.from_numpy(rows).to(features.device, non_blocking=True)
     return ImageRows(int(rows[0]), features, where)
 
 
 class FeatureCache:
-    """Keeps the most recently used image embeddings. If a cached prefix ends inside an image, the rest of it needs no
-    encoding.
+    """Keeps the most recently used image embeddings on the device, up to a number of bytes. If a cached prefix ends
+    inside an image, its other tokens then need no encoding.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -159,11 +177,15 @@ class FeatureCache:
         self._features: dict[_Name, Tensor] = {}
 
     def find(self, name: _Name) -> Tensor | None:
-        """Return kept embeddings, or None."""
+        """Return the kept embeddings [tokens, hidden] of an image, or None. `name` is the tenant's root hash and the
+        image's digest.
+        """
         return self._features.get(name)
 
     def keep(self, name: _Name, features: Tensor) -> None:
-        """Keep embeddings as the most recently used ones; the oldest are dropped beyond the limit."""
+        """Keep the embeddings of an image as the most recently used ones. The least recently used ones are dropped
+        beyond the limit in bytes.
+        """
         old = self._features.pop(name, None)
         self._num_bytes += features.nbytes - (old.nbytes if old is not None else 0)
         self._features[name] = features

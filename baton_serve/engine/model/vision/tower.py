@@ -37,7 +37,7 @@ _DECODERS = ("language_model.", "text_model.", "lm_head.")
 
 
 class VisionTower:
-    """A loaded vision tower with its processor."""
+    """A vision tower that is loaded on the device, with the model's image processor."""
 
     def __init__(self, module: nn.Module, family: ImageFamily, reader: HFImageReader, device: torch.device) -> None:
         self.family = family
@@ -49,9 +49,9 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
-        """Encode one image; return [number of its tokens, hidden] without waiting for the device.
+        """Encode one image. Return its embeddings [number of its tokens, hidden] without waiting for the device.
 
-        Features for the decoder's first layers (DeepStack) follow in further columns.
+        Features for the outputs of the decoder's first layers (DeepStack) follow in further columns.
         """
         module = cast(Any, self._module)
         # Processors also return what only their texts need, such as the number of tiles.
@@ -64,17 +64,23 @@ class VisionTower:
         return torch.cat([features, *map(_joined, added)], dim=-1)
 
     def _sent(self, value: Tensor) -> Tensor:
-        """Copy an input to the device; numbers of pixels get the dtype of the weights."""
+        """Copy a tensor of the image processor to the device; floating-point tensors get the dtype of the tower's
+        weights.
+        """
         return value.to(self._device, self._dtype if value.is_floating_point() else None)
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the embeddings of one image, of which some families return tiles one by one."""
+    """Return the embeddings of one image as one tensor [tokens, hidden], also if the tower has returned a list of
+    tiles.
+    """
     return torch.cat([part.flatten(0, -2) for part in ([features] if isinstance(features, Tensor) else features)])
 
 
 def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -> VisionTower | None:
-    """Load the tower of a model; None if it has none. Raises `ModelError`."""
+    """Load the vision tower of a model to the device `target`, and try it on some images. Return None if the model has
+    none that is supported. Raises `ModelError` if that fails.
+    """
     folder = model_folder(config.model)
     family = family_of(folder)
     if family is None:
@@ -88,7 +94,9 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
 
 
 def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
-    """Load tower and projector into host memory."""
+    """Load the vision tower and projector of the model in a folder into host memory, without its decoder. Raises
+    `ModelError`.
+    """
     import transformers
 
     kind = transformers.MODEL_MAPPING[type(hf_config)]
@@ -135,7 +143,9 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress transformers' list of all decoder weights that this load leaves out."""
+    """Suppress, while the context is open, transformers' warnings about the decoder weights that this load leaves
+    out.
+    """
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -147,9 +157,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _try(tower: VisionTower, folder: Path, text: HfConfig) -> None:
-    """Encode some images, so that a processor that does not fit the tower is found before the first request.
+    """Encode some images of different sizes, so that an image processor that does not fit the tower is found at load.
 
-    `text` is the decoder's config. Raises `ModelError`.
+    `text` is the decoder's config. Raises `ModelError` if encoding fails or the number of embeddings is wrong.
     """
     for width, height in _TRIED:
         try:
