@@ -21,8 +21,10 @@ VOLATILE_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 
 
 def weights_fingerprint(folder: Path, variant: str, files: Sequence[Path]) -> str:
-    """Return a hash that identifies a folder's weights, so that only KV of equal weights is shared. `variant` describes
-    everything else that changes the KV, such as fixed rotary frequencies. `files` have the weights.
+    """Return a hash that identifies the weights in `files` and the folder's config, so that instances share KV only if
+    it was computed by equal weights. `variant` describes everything else that changes the KV, such as quantization.
+
+    To be fast, it reads samples of the files.
     """
     digest = _config_digest(folder, variant)
     for path in sorted(files):
@@ -44,17 +46,19 @@ def weights_fingerprint(folder: Path, variant: str, files: Sequence[Path]) -> st
 
 
 def dummy_fingerprint(folder: Path, variant: str, *, seed: int, device: str) -> str:
-    """Return the fingerprint of random weights. Each kind of device draws other numbers from the same seed."""
+    """Return the hash that identifies random weights (load format dummy). `device` is the kind of device: each draws
+    other numbers from the same seed."""
     digest = _config_digest(folder, variant)
     digest.update(f"dummy:{seed}:{device}".encode())
     return digest.hexdigest()[:32]
 
 
 def versioned(fingerprint: str, version: str) -> str:
-    """Return the fingerprint of weights that an update has loaded; `version` is empty for those of the start.
+    """Return the fingerprint of weights that replaced others while the instance ran. `version` identifies the update;
+    it is empty for the weights of the start.
 
-    The samples of `weights_fingerprint` may miss a small change of the weights, and the KV of before it must not be
-    used after it.
+    `weights_fingerprint` reads samples only, which may miss a small change of the weights; their KV must differ in any
+    case.
     """
     if not version:
         return fingerprint
@@ -62,7 +66,7 @@ def versioned(fingerprint: str, version: str) -> str:
 
 
 def _config_digest(folder: Path, variant: str) -> "hashlib._Hash":
-    """Return a hash of the config, to be continued with the weights."""
+    """Return a hash object over a folder's config.json and `variant`, to which the caller adds the weights."""
     config = json.loads((folder / "config.json").read_text())
     # Saving a folder again with another version of transformers must not change the fingerprint.
     kept = {key: value for key, value in config.items() if key not in VOLATILE_KEYS}

@@ -56,7 +56,7 @@ Restore = Callable[[Array, str], Array]
 
 
 def gguf_file(config: EngineConfig) -> Path | None:
-    """Return the file with the weights, or None if they are in other files or random.
+    """Return the GGUF file that has the model's weights, or None if they are in other files or random.
 
     Raises `ModelError` if the folder does not have exactly one such file, and `ConfigError` for unsupported settings.
     """
@@ -84,9 +84,10 @@ def gguf_file(config: EngineConfig) -> Path | None:
 
 
 def gguf_layers(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel | None:
-    """Return a function for each parameter of the model `skeleton` that reads it from the file. With `keep_codes`,
-    linear layers stay quantized as they are in the file. Return None if only transformers can convert this
-    architecture. Raises `ModelError` if the file is broken.
+    """Return functions that read the weights of a GGUF file for the parameters of `skeleton`, a model without memory.
+    With `keep_codes` linear layers stay quantized as in the file, otherwise all become floats.
+
+    Return None if only transformers can convert this architecture. Raises `ModelError` if the file is broken.
     """
     try:
         return _converted(file, skeleton, keep_codes=keep_codes)
@@ -95,7 +96,8 @@ def gguf_layers(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredM
 
 
 def gguf_tensors(file: Path, skeleton: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights in host memory, by the names of `skeleton`'s parameters. Raises `ModelError`."""
+    """Read all weights of a GGUF file with transformers. Return them in host memory, in `dtype`, by the names of the
+    parameters of `skeleton`. Raises `ModelError` if the file is split or broken."""
     if gguf_parts(file) != [file]:
         raise ModelError(
             f"{file} is split, and its architecture is read by transformers, which needs one file: join the parts with"
@@ -112,7 +114,8 @@ def gguf_tensors(file: Path, skeleton: nn.Module, dtype: torch.dtype) -> dict[st
 
 
 def dense_layers(file: Path, skeleton: nn.Module, dense: DenseConfig) -> StoredModel | None:
-    """Return readers of the tensors of a dense decoder of a known family, without transformers.
+    """Return functions that read the weights of a GGUF file for `skeleton`, a decoder of a known family with the config
+    `dense`, without transformers. Linear layers stay quantized as in the file.
 
     Return None if the file has other tensors than such a decoder. Raises `ModelError` if the file is broken.
     """
@@ -145,9 +148,8 @@ def dense_layers(file: Path, skeleton: nn.Module, dense: DenseConfig) -> StoredM
 
 
 def dense_name(name: str) -> str:
-    """Return the name that a tensor of llama.cpp has in a safetensors checkpoint of a dense decoder; "" if there is
-    none.
-    """
+    """Return the name in a safetensors checkpoint for a tensor that llama.cpp calls `name`, in decoders of the usual
+    structure; "" if it has none."""
     stem, _, leaf = name.rpartition(".")
     if stem in DENSE_NAMES:
         return f"{DENSE_NAMES[stem]}.{leaf}"
@@ -156,13 +158,14 @@ def dense_name(name: str) -> str:
 
 
 def _unreadable(file: Path, exc: BaseException) -> ModelError:
-    """Return the error for a file that cannot be read, with the cause."""
+    """Return the `ModelError` for a GGUF file that cannot be read because of `exc`."""
     cause = str(exc) if isinstance(exc, GgufFormatError) else first_line(exc)
     return ModelError(f"the weights in {file} cannot be loaded: {cause}")
 
 
 def _converted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredModel | None:
-    """Return readers that restore the tensors with transformers' rules for the architecture."""
+    """Return functions that read the weights of a GGUF file, with transformers' rules to undo what llama.cpp changed in
+    this architecture. None if these rules cannot be applied to quantized weights."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     parsed = read_gguf(file)
@@ -185,10 +188,11 @@ def _converted(file: Path, skeleton: nn.Module, *, keep_codes: bool) -> StoredMo
 
 
 def tensor_names(skeleton: nn.Module, architecture: str) -> dict[str, str]:
-    """Return the model's names of parameters by llama.cpp's names of tensors.
+    """Return the names of the model's parameters, by the names of llama.cpp's tensors. `skeleton` is the model and
+    `architecture` llama.cpp's name of its architecture.
 
-    The result is that of transformers' `get_gguf_hf_weights_map`, which builds the name map again for each module.
-    Raises `NotImplementedError` for an architecture that the package gguf does not know.
+    The result equals that of transformers' `get_gguf_hf_weights_map`, which is slower. Raises `NotImplementedError` for
+    an architecture that the package gguf does not know.
     """
     import gguf
 
@@ -214,7 +218,8 @@ def tensor_names(skeleton: nn.Module, architecture: str) -> dict[str, str]:
 
 
 def _sort(tensors: dict[str, GgufTensor], skeleton: nn.Module, restore: Restore, *, keep_codes: bool) -> StoredModel:
-    """Sort the file's tensors into layers that keep their codes and tensors that become floats."""
+    """Divide the tensors of a GGUF file, by the model's names, into linear layers that stay quantized (with
+    `keep_codes`) and tensors that become floats. `restore` undoes what llama.cpp changed in a tensor."""
     linears = {f"{name}.weight" for name in linear_names(skeleton)} if keep_codes else set()
     # The file has a copy of the shared weight only if its maker wrote one.
     if (embedding := tied_embedding(skeleton)) is not None:
@@ -239,7 +244,8 @@ def _sort(tensors: dict[str, GgufTensor], skeleton: nn.Module, restore: Restore,
 
 
 def _is_alike(name: str, tensors: Mapping[str, GgufTensor], kept: set[str]) -> bool:
-    """Return whether all layers that become one product with this one are stored in the same way."""
+    """Return whether all layers that are joined with this one to a single matrix product, such as Q, K and V, are kept
+    in the same form, so that they can be joined. `kept` are the quantized ones."""
     for joined in JOINED:
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf in joined:
@@ -249,9 +255,8 @@ def _is_alike(name: str, tensors: Mapping[str, GgufTensor], kept: set[str]) -> b
 
 
 def _blocks(tensor: GgufTensor, restore: Restore) -> Tensor:
-    """Return a layer's blocks, uint8 [outputs, bytes], in the model's order of outputs; a view of the file if that is
-    the file's.
-    """
+    """Return the quantized rows of a layer, uint8 [outputs, bytes], in the model's order of outputs. It is a view of
+    the file if the order there is the same."""
     rows = torch.from_numpy(tensor.data)
     # Send row numbers through the function, to learn how it would reorder the rows.
     numbered = np.arange(len(rows), dtype=np.float32)[:, None]
@@ -260,7 +265,7 @@ def _blocks(tensor: GgufTensor, restore: Restore) -> Tensor:
 
 
 def _numbers(tensor: GgufTensor, restore: Restore) -> Tensor:
-    """Return a tensor as float32, converted to the model's form."""
+    """Return a tensor of a GGUF file as float32, after `restore` has undone what llama.cpp changed in it."""
     rows = torch.from_numpy(np.array(tensor.data))
     if tensor.kind in FLOATS:
         weights = rows.view(FLOATS[tensor.kind]).float()
@@ -270,7 +275,8 @@ def _numbers(tensor: GgufTensor, restore: Restore) -> Tensor:
 
 
 def _check(config: EngineConfig) -> None:
-    """Raise `ConfigError` or `UnsupportedModelError` if GGUF files cannot be used with these settings."""
+    """Check that the package gguf is installed and that these settings support GGUF files. Raises
+    `UnsupportedModelError` or `ConfigError` if not."""
     # Optional, because most installs serve safetensors only.
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedModelError(

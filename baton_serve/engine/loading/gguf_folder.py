@@ -21,14 +21,15 @@ from baton_serve.engine.model_folder import GGUF_ERRORS, first_line
 
 
 def unpack_to_cache(file: Path, environ: Mapping[str, str]) -> Path:
-    """Unpack a file into this user's cache and return the path to serve instead of it. Raises `ModelError`."""
+    """Make a model folder with config and tokenizer for a lone GGUF file, in this user's cache. Return the path in it
+    to serve instead of the file. Raises `ModelError` if the file is broken or cannot generate text."""
     return unpack(file, gguf_cache_folder(file, environ))
 
 
 def unpack(file: Path, folder: Path) -> Path:
-    """Create or update a model folder with config and tokenizer from a GGUF file, and return the path in it to serve as
-    MODEL. Raises `ModelError`.
-    """
+    """Create or update the model folder `folder` with the config and tokenizer that a GGUF file contains, and a link to
+    the file. Return the link, the path to serve as MODEL. Raises `ModelError` if the file is broken or cannot generate
+    text."""
     if not file.is_file():
         raise ModelError(f"{file} is not a file")
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,8 @@ def unpack(file: Path, folder: Path) -> Path:
 
 
 def _write(file: Path, parsed: GgufFile, folder: Path) -> None:
-    """Write all files but the link. Raises `ModelError` for a model that cannot generate text."""
+    """Write all files of the model folder but the link to the GGUF file. Raises `ModelError` for a model that cannot
+    generate text."""
     config, tokenizer = config_json(parsed), tokenizer_of(parsed)
     if config is None:
         config = _config_of_transformers(file)
@@ -65,7 +67,8 @@ def _write(file: Path, parsed: GgufFile, folder: Path) -> None:
 
 
 def _save_tokenizer(parsed: GgufFile, tokenizer: Tokenizer, folder: Path) -> str | None:
-    """Write a tokenizer and the chat template. Return the BOS token."""
+    """Write the tokenizer of a GGUF file and its chat template to `folder`. Return its BOS token, or None if it has
+    none."""
     tokens = special_tokens(parsed)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     stated = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokens}
@@ -76,7 +79,8 @@ def _save_tokenizer(parsed: GgufFile, tokenizer: Tokenizer, folder: Path) -> str
 
 
 def _config_of_transformers(file: Path) -> dict[str, object]:
-    """Return config.json as transformers derives it, which takes seconds."""
+    """Return the content of config.json as transformers derives it from a GGUF file, which takes seconds. Raises
+    `ModelError` for a model that cannot generate text."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -88,7 +92,8 @@ def _config_of_transformers(file: Path) -> dict[str, object]:
 
 
 def _save_tokenizer_of_transformers(file: Path, folder: Path) -> str | None:
-    """Write the tokenizer as transformers derives it, which takes seconds. Return the BOS token."""
+    """Write the tokenizer as transformers derives it from a GGUF file, which takes seconds. Return its BOS token, or
+    None if it has none."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
@@ -97,13 +102,15 @@ def _save_tokenizer_of_transformers(file: Path, folder: Path) -> str | None:
 
 
 def _adds_bos(metadata: Mapping[str, object]) -> bool:
-    """Return whether texts begin with the BOS token: as the file says, or as llama.cpp does it for SentencePiece."""
+    """Return whether a GGUF file wants the BOS token before each text. If it does not say so, it wants it for
+    SentencePiece vocabularies, as in llama.cpp."""
     stated = metadata.get("tokenizer.ggml.add_bos_token")
     return metadata.get("tokenizer.ggml.model") == "llama" if stated is None else bool(stated)
 
 
 def _add_bos(path: Path, token: str) -> None:
-    """Let a tokenizer put the token before each text, unless it does so already."""
+    """Change the tokenizer.json at `path` so that it puts the BOS token `token` before each text, unless it does so
+    already."""
     tokenizer = Tokenizer.from_file(str(path))
     number = tokenizer.token_to_id(token)
     # The tokenizer adds it already.

@@ -39,12 +39,13 @@ TYPES: dict[int, tuple[str, int, int]] = {
 
 
 class GgufFormatError(ValueError):
-    """A file is not a GGUF file that can be read. The message states the cause and the remedy."""
+    """Reports that a file is not a GGUF file that can be read. The message states the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a file. `shape` has the outputs first; `data` is uint8 [..., bytes of a row], a view of the file."""
+    """One tensor of a GGUF file. `shape` has the outputs first, in elements; `data` is uint8 [..., bytes of a row], a
+    view of the file."""
 
     name: str
     kind: str
@@ -54,21 +55,23 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A parsed file. Values of `metadata` are numbers, strings, or lists of these."""
+    """The content of a GGUF file: the tensors by llama.cpp's names, and the metadata, whose values are numbers,
+    strings, or lists of these."""
 
     metadata: dict[str, object]
     tensors: dict[str, GgufTensor]
 
     @property
     def architecture(self) -> str:
-        """Return llama.cpp's name of the model's architecture; "" if the file does not state it."""
+        """Return llama.cpp's name of the model's architecture, such as "qwen2"; "" if the file does not state it."""
         return str(self.metadata.get("general.architecture", ""))
 
 
 def read_gguf(file: Path) -> GgufFile:
-    """Parse the headers of a file and, if it is the first one of a split model, of the others, and map their tensors.
+    """Parse the header of a GGUF file and map its tensors; if it is the first file of a split model, also those of the
+    other files.
 
-    Raises `GgufFormatError` or `OSError`.
+    Raises `GgufFormatError` if a file is not valid, and `OSError` if it cannot be read.
     """
     parsed = _read_one(file)
     if (count := parsed.metadata.get("split.count", 1)) in (0, 1):
@@ -88,7 +91,7 @@ def read_gguf(file: Path) -> GgufFile:
 
 
 def _read_one(file: Path) -> GgufFile:
-    """Parse the header of one file and map its tensors."""
+    """Parse the header of a single GGUF file and map its tensors. Raises `GgufFormatError` if it is not valid."""
     with file.open("rb") as opened:
         start = opened.read(len(MAGIC))
         if start != MAGIC:
@@ -106,33 +109,37 @@ def _read_one(file: Path) -> GgufFile:
 
 
 class _Cursor:
-    """Reads values one after the other from a mapped file. Raises `struct.error` at the end of the file."""
+    """Reads the values of a GGUF header one after the other from a mapped file. Raises `struct.error` at the end of the
+    file."""
 
     def __init__(self, data: mmap.mmap, at: int) -> None:
         self.data = data
         self.at = at
 
     def number(self, code: str) -> int | float:
-        """Return one number in `struct`'s format."""
+        """Read and return the next number; `code` is its type in the format of Python's `struct`."""
         (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
         self.at += struct.calcsize(f"<{code}")
         return value  # type: ignore[no-any-return]
 
     def size(self) -> int:
-        """Return an unsigned 64-bit number that counts something with at least one byte each."""
+        """Read and return an unsigned 64-bit number of elements that follow, each of at least one byte. Raises
+        `struct.error` if the file cannot have as many."""
         count = int(self.number("Q"))
         if count > len(self.data) - self.at:
             raise struct.error("count")
         return count
 
     def string(self) -> str:
-        """Return a string; bytes that are not UTF-8 become replacement characters, as in llama.cpp's vocabularies."""
+        """Read and return the next string. Bytes that are not UTF-8 become replacement characters, as in llama.cpp's
+        vocabularies."""
         size = self.size()
         self.at += size
         return self.data[self.at - size : self.at].decode("utf-8", errors="replace")
 
     def strings(self, count: int) -> list[str]:
-        """Return strings one after the other, such as a vocabulary; in one loop, because there may be 100,000s."""
+        """Read and return the next `count` strings, such as a vocabulary. One loop reads them all, because there may be
+        100,000s."""
         data, at, end, found = self.data, self.at, len(self.data), []
         # Local names and a compiled format make the loop three times as fast.
         size_at = struct.Struct("<Q").unpack_from
@@ -146,7 +153,8 @@ class _Cursor:
         return found
 
     def value(self, kind: int, depth: int = 0) -> object:
-        """Return a value of metadata of a given type."""
+        """Read and return a value of the metadata, whose GGUF type is `kind`. `depth` counts the lists around it.
+        Raises `GgufFormatError` for an unknown type."""
         if kind == STRING:
             return self.string()
         if kind in _NUMBERS:
@@ -162,7 +170,7 @@ class _Cursor:
 
 
 def _parse(cursor: _Cursor) -> GgufFile:
-    """Parse everything after the magic number."""
+    """Parse the header of a GGUF file after its first four bytes, and map its tensors."""
     version = int(cursor.number("I"))
     if version not in VERSIONS:
         raise GgufFormatError(
@@ -185,7 +193,8 @@ def _parse(cursor: _Cursor) -> GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor's entry in the header. `offset` counts from the first tensor's byte."""
+    """The place of a tensor in a GGUF file, as the header states it. `offset` is in bytes from the start of the first
+    tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -194,7 +203,8 @@ class _Place:
 
 
 def _tensor_place(cursor: _Cursor) -> _Place:
-    """Read the entry of a tensor. The file has the dimension of the inputs first."""
+    """Read the next tensor's entry in the header. The file states the dimension of the inputs first; the result has it
+    last."""
     name, num_dimensions = cursor.string(), int(cursor.number("I"))
     if num_dimensions > MAX_DIMENSIONS:
         raise GgufFormatError(
@@ -205,7 +215,8 @@ def _tensor_place(cursor: _Cursor) -> _Place:
 
 
 def _tensor(whole: NDArray[np.uint8], start: int, place: _Place) -> GgufTensor:
-    """Return a tensor as a view of the file. Raises `GgufFormatError` if it is not complete."""
+    """Return a tensor as a view of the mapped file `whole`, whose tensors begin at byte `start`. Raises
+    `GgufFormatError` if its bytes are not all there or its type is unknown."""
     if place.kind not in TYPES:
         raise GgufFormatError(f"tensor {place.name} has type {place.kind}, which is not supported")
     kind, block, block_bytes = TYPES[place.kind]

@@ -46,7 +46,7 @@ SAMPLING = {
 
 
 def config_json(parsed: GgufFile) -> dict[str, object] | None:
-    """Return config.json, or None if transformers must derive it."""
+    """Return the content of config.json for the model in a GGUF file, or None if only transformers can derive it."""
     family, metadata = parsed.architecture, parsed.metadata
     tensors = parsed.tensors
     if family not in CLASSES or "token_embd.weight" not in tensors:
@@ -90,7 +90,7 @@ def config_json(parsed: GgufFile) -> dict[str, object] | None:
 
 
 def _family_fields(family: str, parsed: GgufFile) -> dict[str, object]:
-    """Return the fields that only one family has."""
+    """Return the fields of config.json that only models of this architecture have."""
     if family == "llama":
         return {
             "attention_bias": "blk.0.attn_q.bias" in parsed.tensors,
@@ -101,21 +101,23 @@ def _family_fields(family: str, parsed: GgufFile) -> dict[str, object]:
 
 
 def _ends(metadata: dict[str, object]) -> object:
-    """Return the tokens that end an answer. Chat models may state the end of a turn separately."""
+    """Return the ids of the tokens that end an answer, as config.json states them: a number, a list, or None. Chat
+    models may state the end of a turn separately."""
     found = [metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
     stated = list(dict.fromkeys(token for token in found if token is not None))
     return stated if len(stated) > 1 else stated[0] if stated else None
 
 
 def generation_config(parsed: GgufFile) -> dict[str, object]:
-    """Return generation_config.json: what the file states, and llama.cpp's default for the rest."""
+    """Return the content of generation_config.json: the sampling parameters that the GGUF file states, and llama.cpp's
+    defaults for the others."""
     stated = {name: parsed.metadata.get(key, default) for name, (key, default) in SAMPLING.items()}
     values = {name: value if isinstance(value, int | float) else SAMPLING[name][1] for name, value in stated.items()}
     return {"do_sample": True, **values, "eos_token_id": _ends(parsed.metadata)}
 
 
 def special_tokens(parsed: GgufFile) -> dict[str, str]:
-    """Return the special tokens of tokenizer_config.json."""
+    """Return the special tokens of a GGUF file by their names in tokenizer_config.json, such as `bos_token`."""
     tokens = parsed.metadata.get("tokenizer.ggml.tokens")
     assert isinstance(tokens, list)
     ids = {name: parsed.metadata.get(f"tokenizer.ggml.{key}") for name, key in SPECIAL_TOKENS.items()}
@@ -123,7 +125,8 @@ def special_tokens(parsed: GgufFile) -> dict[str, str]:
 
 
 def tokenizer_of(parsed: GgufFile) -> Tokenizer | None:
-    """Return a byte-level tokenizer, or None if transformers must derive the tokenizer."""
+    """Return the tokenizer that a GGUF file describes, if it is a byte-level one of a known kind; None if only
+    transformers can derive it."""
     metadata = parsed.metadata
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     division = _division(metadata.get("tokenizer.ggml.pre"))
@@ -145,7 +148,8 @@ def tokenizer_of(parsed: GgufFile) -> Tokenizer | None:
 
 
 def _add_tokens(made: Tokenizer, parsed: GgufFile, alphabet: set[str]) -> None:
-    """Let control tokens and those of the user be matched as a whole."""
+    """Add the control tokens and the user-defined tokens of a GGUF file to the tokenizer `made`, so that they are never
+    split. `alphabet` are the characters that spell bytes."""
     tokens, types = parsed.metadata["tokenizer.ggml.tokens"], parsed.metadata.get("tokenizer.ggml.token_type")
     assert isinstance(tokens, list)
     pairs = list(zip(tokens, types, strict=False)) if isinstance(types, list) else []
@@ -158,7 +162,8 @@ def _add_tokens(made: Tokenizer, parsed: GgufFile, alphabet: set[str]) -> None:
 
 
 def _division(pre: object) -> pre_tokenizers.PreTokenizer | None:
-    """Return what divides a text before byte-pair encoding, or None if it is not known here."""
+    """Return the rule by which a text is divided before byte-pair encoding, for the name `pre` of the rule in a GGUF
+    file; None if the name is not known here."""
     if pre in _PLAIN:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "smollm":
@@ -177,9 +182,8 @@ def _division(pre: object) -> pre_tokenizers.PreTokenizer | None:
 
 @cache
 def _byte_spelling() -> dict[int, str]:
-    """Return the character with which GPT-2's vocabulary spells each byte: printable ones as they are, others from
-    U+0100 on.
-    """
+    """Return the character by which GPT-2's vocabulary spells each byte: printable characters stand for themselves,
+    other bytes are spelled from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}

@@ -50,7 +50,8 @@ NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayers:
-    """Describes the KV and the states of a model's layers. `LoadedModel` has the same fields."""
+    """Describes what the layers of a model keep of each sequence: the shapes of their KV and of their recurrent states.
+    `LoadedModel` has the same fields."""
 
     kv_shapes: tuple[KVShape, ...]
     specs: list[AttentionSpec]
@@ -61,7 +62,8 @@ class ProbedLayers:
 
 
 def refuse_unsupported(name: str, text_config: HfConfig) -> None:
-    """Raise `UnsupportedModelError` for decoders that cannot be served, as far as their config shows it."""
+    """Raise `UnsupportedModelError` if the config shows that this decoder cannot be served. `name` is the model's in
+    the message."""
     refuse_type(text_config)
     others = set(_layer_types(text_config) or []) - SUPPORTED_LAYERS
     if not isinstance(getattr(text_config, "index_topk", None), int):
@@ -78,9 +80,9 @@ def refuse_unsupported(name: str, text_config: HfConfig) -> None:
 
 
 def check_index(name: str, text_config: HfConfig, max_model_len: int) -> None:
-    """Raise `ConfigError` if a context may be longer than the number of tokens that an indexer (sparse attention)
-    chooses. Up to it all tokens are chosen, so that attention to all of them is the same.
-    """
+    """Check a model with sparse attention, whose indexer chooses some tokens to attend to. Raises `ConfigError` if
+    `max_model_len` exceeds the number of chosen tokens: up to it all tokens are chosen, and dense attention computes
+    the same."""
     chosen = getattr(text_config, "index_topk", None)
     if "indexed_attention" in (_layer_types(text_config) or []) and isinstance(chosen, int) and max_model_len > chosen:
         raise ConfigError(
@@ -98,9 +100,9 @@ def probe_layers(
     stage: Stage = WHOLE_PIPELINE,
     dtype: torch.dtype = torch.float32,
 ) -> ProbedLayers:
-    """Run a few tokens through the model, or through one stage of it, to record what each layer keeps. `dtype` is that
-    of the activations between stages. Raises `UnsupportedModelError`.
-    """
+    """Run a few tokens through the model, or through one stage of it, to find out which KV and recurrent states each
+    layer keeps. `dtype` is that of the activations that stages pass on. Raises `UnsupportedModelError` if the model
+    cannot run on this engine."""
     # transformers proposes packages for NVIDIA cards whenever it runs such a layer in plain torch.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     states = StateProbe()
@@ -139,7 +141,8 @@ def _run_tokens(
     received: torch.Tensor | None,
     target: torch.device,
 ) -> None:
-    """Run the first tokens of the vocabulary through the model. Raises `UnsupportedModelError`."""
+    """Run the first tokens of the vocabulary through the model, while `attention` records its layers. `received` are
+    the activations of the stage before, None for the first. Raises `UnsupportedModelError` if this fails."""
     tokens = torch.arange(NUM_TOKENS, device=target)[None]
     try:
         if not stage.is_whole:
@@ -165,15 +168,17 @@ def _run_tokens(
 
 
 def _layer_types(text_config: HfConfig) -> list[str] | None:
-    """Return the type of each layer as the config states it, or None if all have attention."""
+    """Return the type of each layer, such as "sliding_attention", as the config states it; None if the config states no
+    types, since all layers then have attention."""
     types = getattr(text_config, "layer_types", None)
     return None if types is None else list(types)
 
 
 def _check_states(name: str, types: Mapping[int, str], parts: tuple[StatePart, ...]) -> None:
-    """Raise `UnsupportedModelError` if a layer should have recurrent states, but the probe has seen none.
+    """Raise `UnsupportedModelError` if the config states layers with recurrent states (`types`) for which the test run
+    has found no state in `parts`.
 
-    Such a module keeps them in another way than in transformers' cache.
+    Such a model keeps the states elsewhere than in transformers' cache.
     """
     found = {part.layer for part in parts}
     hidden = [i for i, kind in types.items() if kind in STATE_LAYERS | MIXED_LAYERS and i not in found]
@@ -185,7 +190,8 @@ def _check_states(name: str, types: Mapping[int, str], parts: tuple[StatePart, .
 
 
 def _check_window(name: str, text_config: HfConfig, types: Mapping[int, str], shapes: list[LayerShape]) -> None:
-    """Raise `UnsupportedModelError` if the config states a sliding window, but no layer passes one to attention.
+    """Raise `UnsupportedModelError` if the config states a sliding window, but no layer passed one to attention in the
+    test run.
 
     Such a model puts the window into a mask of its own, which paged attention does not see: its answers would differ
     silently.
@@ -201,9 +207,9 @@ def _check_window(name: str, text_config: HfConfig, types: Mapping[int, str], sh
 
 
 def _without_attention(states: tuple[StatePart, ...]) -> ProbedLayers:
-    """Return the layers of a model that keeps recurrent states only.
+    """Return the description of a model whose layers keep recurrent states only, with the states `states`.
 
-    Its blocks still have names, by which checkpoints are found, so they have the shape of KV that nobody reads. They
+    Its blocks have hashes too, by which checkpoints are found, so they get the shape of KV that no layer reads. They
     are large enough that a checkpoint has few of them.
     """
     num_layers = -(-row_bytes(states) // (MAX_CHECKPOINT_BLOCKS * UNUSED_KV_BYTES))
@@ -217,9 +223,10 @@ def _without_attention(states: tuple[StatePart, ...]) -> ProbedLayers:
 
 
 def _layer_shapes(probe: AttentionProbe, name: str, attending: tuple[int, ...]) -> dict[int, LayerShape]:
-    """Return the shape of every layer with attention, by its number, in order.
+    """Return the KV shape and the attention parameters of each layer with attention, by its number, as the test run has
+    recorded them. `attending` are the numbers of these layers.
 
-    Raises `UnsupportedModelError` for layers with their own attention.
+    Raises `UnsupportedModelError` if a layer has computed attention by itself.
     """
     # The KV cache has one entry for each of these layers, in order.
     if sorted(probe.shapes) != list(attending) or any(len(s) != 1 for s in probe.shapes.values()):

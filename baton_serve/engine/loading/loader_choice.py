@@ -16,7 +16,8 @@ from baton_serve.engine.model_folder import read_config
 
 
 def count_layers(config: EngineConfig) -> int:
-    """Return the number of a decoder's layers as its config states it. Raises `ModelError` as `read_config`."""
+    """Return the number of a decoder's layers as its config.json states it. Raises `ModelError` if the config cannot be
+    read."""
     folder = model_folder(config.model)
     names = ("num_hidden_layers", "n_layer", "num_layers")
     try:
@@ -36,7 +37,12 @@ def load(
     shard: Shard = UNSHARDED,
     stage: Stage = WHOLE_PIPELINE,
 ) -> LoadedModel:
-    """Load a model, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
+    """Load a model that generates text, or one rank's part of it, onto the device `target`: without transformers if
+    possible. `shard` and `stage` are the part by tensor and by pipeline parallelism.
+
+    Raises `ModelError` for broken files, and `UnsupportedModelError` or `ConfigError` for a model or settings that are
+    not supported.
+    """
     model = _load(config, target, progress, shard, stage)
     return replace(model, fingerprint=versioned(model.fingerprint, config.weights_version))
 

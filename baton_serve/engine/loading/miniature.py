@@ -77,16 +77,18 @@ CHUNK = 2 * BLOCK_TOKENS
 
 
 def needs_comparison(module: nn.Module) -> bool:
-    """Return whether the layers of a model run through transformers, and were not compared with this version of it."""
+    """Return whether the model's class must be compared with transformers at load: its layers run through transformers,
+    and the class was not compared with this version of transformers before."""
     name = type(module).__name__
     is_known = name in CLASSES and transformers.__version__ == TRANSFORMERS_VERSION
     return not is_known and name not in _ROUNDED and not fused.fits(module)
 
 
 def check_miniature(module: nn.Module, name: str) -> None:
-    """Raise `UnsupportedModelError` if a miniature of this model computes other logits than transformers does.
+    """Build a small model of the same class, with random weights. Raises `UnsupportedModelError` if this engine
+    computes other logits for it than transformers does. `name` is the model's in messages.
 
-    If none can be made from the config, log a warning: the model is served as it is.
+    If no small model can be made from the config, log a warning: the model is then served without a comparison.
     """
     # The caller's random numbers, of which weights may be drawn, stay as they are.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _without_gradients():
@@ -108,7 +110,7 @@ def check_miniature(module: nn.Module, name: str) -> None:
 
 
 def small_config(config: HfConfig) -> HfConfig:
-    """Return a config like this one, with small sizes, few layers of each type, and short windows."""
+    """Return a copy of a model's config with small sizes, few layers of each type, and short windows."""
     small = copy.deepcopy(config)
     values: dict[str, Any] = config.to_dict()
     lengths = {values[name] for name in _LAYER_COUNTS if isinstance(values.get(name), int)}
@@ -125,7 +127,8 @@ def small_config(config: HfConfig) -> HfConfig:
 
 
 def _small_value(field: str, value: object, lengths: set[int], values: dict[str, Any]) -> object:
-    """Return the small value of a field, or None to leave it as it is."""
+    """Return the value of a config's field in the small model, or None to keep it. `lengths` are the model's numbers of
+    layers, by which lists with one entry per layer are recognized; `values` are all fields."""
     if isinstance(value, list) and len(value) in lengths:
         return _each_kind(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -142,14 +145,16 @@ def _small_value(field: str, value: object, lengths: set[int], values: dict[str,
 
 
 def _each_kind(entries: list[Any]) -> list[Any]:
-    """Return as many entries as the miniature has layers, with each kind of entry among them."""
+    """Shorten a list with one entry per layer to the number of layers of the small model, so that each kind of entry
+    remains."""
     kinds = list(dict.fromkeys(map(repr, entries)))
     chosen = [next(entry for entry in entries if repr(entry) == kind) for kind in kinds[:NUM_LAYERS]]
     return [chosen[at % len(chosen)] for at in range(NUM_LAYERS)]
 
 
 def widen(module: nn.Module) -> None:
-    """Draw norms, biases and narrow matrices again: many families start them at constants."""
+    """Replace weights of a new model that many classes start at constants (norms, biases, narrow matrices) by random
+    ones, so that errors show in the logits."""
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             parameter.normal_(0.0, 0.1)
@@ -160,7 +165,8 @@ def widen(module: nn.Module) -> None:
 
 
 def _compute_both(module: Module) -> tuple[Tensor, Tensor]:
-    """Return the logits of the miniature's prompt [num_tokens, vocab_size] from transformers and from this engine."""
+    """Compute a prompt with the small model, by transformers and by this engine. Return both logits, [num_tokens,
+    vocab_size], those of transformers first."""
     config = small_config(module.config)
     reference = _build(type(module), config, "eager")
     widen(reference)
@@ -203,7 +209,8 @@ def _as_model(module: nn.Module, layers: ProbedLayers) -> LoadedModel:
 
 
 def _run_chunks(model: LoadedModel, layers: ProbedLayers, tokens: Tensor) -> Tensor:
-    """Compute the prompt in two chunks and return the logits of all tokens."""
+    """Compute the prompt `tokens` on this engine's paged attention in two chunks, and return the logits of all
+    tokens."""
     num_blocks = -(-PROMPT_TOKENS // BLOCK_TOKENS)
     shapes = [(num_blocks, kv.num_planes, kv.num_kv_heads, BLOCK_TOKENS, kv.head_dim) for kv in model.kv_shapes]
     caches = [torch.zeros(shape).expand(-1, 2, -1, -1, -1) for shape in shapes]
@@ -227,7 +234,7 @@ def _run_chunks(model: LoadedModel, layers: ProbedLayers, tokens: Tensor) -> Ten
 
 
 def _states(parts: Sequence[StatePart]) -> dict[int, dict[tuple[StateKind, int], Tensor]]:
-    """Return the states of one sequence that starts, by layer."""
+    """Return zeroed recurrent states for one sequence: by layer, then by kind and index."""
     views: dict[int, dict[tuple[StateKind, int], Tensor]] = {}
     for part in parts:
         views.setdefault(part.layer, {})[part.kind, part.index] = torch.zeros(1, *part.shape, dtype=part.dtype)

@@ -67,7 +67,12 @@ def load_model(
     shard: Shard = UNSHARDED,
     stage: Stage = WHOLE_PIPELINE,
 ) -> LoadedModel:
-    """Load a decoder, or a rank's part of it. Raises `ModelError` (`UnsupportedModelError`) or `ConfigError`."""
+    """Load a decoder with transformers, or one rank's part of it, onto the device `target`. `shard` and `stage` are the
+    part by tensor and by pipeline parallelism. `progress` is called with the phase and its finished fraction.
+
+    Raises `ModelError` for broken files, and `UnsupportedModelError` or `ConfigError` for a model or settings that are
+    not supported.
+    """
     folder, gguf = model_folder(config.model), gguf_file(config)
     ModelRegistry.make_known(folder, config.plugins)
     hf_config = _read_decoder(folder, config)
@@ -128,7 +133,8 @@ def load_model(
 def _parts(
     hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, shard: Shard, stage: Stage, *, is_rounded: bool
 ) -> RankParts:
-    """Return the part of a model that a rank holds. Raises `ConfigError` or `UnsupportedModelError`."""
+    """Return which part of each weight a rank holds; `is_rounded` says that the weights are quantized. Raises
+    `ConfigError` or `UnsupportedModelError` if the model cannot be divided so."""
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     if shard.is_whole and stage.is_whole:
         return WHOLE
@@ -149,7 +155,8 @@ def _parts(
 def _fingerprint(
     folder: Path, config: EngineConfig, variant: str, gguf: Path | None, target: torch.device, parts: RankParts
 ) -> str:
-    """Return the hash of everything that changes the KV. `variant` describes what is changed while loading."""
+    """Return the hash that identifies everything on which the KV depends: instances share KV only if it is equal.
+    `variant` describes what loading changes in the stored weights, such as quantization."""
     if config.load_format != "dummy":
         files = weight_files(folder, config.load_format, config.loader.pattern) if gguf is None else gguf_parts(gguf)
         return weights_fingerprint(folder, variant, files)
@@ -168,9 +175,8 @@ def _probe(
     stage: Stage,
     progress: LoadProgress,
 ) -> ProbedLayers:
-    """Find out what the layers of a model keep, and compare them with transformers if nobody has. Raises
-    `UnsupportedModelError`.
-    """
+    """Find out the shapes of the KV and recurrent states of each layer. If this model class was not compared with
+    transformers before, compare a small model of it. Raises `UnsupportedModelError` if the model cannot be served."""
     if (port := cross_port(hf_config)) is not None:
         shapes, specs = cross_layers(port, module)
         return ProbedLayers(shapes, specs, None, (), (), port.source_tokens(hf_config))
@@ -182,9 +188,10 @@ def _probe(
 
 
 def _read_decoder(folder: Path, config: EngineConfig) -> HfConfig:
-    """Return the config of the decoder in a folder, for which transformers has a class.
+    """Return the config of the decoder in a model folder, in a form for which transformers has a class.
 
-    Raises `ModelError`, or `UnsupportedModelError` if no part of the model can be served as text.
+    Raises `ModelError` if the folder is broken, or `UnsupportedModelError` if no part of the model can be served as
+    text.
     """
     whole = read_config(folder, config)
     refuse_type(whole)
@@ -192,10 +199,11 @@ def _read_decoder(folder: Path, config: EngineConfig) -> HfConfig:
 
 
 def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) -> CheckpointFormat | None:
-    """Return the format of quantized weights; None if they are not quantized, or in a GGUF file.
+    """Return the format in which the checkpoint stores quantized weights; None if they are not quantized, or in a GGUF
+    file.
 
-    This removes the statement from `hf_config`; otherwise transformers would ask for the libraries of the format.
-    Raises `ConfigError` or `UnsupportedModelError`.
+    This removes `quantization_config` from `hf_config`; otherwise transformers would ask for the libraries of the
+    format. Raises `ConfigError` if `--quantization` names another format, or `UnsupportedModelError`.
     """
     stated: dict[str, Any] | None = None
     for part in (hf_config, hf_config.get_text_config()):
@@ -226,7 +234,8 @@ def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) 
 
 
 def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
-    """Return how `--quantization` rounds the weights, or None."""
+    """Return which layers are quantized while they are loaded, and to which format, as `--quantization` says; None: no
+    layer."""
     if config.rounding is None:
         return None
     chosen = scheme(config.rounding, fp8_dtype=config.fp8_dtype, group_size=config.quantization_group_size)
@@ -238,7 +247,8 @@ def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
 
 
 def _variant(plan: QuantizationPlan | None, form: CheckpointFormat | None) -> str:
-    """Return the part of the fingerprint that describes quantized weights."""
+    """Return the text that stands for the quantization in the model's fingerprint; empty if the weights are not
+    quantized."""
     quantized = plan if plan is not None else form
     return "" if quantized is None else f"|{quantized.label}"
 
@@ -252,7 +262,8 @@ def _load_stored(
     target: torch.device,
     parts: RankParts,
 ) -> nn.Module:
-    """Load quantized weights as they are stored. If transformers has to convert the rest, go through floats."""
+    """Load a checkpoint with quantized weights and keep them as they are stored. If transformers has to convert names
+    or shapes, the weights become floats in between."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     with ExitStack() as files:
         model = stored.sort_tensors(_open_checkpoint(folder, config, files), form)
@@ -279,9 +290,9 @@ def _load_quantized(
     target: torch.device,
     parts: RankParts,
 ) -> nn.Module:
-    """Load a model and round its weights.
+    """Load a model whose weights are not quantized, and quantize them as `plan` says.
 
-    If the folder's names are the model's own, it is never in memory unrounded.
+    If the checkpoint's tensors have the model's own names, only one unquantized layer at a time is in memory.
     """
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     dropped = keep_layers(skeleton, parts.stage)
@@ -315,7 +326,8 @@ def _load_gguf(
     target: torch.device,
     parts: RankParts,
 ) -> nn.Module:
-    """Load the weights of a GGUF file: with their codes, rounded by `plan`, or as floats."""
+    """Load the weights of a GGUF file: quantized as in the file; or, with `plan`, quantized as `plan` says; or as
+    floats if transformers has to convert them."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     kept = gguf_layers(file, skeleton, keep_codes=plan is None)
     if kept is not None:
@@ -339,7 +351,8 @@ def _load_gguf(
 
 
 def _open_checkpoint(folder: Path, config: EngineConfig, files: ExitStack) -> loading.Tensors:
-    """Return readers of a checkpoint's tensors. The files stay open as long as `files`. Raises `ModelError`."""
+    """Return functions that read each tensor of a checkpoint, by name. `files` closes the opened files. Raises
+    `ModelError` if a file cannot be opened."""
     try:
         return loading.checkpoint_tensors(folder, files, config.load_format, config.loader.pattern)
     except LOAD_ERRORS as exc:
@@ -347,18 +360,20 @@ def _open_checkpoint(folder: Path, config: EngineConfig, files: ExitStack) -> lo
 
 
 def _read_generation_config(module: nn.Module, folder: Path) -> None:
-    """Read generation_config.json, which may name more tokens that end a sequence."""
+    """Attach the content of the folder's generation_config.json to `module`, if there is one: it may name more tokens
+    that end a sequence."""
     if (folder / "generation_config.json").is_file():
         cast(Any, module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _implementation(hf_config: HfConfig) -> str:
-    """Return the name of the attention implementation with which transformers builds a model."""
+    """Return the name of the attention implementation to pass to transformers when it builds this model."""
     return "eager" if hf_config.model_type in OWN_ATTENTION else attention.NAME
 
 
 def _make_dummy(hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device) -> nn.Module:
-    """Build a model with random weights on `target`; on torch's meta device, without weights. Raises `ModelError`."""
+    """Build a model with random weights on `target`; on torch's meta device, without memory. Raises `ModelError` if
+    transformers cannot build it."""
     torch.manual_seed(config.seed)
     try:
         with torch.device(target):
@@ -381,10 +396,11 @@ def _load_whole(
     target: torch.device,
     progress: LoadProgress,
 ) -> nn.Module:
-    """Load a model without changing its weights.
+    """Load a whole model without quantizing its weights, onto `target`.
 
-    If the files have the model's own parameters, they are copied directly to the device. Otherwise, and on hosts,
-    transformers loads them; on hosts it maps the files, which needs no copy. Raises `ModelError`.
+    If the files have the model's own parameters, they are copied directly to the device. Otherwise, and on the CPU,
+    transformers loads them; on the CPU it maps the files, which needs no copy. Raises `ModelError` if the files are
+    broken.
     """
     if device.is_host(target):
         return _load_weights(folder, hf_config, config, dtype)
@@ -421,9 +437,10 @@ def _load_parts(
     parts: RankParts,
     progress: LoadProgress,
 ) -> nn.Module:
-    """Load a rank's part of a model whose weights are not quantized, or draw it at random. Raises `ModelError`.
+    """Load one rank's part (`parts`) of a model whose weights are not quantized, or draw it at random. Raises
+    `ModelError` if the files are broken.
 
-    If transformers has to convert the files, each rank converts the whole model in host memory.
+    If transformers has to convert the files, each rank converts the whole model in host memory first.
     """
     with no_init_weights():  # memory that is never written is never taken
         module = _make_dummy(hf_config, config, dtype, torch.device("cpu"))
@@ -454,7 +471,8 @@ def _load_weights(
     dtype: torch.dtype,
     state: dict[str, torch.Tensor] | None = None,
 ) -> nn.Module:
-    """Load a model into host memory with transformers. `state` are its weights if the files have another form.
+    """Load a model into host memory with transformers. `state` are its weights by name, if transformers cannot read
+    them from the folder itself.
 
     Raises `ModelError` if weights are missing or have other shapes.
     """
@@ -488,12 +506,13 @@ def _load_weights(
 
 
 def _class_of(hf_config: HfConfig, state: dict[str, torch.Tensor] | None) -> Any:
-    """Return the model's class. transformers' automatic class can only load from a folder."""
+    """Return the class of transformers that loads the model: the automatic one for a folder, or the model's own class
+    if the weights are given as `state`."""
     return AutoModelForCausalLM if state is None else AutoModelForCausalLM._model_mapping[type(hf_config)]
 
 
 def _eos_token_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
-    """Return the tokens that end a sequence, from both configs."""
+    """Return the tokens that end a sequence, from generation_config.json and config.json together."""
     ids: set[int] = set()
     for source in (getattr(module, "generation_config", None), text_config):
         value = getattr(source, "eos_token_id", None)

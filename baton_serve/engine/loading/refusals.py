@@ -89,7 +89,7 @@ _REASONS: dict[str, str] = {
 
 
 def refuse_type(hf_config: HfConfig) -> None:
-    """Raise `UnsupportedModelError` for types of models of which no part can be served as text."""
+    """Raise `UnsupportedModelError` if no part of models of this type can be served as a text generator."""
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     if reason := _REASONS.get(hf_config.model_type):
         raise UnsupportedModelError(f"{name} {reason}; {INSTEAD}")
@@ -100,9 +100,9 @@ def refuse_type(hf_config: HfConfig) -> None:
 
 
 def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:
-    """Raise `UnsupportedModelError` for models whose layers cannot be divided into the stages of a pipeline, because
-    they pass on more than one activation for each token, or keep states that only whole blocks hold.
-    """
+    """Raise `UnsupportedModelError` if pipeline parallelism is on (`stage` is not the whole model) and this model
+    cannot be divided: its layers pass on more than one activation for each token, or keep states that only whole blocks
+    hold."""
     if stage.is_whole:
         return
     types = set(getattr(text_config, "layer_types", None) or ())

@@ -29,9 +29,10 @@ _MAX_SHOWN = 3
 
 
 def check_replacement(loaded: str, model: str, load_format: LoadFormat) -> None:
-    """Check that the weights of `model` can replace those of `loaded`; both are folders, or GGUF files in folders.
+    """Check that a running instance can replace the weights of the model `loaded` by those of `model`. Both are
+    folders, or GGUF files in folders.
 
-    Raises `ModelError` if a file is missing or broken, or if architecture, names or shapes differ.
+    Raises `ModelError` if a file is missing or broken, or if architecture, names or shapes of the weights differ.
     """
     before, after = model_folder(loaded), model_folder(model)
     _compare_configs(_read_config(before), _read_config(after), after)
@@ -47,7 +48,8 @@ def check_replacement(loaded: str, model: str, load_format: LoadFormat) -> None:
 
 
 def read_shapes(files: list[Path]) -> Shapes:
-    """Return the shapes of all tensors in safetensors files. Raises `ModelError` for a file that cannot be read."""
+    """Return the shapes of all tensors in these safetensors files, by name; empty if a file has another format. Raises
+    `ModelError` for a file that cannot be read."""
     found: dict[str, tuple[int, ...]] = {}
     for path in files:
         # Pickled files have no header, and reading them would take as long as loading them.
@@ -62,7 +64,8 @@ def read_shapes(files: list[Path]) -> Shapes:
 
 
 def compare_shapes(before: Shapes, after: Shapes, folder: Path) -> None:
-    """Raise `ModelError` if tensors are missing or have other shapes; `folder` is named in the message."""
+    """Raise `ModelError` if the weights `after` lack tensors of the weights `before`, or have them in other shapes;
+    `folder` is named in the message."""
     missing = sorted(name for name in before.keys() - after.keys() if not name.endswith(_MAY_BE_MISSING))
     problems = [f"{name} is missing" for name in missing]
     problems += [

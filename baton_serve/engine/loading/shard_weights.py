@@ -23,9 +23,10 @@ def load_parts(
     progress: Progress,
     num_threads: int | None,
 ) -> bool:
-    """Give a module on the host, whose weights are not initialized, this rank's part of the stored weights.
+    """Load this rank's part of the weights into a module on the host, whose weights are not initialized. They are put
+    on `target`. `stored` are the whole weights by name, and `parts` says which part of each this rank holds.
 
-    They are on `target`. Return False, with nothing done, if transformers has to convert them.
+    Return False, with nothing loaded, if transformers has to convert the weights first.
     """
     copies = tensor_copies(module, stored)
     if copies is None:
@@ -60,9 +61,10 @@ def load_parts(
 def draw_parts(
     module: nn.Module, parts: RankParts, target: torch.device, dtype: torch.dtype, seed: int, std: float
 ) -> None:
-    """Give a module on the host this rank's part of random weights, on `target`.
+    """Give a module on the host this rank's part of random weights, on `target`, with the standard deviation `std`.
+    `parts` says which part of each weight this rank holds.
 
-    All ranks draw the whole weights, so that weights which every rank holds are equal.
+    Each rank draws the whole weights, so that weights which all ranks hold are equal.
     """
     torch.manual_seed(seed)
     owners = _first_names(module)
@@ -72,20 +74,22 @@ def draw_parts(
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Return for each parameter that shares the memory of an earlier one the name of that one."""
+    """Return, for each parameter that is the same tensor as an earlier parameter, its name and that of the earlier
+    one."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def _tie(module: nn.Module, owners: dict[str, str], parts: RankParts) -> None:
-    """Let parameters share the memory of others again, which were replaced; a head has this rank's rows of it."""
+    """Let parameters share the memory of others again after the others were replaced: `owners` maps the name of each to
+    that of the other. A head gets the rows of the embedding that this rank holds."""
     for name, owner in owners.items():
         set_part(module, name, parts.of(name, module.get_parameter(owner).data))
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
-    """Replace a parameter or a buffer."""
+    """Replace the parameter or buffer with this name by `value`."""
     owner, _, leaf = name.rpartition(".")
     if leaf in cast(Any, module.get_submodule(owner))._buffers:
         setattr(module.get_submodule(owner), leaf, value)

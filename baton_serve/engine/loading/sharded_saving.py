@@ -33,10 +33,12 @@ def save_sharded_state(
     pattern: str | None = None,
     max_size: int | None = None,
 ) -> None:
-    """Write the model of `config` to the folder `target`, for its number of ranks, with its config and tokenizer.
+    """Write the weights of the model in `config` to the folder `target` in vLLM's format sharded_state, divided for
+    `tensor_parallel_size` ranks, and copy its config and tokenizer.
 
-    `max_size` is the size of a file in bytes; None: one file for each rank. Raises `ConfigError` for a model or a
-    target that cannot be used, and `ModelError` if the weights cannot be read.
+    `pattern` is how the files are named; None: as in vLLM. `max_size` is the largest size of a file in bytes; None: one
+    file for each rank. Raises `ConfigError` for a model or a target that cannot be used, and `ModelError` if the
+    weights cannot be read.
     """
     folder, num_ranks = Path(config.model), config.tensor_parallel_size
     names = loader_options("sharded_state", {"pattern": pattern or SHARD_PATTERN}).pattern
@@ -64,7 +66,8 @@ def save_sharded_state(
 
 
 def _checked(config: EngineConfig, folder: Path, num_ranks: int) -> Mapping[str, int]:
-    """Return the content of config.json. Raises `ConfigError` if the model cannot be saved for so many ranks."""
+    """Return the content of the model's config.json. Raises `ConfigError` if this model cannot be saved, or not for
+    `num_ranks` ranks, and `ModelError` if the file cannot be read."""
     if not folder.is_dir():
         raise ConfigError(f"save_sharded_state: {folder} is not a folder; only models in folders can be saved")
     if config.enable_lora:
@@ -96,7 +99,8 @@ def _kv_heads(stated: Mapping[str, int]) -> int:
 def _parts(
     stored: Mapping[str, Tensor], stated: Mapping[str, int], rank: int, num_ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of one rank by vLLM's names. `stored` has those of the checkpoint."""
+    """Yield the weights of one rank with the names that vLLM gives them. `stored` has the whole weights by the
+    checkpoint's names; `stated` is config.json."""
     copies = max(1, num_ranks // _kv_heads(stated))
     for name, weight in stored.items():
         if ".q_proj." in name:
@@ -119,7 +123,8 @@ def _parts(
 
 
 def _files(parts: Mapping[str, Tensor], max_size: int | None) -> Iterator[dict[str, Tensor]]:
-    """Divide the tensors of a rank into files of at most `max_size` bytes."""
+    """Divide the weights of one rank into files: yield the tensors of each, of at most `max_size` bytes together (None:
+    one file)."""
     some: dict[str, Tensor] = {}
     for name in sorted(parts):
         if some and max_size is not None and sum(each.nbytes for each in some.values()) + parts[name].nbytes > max_size:

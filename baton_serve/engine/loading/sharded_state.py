@@ -25,7 +25,8 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The rows of Q and of K of a rank. `copies` is the number of ranks that hold the same K and V."""
+    """How many rows of Q, and of K and V, one rank has in the format sharded_state. `copies` is the number of ranks
+    that hold the same K and V."""
 
     q_rows: int
     kv_rows: int
@@ -33,8 +34,8 @@ class _Heads:
 
 
 def joined_tensors(folder: Path, pattern: str, read: Callable[[Path], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the weights as the model's own checkpoint names them. `read` returns the tensors of a file, and `pattern`
-    has the names of the files.
+    """Join the ranks' weights of a folder in the format sharded_state. Return them by the names of the model's own
+    checkpoint. `pattern` is how the files are named; `read` returns the tensors of a file.
 
     With one rank they are views of the files, else copies in host memory. Raises `ValueError` for a model of another
     family, and if files of a rank are missing.
@@ -59,7 +60,7 @@ def joined_tensors(folder: Path, pattern: str, read: Callable[[Path], Mapping[st
 
 
 def _heads(config: Mapping[str, int], num_ranks: int) -> _Heads:
-    """Return how Q, K and V are divided."""
+    """Return how the rows of Q, K and V are divided among `num_ranks` ranks. `config` is config.json."""
     num_heads = config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
@@ -68,7 +69,8 @@ def _heads(config: Mapping[str, int], num_ranks: int) -> _Heads:
 
 
 def _join(name: str, parts: list[Tensor], heads: _Heads, vocab_size: int) -> dict[str, Tensor]:
-    """Return the layers that a name stands for, from the parts of all ranks."""
+    """Join the parts of all ranks of the stored tensor `name`. Return the weights that it contains, by the names of the
+    model's checkpoint: Q, K and V, for example, are stored together."""
     if QKV in name:
         sizes = [heads.q_rows, heads.kv_rows, heads.kv_rows]
         q, k, v = zip(*(torch.split(part, sizes) for part in parts), strict=True)

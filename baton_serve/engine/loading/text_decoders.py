@@ -26,30 +26,34 @@ _PLAIN_HEADS = frozenset({"glm4v_text", "glm4v_moe_text", "glm_ocr_text", "hunyu
 
 
 class TextDecoder(PreTrainedModel):  # type: ignore[misc]  # transformers has no types
-    """A text model of transformers with a head. `known_decoder` makes a subclass for each type of config."""
+    """A decoder of transformers with a language-model head, for models of which transformers has the text part only
+    without head. `known_decoder` makes a subclass for each type of config."""
 
     base_class: Any = None
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - read by transformers
 
     def __init__(self, config: HfConfig) -> None:
-        """Build the model with the weights that transformers draws."""
+        """Build the model with random weights, as classes of transformers do."""
         super().__init__(config)
         self.model = self.base_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(self, logits_to_keep: int | Tensor = 0, **inputs: Any) -> CausalLMOutputWithPast:
-        """Return the logits of the tokens at `logits_to_keep`, or of all tokens if it is 0."""
+        """Return the logits of the last `logits_to_keep` tokens, of the tokens with these indexes if it is a tensor, or
+        of all tokens if it is 0."""
         hidden = self.model(**inputs).last_hidden_state
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, rows]))
 
 
 def known_decoder(config: HfConfig, whole_type: str) -> HfConfig:
-    """Return a config for which `AutoModelForCausalLM` has a class: the given one, or that of an equal family.
+    """Return a config for which `AutoModelForCausalLM` has a class. It is `config`, or that of another model type whose
+    decoder computes the same.
 
-    `config` is that of the decoder, and `whole_type` the type of the model of which it may be a part. A missing class
-    is made and registered. Raises `UnsupportedModelError` if transformers has no class for the text model.
+    `config` is that of the decoder, and `whole_type` the type of the model of which it may be a part, such as one with
+    a vision tower. A missing class is made and registered. Raises `UnsupportedModelError` if transformers has no class
+    for the decoder.
     """
     if config.model_type in _TWINS:
         return _twin(config)
@@ -70,7 +74,8 @@ def known_decoder(config: HfConfig, whole_type: str) -> HfConfig:
 
 
 def _twin(config: HfConfig) -> HfConfig:
-    """Return the config of the equal family."""
+    """Return the config for the model type whose decoder computes the same as that of `config` and for which
+    transformers has a class."""
     values = config.to_dict()
     kind = CONFIG_MAPPING[_TWINS[values.pop("model_type")]]
     for rope in ("rope_parameters", "rope_scaling"):
@@ -84,7 +89,8 @@ def _twin(config: HfConfig) -> HfConfig:
 
 
 def _convert_weights(name: str, whole_type: str) -> None:
-    """Let a made class convert stored weights, such as those of experts, as the whole model's class does."""
+    """Let the registered class with this name convert stored weights, such as those of experts, as transformers does
+    for models of type `whole_type`."""
     # Older versions of transformers store all weights as they compute with them.
     if find_spec("transformers.conversion_mapping") is None:
         return

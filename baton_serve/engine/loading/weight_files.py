@@ -56,17 +56,18 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorCopy:
-    """One copy between tensors of equal shape; `source` is a view of a mapped file."""
+    """One copy of a weight: from `source`, a view of a mapped file, to `target`, which has the same shape."""
 
     target: Tensor
     source: Tensor
 
 
 def map_tensors(folder: Path, load_format: LoadFormat = "auto", pattern: str = SHARD_PATTERN) -> dict[str, Tensor]:
-    """Return views of all tensors in a folder, by name; of a model with a vision tower, only its decoder's.
+    """Return all weights in a folder, by name, as views of the mapped files; of a model with a vision tower, only those
+    of its decoder.
 
-    `pattern` has the names of the files of sharded_state. The files stay mapped as long as one of the views exists.
-    Raises one of `LOAD_ERRORS` if a file or the index cannot be read.
+    `pattern` is how the files of the format sharded_state are named. The files stay mapped as long as one of the views
+    exists. Raises one of `LOAD_ERRORS` if a file or the index cannot be read.
     """
     if load_format == "sharded_state":
         return joined_tensors(folder, pattern, _map_file)
@@ -84,9 +85,10 @@ def map_tensors(folder: Path, load_format: LoadFormat = "auto", pattern: str = S
 
 
 def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> dict[str, TensorCopy] | None:
-    """Return the copies that fill all parameters and persistent buffers of a module, by name.
+    """Return the copies from the stored weights that fill all parameters and persistent buffers of `module`, by name.
 
-    Return None if the files have other tensors or other shapes: then transformers has to convert them.
+    Return None if the names or shapes of the stored weights are not those of the module: then transformers has to
+    convert them.
     """
     if getattr(module, "_keep_in_fp32_modules", None) or getattr(module, "_keep_in_fp32_modules_strict", None):
         return None  # parts of the model need another dtype, which transformers knows
@@ -111,9 +113,11 @@ def fill(
     progress: Callable[[float], None],
     num_threads: int | None = None,
 ) -> None:
-    """Execute all copies in `pieces`, and wait until the device has finished them. Target and source may differ in
-    dtype. `progress` is called with the finished fraction, from 0 to 1. If a copy fails, for example because torch gets
-    no memory, its error is raised after the running copies have ended.
+    """Execute the copies `pieces` with several threads, and wait until the device has finished them. Target and source
+    may differ in dtype. `progress` is called with the finished fraction, from 0 to 1; `num_threads` None: by the number
+    of CPUs.
+
+    If a copy fails, for example because torch gets no memory, its error is raised after the running copies have ended.
     """
     small = [cut for piece in pieces for cut in _cut(piece)]
     total = sum(piece.source.nbytes for piece in small)
@@ -135,7 +139,7 @@ def fill(
 
 
 class _Buffers:
-    """Copies pieces, through buffers that belong to each thread."""
+    """Copies weights from mapped files to the device through pinned memory, of which each thread has its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,7 +147,7 @@ class _Buffers:
 
     @torch.inference_mode()
     def copy(self, piece: TensorCopy) -> None:
-        """Copy one piece. It raises the errors of torch, for example if no memory can be allocated."""
+        """Copy one piece of a weight. Raises the errors of torch, for example if no memory can be allocated."""
         target, source = piece.target, piece.source
         if devices.is_host(self._device):
             # numpy copies without Python's lock; torch converts dtypes.
@@ -161,7 +165,8 @@ class _Buffers:
         buffer.busy = devices.record(self._device)
 
     def _next(self, size: int) -> "_Buffer":
-        """Return this thread's buffer that has been unused for longest, when the device has finished with it."""
+        """Return a piece of pinned memory of this thread with at least `size` bytes: the one that was used longest ago,
+        after the device has finished with it."""
         if not hasattr(self._own, "ring"):
             self._own.ring = [_Buffer(torch.empty(0, dtype=torch.uint8)) for _ in range(BUFFERS_PER_THREAD)]
         ring: list[_Buffer] = self._own.ring
@@ -177,14 +182,14 @@ class _Buffers:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Pinned memory, and the end of the last copy from it."""
+    """A piece of pinned memory; `busy` is the event at the end of the last copy from it to the device."""
 
     memory: Tensor
     busy: devices.DeviceEvent | None = None
 
 
 def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
-    """Cut a copy into pieces of about `PIECE_BYTES`."""
+    """Cut the copy of a weight into copies of about `PIECE_BYTES` each."""
     target, source = piece.target, piece.source
     if target.shape != source.shape:
         raise ValueError(f"a weight of shape {list(source.shape)} is stored for one of {list(target.shape)}")
@@ -199,9 +204,9 @@ def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
 
 
 def _map_pickle(path: Path) -> dict[str, Tensor]:
-    """Map a file of PyTorch's own format, and return views of its tensors. It cannot run code of the file.
+    """Map a file in PyTorch's own format, and return views of its tensors by name. No code in the file is run.
 
-    Raises `pickle.UnpicklingError` for a file with other objects, and `ValueError` if it has no tensors.
+    Raises `pickle.UnpicklingError` for a file with objects other than tensors, and `ValueError` if it has no tensors.
     """
     # The format before PyTorch 1.6 cannot be mapped.
     with path.open("rb") as file:
@@ -213,7 +218,7 @@ def _map_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _map_file(path: Path) -> dict[str, Tensor]:
-    """Map a file, and return views of its tensors."""
+    """Map a safetensors file, and return views of its tensors by name."""
     with ExitStack() as stack:
         stack.enter_context(safe_open(path, framework="pt"))  # raises an error for a broken file
         file = stack.enter_context(path.open("rb"))
@@ -234,7 +239,7 @@ def _map_file(path: Path) -> dict[str, Tensor]:
 
 
 def _array(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-    """Return a tensor as a numpy array of integers of the same size.
+    """Return a view of a tensor in host memory as a numpy array of integers of the same size.
 
     numpy has no bfloat16. Its copies release Python's lock, so that other threads run.
     """

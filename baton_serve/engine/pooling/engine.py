@@ -29,13 +29,15 @@ EMA_WEIGHT = 0.1
 
 
 class PoolingEngine:
-    """A loaded pooling model with its queue of inputs. Has the methods of `Engine` that all instances need.
+    """A loaded model that embeds or classifies, with the queue of its inputs. It has those methods of `Engine` that
+    instances of all models call.
 
-    `layout` describes empty blocks; only its fingerprint is used, to compare models.
+    `layout` describes a KV block of size 0; only its fingerprint is used, to compare models.
     """
 
     def __init__(self, config: EngineConfig, kind: ModelKind, *, progress: LoadProgress | None = None) -> None:
-        """Load the model and run the largest pass. Raises `ConfigError` or `ModelError`."""
+        """Load the model and run the largest forward pass that is allowed, to find missing memory. Raises `ConfigError`
+        or `ModelError`."""
         from baton_serve.engine.pooling.loader import (
             load_pooling_model,  # imports transformers, which takes seconds
         )
@@ -72,9 +74,10 @@ class PoolingEngine:
     def pool(
         self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
     ) -> None:
-        """Queue inputs; their vectors are results of later steps.
+        """Queue the inputs of one request. Later calls of `step` return one result for each input. Lower values of
+        `priority` are computed first.
 
-        Raises `RequestError` for an invalid input or parameter.
+        Raises `RequestError` if an input or a parameter is not valid.
         """
         if request_id in self._num_left:
             raise RequestError("invalid", f"request id {request_id!r} is already in use")
@@ -83,16 +86,17 @@ class PoolingEngine:
         self._num_left[request_id] = len(inputs)
 
     def cancel(self, request_id: RequestId) -> None:
-        """Drop the queued inputs of a request. Ignore unknown and finished requests."""
+        """Drop the inputs of a request that are not computed yet. Unknown and finished requests are ignored."""
         if self._num_left.pop(request_id, None) is not None:
             self._waiting.discard(request_id)
 
     def has_work(self) -> bool:
-        """Return whether inputs are queued."""
+        """Return whether inputs are queued, so that `step` has something to compute."""
         return len(self._waiting) > 0
 
     def step(self) -> StepResult:
-        """Run one pass over the inputs that are next, and return their vectors."""
+        """Compute the next queued inputs in one forward pass, and return their results: vectors or scores. If the
+        device runs out of memory, their requests fail."""
         started = time.monotonic()
         items = self._waiting.take(max_tokens=self._max_tokens, max_inputs=self._max_inputs)
         result = StepResult()
@@ -122,7 +126,7 @@ class PoolingEngine:
         return []
 
     def stats(self) -> EngineStats:
-        """Return the load and counters. Fields about blocks and decoding are 0."""
+        """Return the queue's length and the counters. Fields about KV blocks and decoding are 0."""
         return EngineStats(
             free_blocks=0,
             total_blocks=0,
@@ -144,15 +148,16 @@ class PoolingEngine:
         )
 
     def check_invariants(self) -> None:
-        """Assert that the queue is consistent. For tests."""
+        """Assert that the queue's records agree. Only tests call it."""
         self._waiting.check_invariants()
 
     def close(self) -> None:
-        """Do nothing: the memory is freed with the object."""
+        """Do nothing: the model's memory is freed when this object is."""
 
     @torch.inference_mode()
     def _run(self, items: list[QueuedInput]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
-        """Return a float32 vector for each input, or a matrix for the task `token_embed`."""
+        """Compute the inputs in one forward pass. Return a float32 vector for each, or with the task `token_embed` a
+        matrix [num_tokens, size]."""
         batch = self._batch(items)
         output = self._model.network(batch)
         vectors: list[Tensor] = [output] * len(items)
@@ -165,7 +170,8 @@ class PoolingEngine:
         return [vector.cpu().numpy() for vector in vectors]
 
     def _heads(self, output: Tensor, batch: PaddedBatch, rows: list[int], params: PoolingSpec) -> Tensor:
-        """Turn the model's output for `rows` into vectors: pooling, linear layers, normalization."""
+        """Turn the model's output for the inputs in `rows` of the batch, which have equal parameters, into results:
+        pooling, linear layers and normalization for embeddings, the activation for scores."""
         model = self._model
         chosen = output if len(rows) == len(output) else output[rows]
         if model.recipe is None:
@@ -180,7 +186,7 @@ class PoolingEngine:
         return embedding(vectors, params, normalize=model.recipe.normalize)
 
     def _batch(self, items: list[QueuedInput]) -> PaddedBatch:
-        """Pad inputs on the right to the longest, and copy them to the device."""
+        """Pad the inputs on the right to the length of the longest one, and copy them to the device."""
         longest = max(item.length for item in items)
         ids = np.full((len(items), longest), self._model.pad_id, dtype=np.int64)
         mask = np.zeros((len(items), longest), dtype=np.int64)
@@ -201,7 +207,7 @@ class PoolingEngine:
         )
 
     def _check(self, inputs: list[PoolingInput], params: PoolingSpec) -> None:
-        """Check inputs and parameters. Raises `RequestError`."""
+        """Check that this model can compute these inputs with these parameters. Raises `RequestError` if not."""
         if params.task not in self.profile.tasks:
             raise RequestError("invalid", f"this model does not serve {params.task}; it serves {self.profile.tasks}")
         if params.dimensions is not None and not 1 <= params.dimensions <= self.profile.dimensions:
@@ -222,23 +228,24 @@ class PoolingEngine:
             raise RequestError("invalid", "there is no input")
 
     def _count(self, item: QueuedInput) -> None:
-        """Count one finished input of a request."""
+        """Count an input as computed. After its last input a request is forgotten."""
         self._num_left[item.request_id] -= 1
         if not self._num_left[item.request_id]:
             del self._num_left[item.request_id]
 
     def _give_up(self, items: list[QueuedInput], result: StepResult) -> None:
-        """Fail the requests of a pass that ran out of memory; all others go on."""
+        """Fail the requests of these inputs, because the device had too little memory for their pass; other requests go
+        on."""
         message = "the device ran out of memory in a pass; lower max_num_batched_tokens or max_model_len"
         for request_id in {item.request_id for item in items}:
             self.cancel(request_id)
             result.failed.append(FailedRequest(request_id, message))
 
     def _warm_up(self) -> None:
-        """Run passes of the largest size, to compile, to measure, and to find missing memory. On hosts the passes are
-        short.
+        """Run the longest single input and the largest batch, to compile kernels, to measure the speed, and to find
+        missing memory. On the CPU the inputs are short.
 
-        Raises `ConfigError` if the memory is too small, and `ModelError` for NaN.
+        Raises `ConfigError` if the memory is too small, and `ModelError` if the model computes NaN.
         """
         limit = self._max_tokens if not device.is_host(self.device) else min(self._max_tokens, 256)
         longest = self.max_model_len if not device.is_host(self.device) else min(self.max_model_len, 64)

@@ -20,7 +20,8 @@ NEGLIGIBLE_TOKENS = 16
 
 
 class QueuedInput(Struct, frozen=True, eq=False, gc=False):
-    """One input of a request. `number` grows with each input that is queued."""
+    """One input of a pooling request that waits to be computed. `number` is larger for inputs that were queued
+    later."""
 
     request_id: RequestId
     index: int
@@ -35,14 +36,15 @@ class QueuedInput(Struct, frozen=True, eq=False, gc=False):
 
 
 class _OrderKey(NamedTuple):
-    """The place of an input in the order of passes: smaller ones come first."""
+    """The place of a queued input in the order of computation; the smallest key comes first."""
 
     priority: int
     number: int
 
 
 class PoolingInputQueue:
-    """The queued inputs of a pooling engine. It keeps them sorted twice: by length, and by priority and arrival."""
+    """The inputs of a pooling engine that wait to be computed. They are sorted twice: by length, so that a pass has
+    little padding, and by priority and arrival."""
 
     def __init__(self) -> None:
         self._by_length: list[QueuedInput] = []
@@ -55,7 +57,7 @@ class PoolingInputQueue:
         return len(self._items)
 
     def add(self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, priority: int) -> None:
-        """Queue the inputs of a request. Lower values of `priority` come first."""
+        """Queue the inputs of one request. Lower values of `priority` are computed first."""
         for index, given in enumerate(inputs):
             self._num_added += 1
             item = QueuedInput(request_id, index, given, params, priority, self._num_added)
@@ -65,14 +67,15 @@ class PoolingInputQueue:
             self.num_tokens += item.length
 
     def discard(self, request_id: RequestId) -> None:
-        """Remove the queued inputs of a request."""
+        """Remove all queued inputs of this request."""
         for item in [item for item in self._items.values() if item.request_id == request_id]:
             self._remove(item)
         self._order = [key for key in self._order if key.number in self._items]
         heapify(self._order)
 
     def take(self, *, max_tokens: int, max_inputs: int) -> list[QueuedInput]:
-        """Remove and return the inputs of the next pass, the shortest first.
+        """Remove the inputs of the next pass from the queue and return them, the shortest first. They are the first
+        input by priority and arrival, and others of similar length.
 
         The pass has at most `max_tokens` tokens with padding, unless a single input is longer. Return an empty list if
         nothing is queued.
@@ -101,14 +104,15 @@ class PoolingInputQueue:
         return taken
 
     def check_invariants(self) -> None:
-        """Assert that all views of the queue agree. For tests."""
+        """Assert that both orders hold the same inputs, correctly sorted. Only tests call it."""
         assert sorted(self._items) == sorted(item.number for item in self._by_length)
         assert self._by_length == sorted(self._by_length, key=_length_key)
         assert self.num_tokens == sum(item.length for item in self._by_length)
         assert set(self._items) <= {key.number for key in self._order}
 
     def _fits(self, low: int, high: int, max_tokens: int) -> bool:
-        """Return whether the inputs in a range of positions can share a pass."""
+        """Return whether the inputs at positions `low` to `high` (exclusive) in the order of lengths can be computed in
+        one pass: they have similar lengths, and at most `max_tokens` tokens with padding."""
         if low < 0 or high > len(self._by_length):
             return False
         shortest, longest = self._by_length[low].length, self._by_length[high - 1].length
@@ -117,11 +121,12 @@ class PoolingInputQueue:
         return is_alike and (high - low) * longest <= max_tokens
 
     def _distance(self, position: int, head: QueuedInput) -> int:
-        """Return by how many tokens the lengths of two inputs differ."""
+        """Return by how many tokens the input at `position` in the order of lengths is longer or shorter than
+        `head`."""
         return abs(self._by_length[position].length - head.length)
 
     def _position(self, item: QueuedInput) -> int:
-        """Return the position of an input in the order of lengths."""
+        """Return the position of a queued input in the order of lengths."""
         return bisect_left(self._by_length, _length_key(item), key=_length_key)
 
     def _remove(self, item: QueuedInput) -> None:
@@ -131,5 +136,6 @@ class PoolingInputQueue:
 
 
 def _length_key(item: QueuedInput) -> tuple[int, int]:
-    """Return the sort key of an input; the number makes it unique."""
+    """Return the key by which inputs are sorted by length. It contains the input's number, so that no two keys are
+    equal."""
     return item.length, item.number

@@ -22,9 +22,11 @@ EMBEDDER_SUFFIXES = ("Model", "ForTextEncoding", "ForMaskedLM")
 
 
 def detect_model_kind(folder: Path, *, runner: RunnerType = "auto", task: Task = "auto") -> ModelKind:
-    """Return what the model in a folder computes: text, embeddings or classes. A folder that cannot be read counts as a
-    text generator, since loading it reports the cause. Raises `ConfigError` for a runner and a task that contradict
-    each other.
+    """Return what the model in a folder computes: "generate" (text), "embed" or "classify". `runner` and `task` are the
+    options of vLLM; "auto": decide by the files.
+
+    A folder that cannot be read counts as "generate": loading it then reports the cause. Raises `ConfigError` if
+    `runner` and `task` contradict each other.
     """
     if task != "auto" and runner != "auto" and (runner == "generate") != (task == "generate"):
         raise ConfigError(f"--runner {runner} and --task {task} contradict each other; give one of them")
@@ -41,14 +43,14 @@ def detect_model_kind(folder: Path, *, runner: RunnerType = "auto", task: Task =
 
 
 def architecture_of(folder: Path) -> str:
-    """Return the architecture that config.json states; "" if there is none."""
+    """Return the name of the model's class that config.json states; "" if it states none or cannot be read."""
     names = _read(folder / "config.json").get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def _by_folder(folder: Path) -> ModelKind:
     # modules.json is the mark of a Sentence Transformers folder.
-    """Return what the files of a folder say."""
+    """Return what a model computes, by the files of its folder and the name of its class."""
     if (folder / "modules.json").is_file():
         return "embed"
     name = architecture_of(folder)
@@ -60,7 +62,7 @@ def _by_folder(folder: Path) -> ModelKind:
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return a JSON object; empty if the file is missing or broken."""
+    """Return the object in a JSON file; an empty one if the file is missing or broken."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

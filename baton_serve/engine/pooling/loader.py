@@ -51,7 +51,8 @@ YES_NO = ["no", "yes"]
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """A loaded pooling model. `recipe` is None for classifiers; `activation` is applied to their scores."""
+    """A loaded model that embeds or classifies. `recipe` says how hidden states become an embedding; it is None for
+    classifiers, whose logits become scores by `activation`."""
 
     network: Network
     dense: list[nn.Module]
@@ -68,7 +69,8 @@ class PoolingModel:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The arguments of all loading functions: the folder, its config, and where the weights go."""
+    """Everything that the functions of this module need to load a model: its folder, its config, and the dtype and
+    device of the weights."""
 
     folder: Path
     config: EngineConfig
@@ -80,9 +82,11 @@ class _Source:
 def load_pooling_model(
     config: EngineConfig, kind: ModelKind, target: torch.device, progress: LoadProgress
 ) -> PoolingModel:
-    """Load a model of kind "embed" or "classify".
+    """Load a model onto the device `target`; `kind` is "embed" or "classify". `progress` is called with the phase and
+    its finished fraction.
 
-    Raises `ModelError`, `UnsupportedModelError` or `ConfigError`.
+    Raises `ModelError` for broken files, and `UnsupportedModelError` or `ConfigError` for a model or settings that are
+    not supported.
     """
     folder = model_folder(config.model)
     hf_config = read_config(folder, config)
@@ -119,7 +123,7 @@ def load_pooling_model(
 
 
 def _embedder(source: _Source) -> PoolingModel:
-    """Load an embedding model, with the linear layers after pooling."""
+    """Load an embedding model, and the linear layers that its recipe puts after pooling."""
     module = _load(source, AutoModel)
     is_decoder = _is_causal(module)
     recipe = read_recipe(source.folder, is_decoder=is_decoder)
@@ -140,7 +144,7 @@ def _embedder(source: _Source) -> PoolingModel:
 
 
 def _classifier(source: _Source) -> PoolingModel:
-    """Load a model with a classification head."""
+    """Load a model with a classification head, such as a cross-encoder."""
     module = _load(source, AutoModelForSequenceClassification)
     network: Network = EncoderLogits(module)
     # transformers' own head of a decoder finds the last token by the padding id, which a text may contain.
@@ -156,9 +160,10 @@ def _classifier(source: _Source) -> PoolingModel:
 
 
 def _token_classifier(source: _Source) -> PoolingModel:
-    """Load a decoder that answers yes or no. Its score is the probability of "yes" against "no".
+    """Load a decoder that classifies by its next token, such as Qwen3-Reranker. Its score is the probability of "yes"
+    against "no".
 
-    Raises `UnsupportedModelError` if the config names no such tokens.
+    Raises `UnsupportedModelError` if the config does not name the two tokens.
     """
     words = getattr(source.hf_config, "classifier_from_token", None)
     if words is None and source.hf_config.model_type == "qwen3":
@@ -180,7 +185,8 @@ def _token_classifier(source: _Source) -> PoolingModel:
 
 
 def _described(source: _Source, module: nn.Module, network: Network, longest: int | None) -> PoolingModel:
-    """Return the parts of a model that do not depend on its kind."""
+    """Return the loaded model with everything that embedding models and classifiers have in common; the caller adds the
+    rest. `longest` is the longest input in training, in tokens, or None."""
     text_config, config = source.hf_config.get_text_config(), source.config
     max_model_len = _max_model_len(config, text_config, longest)
     variant = rotary.freeze(module, max_model_len)
@@ -207,7 +213,8 @@ def _described(source: _Source, module: nn.Module, network: Network, longest: in
 
 
 def _max_model_len(config: EngineConfig, text_config: HfConfig, longest: int | None) -> int:
-    """Return the longest input in tokens. Raises `ConfigError` if `max_model_len` exceeds what the model allows."""
+    """Return the longest input that is accepted, in tokens. `longest` is the model's length in training, a default
+    only; None: not stated. Raises `ConfigError` if the setting `max_model_len` exceeds what the model can compute."""
     positions = max_model_len_of(config, text_config)
     if text_config.model_type in OFFSET_POSITIONS:
         usable = int(text_config.max_position_embeddings) - text_config.pad_token_id - 1
@@ -219,7 +226,8 @@ def _max_model_len(config: EngineConfig, text_config: HfConfig, longest: int | N
 
 
 def _load(source: _Source, auto_class: Any) -> Any:
-    """Load the weights with `auto_class`. Raises `ModelError`."""
+    """Load the model with `auto_class`, a class of transformers such as `AutoModel`. Raises `ModelError` if weights are
+    missing or broken."""
     config = source.config
     common = {"dtype": source.dtype, "trust_remote_code": config.trust_remote_code}
     try:
@@ -246,20 +254,21 @@ def _load(source: _Source, auto_class: Any) -> Any:
 
 
 def _is_causal(module: nn.Module) -> bool:
-    """Return whether each token attends only to earlier ones."""
+    """Return whether the model is a decoder, in which each token attends only to earlier ones."""
     return any(getattr(part, "is_causal", False) is True for part in module.modules())
 
 
 def _base(module: Any) -> nn.Module:
-    """Return a model without its head."""
+    """Return the part of a transformers model that computes hidden states, without its head."""
     base: nn.Module = getattr(module, module.base_model_prefix)
     return base
 
 
 def _activation(hf_config: HfConfig) -> Activation:
-    """Return the activation of the scores: as the config names it, or by the type of the problem.
+    """Return the function that turns logits into scores: the one that the config names, or else softmax, sigmoid or
+    none, by the type of the classification problem.
 
-    Raises `UnsupportedModelError` for an unknown name.
+    Raises `UnsupportedModelError` if the config names an unknown function.
     """
     # Newer and older versions of Sentence Transformers store the activation in different places.
     stated = (getattr(hf_config, "sentence_transformers", None) or {}).get("activation_fn")
@@ -280,7 +289,8 @@ def _activation(hf_config: HfConfig) -> Activation:
 
 
 def _dense(folder: Path, target: torch.device) -> nn.Module:
-    """Load a linear layer of Sentence Transformers, in float32. Raises `ModelError` or `UnsupportedModelError`."""
+    """Load a linear layer of Sentence Transformers with its activation, in float32, from its folder. Raises
+    `ModelError` if a file is broken, and `UnsupportedModelError` for an unknown activation."""
     rules = read_json(folder / "config.json")
     name = str(rules.get("activation_function", "Identity")).rsplit(".", 1)[-1]
     if name not in ACTIVATIONS:
@@ -295,7 +305,7 @@ def _dense(folder: Path, target: torch.device) -> nn.Module:
 
 
 class _Activated(nn.Module):
-    """An activation function as a module."""
+    """Applies an activation function, as a module that can stand in `nn.Sequential`."""
 
     def __init__(self, function: Activation) -> None:
         super().__init__()
@@ -306,7 +316,8 @@ class _Activated(nn.Module):
 
 
 def _token_id(folder: Path, word: str) -> int:
-    """Return the id of a token. Raises `ModelError` if the tokenizer does not have it."""
+    """Return the id of the token that is spelled `word` in the folder's tokenizer. Raises `ModelError` if it has no
+    such token."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no tokenizer.json: the token {word!r} cannot be found")

@@ -15,7 +15,9 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def pool(hidden: Tensor, lengths: Tensor, how: PoolingType) -> Tensor:
-    """Pool hidden states [num_inputs, longest, size], padded on the right, to float32 [num_inputs, size]."""
+    """Turn the hidden states of all tokens, [num_inputs, longest, size] and padded on the right, into one vector for
+    each input, float32 [num_inputs, size]. `how` takes the first token, the last one or the mean; `lengths` are the
+    inputs' numbers of tokens."""
     if how == "cls":
         return hidden[:, 0].float()
     if how == "last":
@@ -27,7 +29,8 @@ def pool(hidden: Tensor, lengths: Tensor, how: PoolingType) -> Tensor:
 
 
 def embedding(vectors: Tensor, params: PoolingSpec, *, normalize: bool) -> Tensor:
-    """Shorten vectors [..., size] to the requested dimensions, and then normalize them."""
+    """Cut vectors [..., size] to the dimensions that the request asks for, and then normalize them to length 1.
+    `normalize` is the model's default, which the request may change."""
     # Matryoshka models are trained so that the first dimensions are an embedding of their own.
     if params.dimensions is not None:
         vectors = vectors[..., : params.dimensions]
@@ -36,7 +39,8 @@ def embedding(vectors: Tensor, params: PoolingSpec, *, normalize: bool) -> Tenso
 
 
 def scores(logits: Tensor, params: PoolingSpec, activation: Activation) -> Tensor:
-    """Return the scores of `logits` [..., num_labels], without activation if the request asks for that."""
+    """Return the scores of classes from `logits` [..., num_labels], float32. The activation is not applied if the
+    request asks for that."""
     return logits.float() if params.activation is False else activation(logits.float())
 
 
@@ -62,7 +66,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """Inputs padded on the right. `token_type_ids` is None if the model or the inputs have none."""
+    """Inputs of one forward pass, padded on the right to equal lengths. `token_type_ids` is None if the model or the
+    inputs have none."""
 
     input_ids: Tensor  # int64 [num_inputs, longest]
     attention_mask: Tensor  # int64 [num_inputs, longest]
@@ -71,13 +76,14 @@ class PaddedBatch:
 
 
 class Network(Protocol):
-    """Computes the hidden states to be pooled, or the logits of classes, for a batch."""
+    """The interface of the model: it computes, for a batch of inputs, the hidden states to be pooled, or the logits of
+    classes."""
 
     def __call__(self, batch: PaddedBatch) -> Tensor: ...
 
 
 class HiddenStates:
-    """Computes hidden states [num_inputs, longest, hidden_size] of a model without head."""
+    """Computes the hidden states of all tokens, [num_inputs, longest, hidden_size], with a model without head."""
 
     def __init__(self, module: nn.Module, *, is_decoder: bool) -> None:
         self._module = module
@@ -89,7 +95,8 @@ class HiddenStates:
 
 
 class EncoderLogits:
-    """Computes logits [num_inputs, num_labels] of an encoder with the head of transformers."""
+    """Computes the logits of classes, [num_inputs, num_labels], with an encoder and the classification head of
+    transformers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -99,13 +106,15 @@ class EncoderLogits:
 
 
 class LastTokenLogits:
-    """Computes logits [num_inputs, num_labels] of a decoder, from its last token.
+    """Computes the logits of classes, [num_inputs, num_labels], from the hidden state of each input's last token in a
+    decoder.
 
     transformers' own head would look for padding by token id, but a text may end with that same token.
     """
 
     def __init__(self, states: HiddenStates, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the weights of the head, [num_labels, hidden_size]."""
+        """`states` computes the hidden states; `weight` [num_labels, hidden_size] and `bias` [num_labels] are the
+        classification head."""
         self._states, self._weight, self._bias = states, weight, bias
 
     def __call__(self, batch: PaddedBatch) -> Tensor:

@@ -26,10 +26,10 @@ SETTINGS = ("sentence_bert_config.json", "sentence_roberta_config.json", "senten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How hidden states become an embedding.
+    """How the hidden states of a model become an embedding, as the files of Sentence Transformers state it.
 
-    `dense` are folders of linear layers between pooling and normalization. `max_seq_length` is the length used in
-    training; None: not stated.
+    `dense` are the folders of linear layers between pooling and normalization. `max_seq_length` is the length of inputs
+    in training, in tokens; None: not stated.
     """
 
     pooling: PoolingType
@@ -39,7 +39,11 @@ class Recipe:
 
 
 def read_recipe(folder: Path, *, is_decoder: bool) -> Recipe:
-    """Read the recipe of a model. Raises `ModelError` if a file is broken or asks for an unsupported module."""
+    """Read how a model's hidden states become an embedding, from modules.json and the files that it names. Without
+    modules.json, take the last token's state of decoders (`is_decoder`) and the first token's of encoders.
+
+    Raises `ModelError` if a file is broken, and `UnsupportedModelError` if a file asks for an unsupported module.
+    """
     modules = folder / "modules.json"
     if not modules.is_file():
         return Recipe(pooling="last" if is_decoder else "cls")
@@ -62,7 +66,8 @@ def read_recipe(folder: Path, *, is_decoder: bool) -> Recipe:
 
 
 def _pooling_type(path: Path) -> PoolingType:
-    """Return the pooling method of a Pooling module. Raises `UnsupportedModelError` for others or combinations."""
+    """Return the pooling method that the config.json of a Pooling module states. Raises `UnsupportedModelError` for an
+    unknown method or several methods."""
     config = read_json(path)
     name = config.get("pooling_mode")
     if isinstance(name, str) and name in NAMES:
@@ -75,7 +80,7 @@ def _pooling_type(path: Path) -> PoolingType:
 
 
 def _max_seq_length(folder: Path) -> int | None:
-    """Return the length that the model was trained with, in tokens, or None."""
+    """Return the length of the inputs with which the model was trained, in tokens, or None if no file states it."""
     for name in SETTINGS:
         if (folder / name).is_file():
             length = read_json(folder / name).get("max_seq_length")
@@ -84,7 +89,7 @@ def _max_seq_length(folder: Path) -> int | None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises `ModelError`."""
+    """Return the content of a JSON file. Raises `ModelError` if it is missing or broken."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as exc:

@@ -38,9 +38,8 @@ class StretchedRope:
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """The config of a decoder that Baton can load without transformers. `dtype` is that of the weights, if config.json
-    states it.
-    """
+    """The config of a decoder of the usual structure (such as Llama, Mistral or Qwen) that Baton loads without
+    transformers. `dtype` is that of the weights if config.json states it."""
 
     name: str
     hidden_size: int
@@ -65,12 +64,12 @@ class DenseConfig:
 
     @property
     def tie_word_embeddings(self) -> bool:
-        """Return `is_tied` under the name that configs of transformers have for it."""
+        """Return `is_tied`, under the name that configs of transformers have for it: the head is the embedding."""
         return self.is_tied
 
 
 class _Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rotary settings in config.json. Older and newer versions of transformers use different fields."""
+    """The rotary settings in config.json. Older and newer versions of transformers use different fields."""
 
     rope_theta: float | None = None
     rope_type: str | None = None
@@ -81,12 +80,13 @@ class _Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     original_max_position_embeddings: int | None = None
 
     def kind(self) -> str:
-        """Return the kind of rotary embedding."""
+        """Return the type of rotary embedding that is stated, such as "default" or "llama3"."""
         return self.rope_type or self.type or "default"
 
 
 class _Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Fields of config.json that are known. A file with any other field or value fails to convert."""
+    """The fields of config.json that this loader knows. A file with any other field or value cannot be converted to it,
+    and transformers loads the model."""
 
     model_type: _Family
     architectures: list[str]
@@ -125,15 +125,14 @@ class _Stated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class _Generation(msgspec.Struct, frozen=True):
-    """The part of generation_config.json that is used."""
+    """The fields of generation_config.json that are read: the tokens that end an answer."""
 
     eos_token_id: _Ids = None
 
 
 def read_folder(folder: Path) -> DenseConfig | None:
-    """Return the config of the decoder in a folder, or None if transformers must load the model or report what is wrong
-    with it.
-    """
+    """Return the config of the decoder in a folder. None if this loader does not know all of it: then transformers must
+    load the model, or report what is wrong with it."""
     generation = folder / "generation_config.json"
     try:
         stated = json.loads((folder / "config.json").read_text())
@@ -144,7 +143,8 @@ def read_folder(folder: Path) -> DenseConfig | None:
 
 
 def dense_config(stated: object, *, also_ends: frozenset[int] = frozenset()) -> DenseConfig | None:
-    """Return the decoder that config.json describes, or None if it is not known here."""
+    """Return the decoder that `stated`, the content of config.json, describes; None if this loader does not know all of
+    it. `also_ends` are further tokens that end an answer."""
     try:
         known = msgspec.convert(stated, _Stated)
     except msgspec.ValidationError:
@@ -179,7 +179,8 @@ def dense_config(stated: object, *, also_ends: frozenset[int] = frozenset()) -> 
 
 
 def _is_plain(known: _Stated) -> bool:
-    """Return whether a config has only what its family has, and states everything that matters."""
+    """Return whether a config states nothing that changes the usual structure of its model family, and everything that
+    matters. Only such a decoder is loaded without transformers."""
     family = known.model_type
     is_consistent = (
         known.architectures == [_CLASSES[family]]
@@ -198,14 +199,16 @@ def _is_plain(known: _Stated) -> bool:
 
 
 def _theta(known: _Stated) -> float | None:
-    """Return the base of the rotary frequencies; None if it is missing or stated twice with different values."""
+    """Return the base of the rotary frequencies (rope_theta); None if it is missing, or stated twice with different
+    values."""
     rope = known.rope_parameters or known.rope_scaling
     thetas = {theta for theta in (known.rope_theta, rope.rope_theta if rope else None) if theta is not None}
     return thetas.pop() if len(thetas) == 1 else None
 
 
 def _stretch(known: _Stated) -> StretchedRope | str | None:
-    """Return the stretched frequencies, None for plain ones, or a string for frequencies that are not known here."""
+    """Return the parameters by which rotary frequencies are stretched as in Llama 3.1, or None if they are not changed.
+    Return a string for any other change: then transformers must load the model."""
     # Newer and older field together: it is not defined which one counts.
     if known.rope_parameters is not None and known.rope_scaling is not None:
         return "two statements"
@@ -227,7 +230,7 @@ def _stretch(known: _Stated) -> StretchedRope | str | None:
 
 
 def _ids(stated: _Ids) -> frozenset[int]:
-    """Return token ids as a set."""
+    """Return token ids, which config.json states as a number or a list, as a set; it is empty for None."""
     if stated is None:
         return frozenset()
     return frozenset(stated) if isinstance(stated, list) else frozenset([stated])

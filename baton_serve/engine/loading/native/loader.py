@@ -27,9 +27,11 @@ from baton_serve.engine.model_folder import LOAD_ERRORS, max_model_len_of, weigh
 def load_dense(
     config: EngineConfig, target: torch.device, progress: LoadProgress, stage: Stage = WHOLE_PIPELINE
 ) -> LoadedModel | None:
-    """Load a dense decoder, or one stage of it, without transformers. Return None if this loader cannot load it.
+    """Load a decoder of the usual structure, or one stage of it, without transformers, which starts faster. Return None
+    if this loader cannot load it.
 
-    The caller then uses transformers, which loads the model or reports what is wrong with it. Raises `ConfigError`.
+    The caller then uses transformers, which loads the model or reports what is wrong with it. Raises `ConfigError` for
+    settings that the model does not support.
     """
     folder = model_folder(config.model)
     dense = read_folder(folder) if fits(config) else None
@@ -61,14 +63,13 @@ def load_dense(
 
 
 def _files(folder: Path, config: EngineConfig, gguf: Path | None) -> list[Path]:
-    """Return the files with the weights."""
+    """Return the paths of the model's weight files. `gguf` is its GGUF file, if it has one."""
     return gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format, config.loader.pattern)
 
 
 def fits(config: EngineConfig) -> bool:
-    """Return whether the settings ask for weights exactly as they are stored, which is all that this loader
-    supports.
-    """
+    """Return whether these settings ask for the weights exactly as they are stored. Only then can the model be loaded
+    without transformers."""
     is_gguf = config.load_format == "gguf" or config.model.endswith(".gguf")
     if is_gguf:
         return config.quantization in (None, "gguf") and config.load_format != "dummy"
@@ -84,7 +85,8 @@ def _load(
     stage: Stage,
     progress: LoadProgress,
 ) -> nn.Module | None:
-    """Load the weights into a module, or return None if the files do not match it exactly."""
+    """Load the weights of a folder into a new module on `target`. Return None if the files do not have exactly the
+    weights of such a decoder."""
     try:
         stored = map_tensors(folder, config.load_format, config.loader.pattern)
     except LOAD_ERRORS:
@@ -118,7 +120,8 @@ def _load(
 def _load_gguf(
     file: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, stage: Stage
 ) -> nn.Module | None:
-    """Load the weights of a GGUF file with their codes, or return None if it has not exactly the model's tensors."""
+    """Load the weights of a GGUF file into a new module on `target`, quantized as in the file. Return None if it does
+    not have exactly the weights of such a decoder."""
     with torch.device("meta"):
         module = DenseModel(dense)
     with torch.inference_mode(), devices.one_thread():
@@ -132,14 +135,14 @@ def _load_gguf(
 
 
 def _on_host(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights; views of the files if they have the right dtype."""
+    """Return the stored weights in `dtype`. A weight that has this dtype already stays a view of its file."""
     return {name: tensor.to(dtype) for name, tensor in stored.items()}
 
 
 def _on_device(
     stored: dict[str, Tensor], dtype: torch.dtype, target: torch.device, progress: LoadProgress, config: EngineConfig
 ) -> dict[str, Tensor]:
-    """Copy the weights to the device."""
+    """Return the stored weights, copied to the device `target` and converted to `dtype`, by name."""
     made = {name: torch.empty(tensor.shape, dtype=dtype, device=target) for name, tensor in stored.items()}
     pieces = [TensorCopy(made[name], tensor) for name, tensor in stored.items()]
     fill(pieces, target, lambda fraction: progress("loading weights", fraction), config.loader.copy_threads)

@@ -13,7 +13,7 @@ from baton_serve.engine.model.quantized.modules import EmptyEmbedding, EmptyLine
 
 
 class DenseNorm(nn.Module):
-    """The weight of an RMSNorm."""
+    """Holds the weight of an RMSNorm. It computes nothing: the engine's kernels do."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class DenseNorm(nn.Module):
 
 
 class DenseAttention(nn.Module):
-    """The weights of an attention module."""
+    """Holds the weights of the attention in one layer."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class DenseAttention(nn.Module):
 
 
 class DenseMlp(nn.Module):
-    """The weights of a gated MLP."""
+    """Holds the weights of the gated MLP in one layer."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class DenseMlp(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """The weights of one layer."""
+    """Holds the weights of one decoder layer: attention, MLP and two norms."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class DenseLayer(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Computes the angles of positions. The frequencies are float32, on the given device."""
+    """Computes the cosines and sines that rotary embeddings need. The frequencies are float32, on the given device."""
 
     inv_freq: Tensor
 
@@ -76,7 +76,7 @@ class Rotary(nn.Module):
 
 
 class DenseDecoder(nn.Module):
-    """The weights of all layers, the embedding and the last norm of a decoder, without its head."""
+    """Holds the weights of a decoder without its head: the embedding, all layers and the last norm."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class DenseDecoder(nn.Module):
 
 
 class DenseModel(nn.Module):
-    """The weights of a decoder with its head. They are on torch's default device and not initialized."""
+    """Holds the weights of a decoder with its head. New modules are on torch's default device and not initialized."""
 
     def __init__(self, config: DenseConfig) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class DenseModel(nn.Module):
         return self.lm_head
 
     def tie(self) -> None:
-        """Make the head use the embedding's weight if the config says so."""
+        """Let the head use the embedding's weight if the config says that both are the same."""
         if self.config.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -118,7 +118,8 @@ def frequencies(config: DenseConfig) -> Tensor:
 
 
 def _stretched(plain: Tensor, rule: StretchedRope) -> Tensor:
-    """Scale the frequencies: long waves are stretched, short ones kept, and those in between blended.
+    """Scale rotary frequencies for longer contexts, as Llama 3.1 does: low frequencies are divided by a factor, high
+    ones kept, and those in between blended.
 
     See https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling.
     """

@@ -49,9 +49,8 @@ Tensors = dict[str, Callable[[], Tensor]]
 def round_loaded(
     module: nn.Module, plan: QuantizationPlan, target: torch.device, dtype: torch.dtype, parts: RankParts = WHOLE
 ) -> nn.Module:
-    """Quantize the layers in `plan` of a model that is in host memory, one after the other, and move the rest of it to
-    `target`. `parts` are what this rank keeps.
-    """
+    """Quantize the layers of a loaded model as `plan` says, one after the other, and move the model from host memory to
+    `target`. `dtype` is that of the other weights; `parts` says which part of each layer this rank keeps."""
     check_experts(module)
     for name in expert_names(module):
         if quantize_experts(module, name, lambda full: module.get_parameter(full).detach().to(target), plan):
@@ -76,9 +75,9 @@ def fill(
     dtype: torch.dtype,
     parts: RankParts = WHOLE,
 ) -> nn.Module:
-    """Load the weights into a module on torch's meta device, whose parameters have shapes only. Layers in `plan` are
-    quantized; `parts` are what this rank keeps. Call it if `fits` is True.
-    """
+    """Load the weights into a module on torch's meta device, whose parameters have shapes only, and quantize layers as
+    `plan` says. `tensors` read the weights by name; `parts` says which part of each layer this rank keeps. `fits` must
+    be True."""
     check_experts(module)
     mixtures = expert_names(module)
     stacked = {f"{name}.{leaf}" for name in mixtures for leaf in WEIGHTS}
@@ -117,7 +116,8 @@ def _fill_experts(
     kind: tuple[torch.device, torch.dtype],
     parts: RankParts,
 ) -> None:
-    """Round the experts of all mixtures. `kind` is where they go and their dtype."""
+    """Load the experts of the mixtures with these names, and quantize them as `plan` says. `kind` is the device that
+    holds them, and the dtype of experts that are not quantized."""
     for name in mixtures:
         if quantize_experts(module, name, lambda full: tensors[full]().to(*kind), plan):
             split_weights(module, name, parts)
@@ -127,7 +127,8 @@ def _fill_experts(
 
 
 def fits(module: nn.Module, tensors: Tensors) -> bool:
-    """Return whether the tensors are exactly the skeleton's parameters, and its buffers can be computed again.
+    """Return whether `tensors` are exactly the parameters of `module`, which is on torch's meta device, and its buffers
+    could be computed again; this computes them.
 
     Return False if layers share weights, as in Zamba 2: only the first of them would get them.
     """
@@ -140,7 +141,8 @@ def fits(module: nn.Module, tensors: Tensors) -> bool:
 
 
 def random_tensors(module: nn.Module, target: torch.device, dtype: torch.dtype, std: float) -> Tensors:
-    """Return functions that draw random weights in the shapes of a skeleton."""
+    """Return functions that draw random weights for each parameter of `module`, by name, on `target`. `std` is the
+    standard deviation; norms are 1 and biases 0."""
 
     def draw(name: str, shape: torch.Size) -> Tensor:
         # Random norms or biases would make activations grow from layer to layer.
@@ -157,9 +159,10 @@ def random_tensors(module: nn.Module, target: torch.device, dtype: torch.dtype, 
 
 
 def checkpoint_tensors(folder: Path, stack: ExitStack, load_format: LoadFormat, pattern: str) -> Tensors:
-    """Return readers for all tensors in a folder; of a model with a vision tower, only its decoder's.
+    """Return functions that read each tensor of a checkpoint, by name; of a model with a vision tower, only those of
+    its decoder. `pattern` is how the files of the format sharded_state are named.
 
-    The files stay open as long as `stack`.
+    `stack` closes the files; the functions work until then.
     """
     files = weight_files(folder, load_format, pattern)
     if load_format == "sharded_state" or is_pickled(files):
@@ -177,7 +180,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     # A function of its own, so that each reader keeps its own name.
-    """Return readers for the tensors of one file."""
+    """Yield the name of each tensor in an opened safetensors file, with a function that reads it."""
 
     def later(name: str) -> Callable[[], Tensor]:
         return lambda: file.get_tensor(name)
@@ -186,16 +189,15 @@ def _readers(file: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def _share(module: nn.Module, embedding: str | None, dtype: torch.dtype) -> None:
-    """Let the embedding read the head's rounded rows, if the head was rounded."""
+    """Let the embedding of a model with tied weights look its rows up in the quantized head. `embedding` is its name;
+    None: the weights are not tied."""
     if embedding is not None and isinstance(module.get_submodule("lm_head"), QuantizedLinear):
         share_head(module, embedding, dtype)
 
 
 def _revive_buffers(module: nn.Module) -> bool:
-    """Compute the buffers of a skeleton; return False if it has others than rotary frequencies.
-
-    Rotary frequencies are not stored in checkpoints.
-    """
+    """Compute the rotary frequencies of a module on torch's meta device, since checkpoints do not store them. Return
+    False if it has other buffers, which cannot be computed."""
     for name, part in list(module.named_modules()):
         if not any(buffer.is_meta for buffer in part.buffers(recurse=False)):
             continue
@@ -209,7 +211,8 @@ def _revive_buffers(module: nn.Module) -> bool:
 
 
 def _report(module: nn.Module) -> None:
-    """Log how much was quantized. Raises `UnsupportedModelError` if nothing but the head was."""
+    """Log how many layers were quantized, and which were not. Raises `UnsupportedModelError` if no layer but the head
+    was."""
     layers = [part.weight for part in module.modules() if isinstance(part, QuantizedLinear)]
     # Layers that are still plain linear layers.
     left = list(linear_names(module))

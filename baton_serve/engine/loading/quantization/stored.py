@@ -34,16 +34,16 @@ GROUP_STEP = 128
 
 @dataclass
 class StoredModel:
-    """A checkpoint's tensors: `plain` ones as they are, and quantized `layers` by name, with their parts."""
+    """The tensors of a quantized checkpoint, as functions that read them: `layers` are the quantized layers, by name
+    and then by the ends of their tensors' names; `plain` are all other tensors."""
 
     form: CheckpointFormat
     plain: Tensors = field(default_factory=dict)
     layers: dict[str, Tensors] = field(default_factory=dict)
 
     def made(self, layer: str, target: torch.device) -> DecodedWeight:
-        """Decode the quantized layer `layer` on `target` and return it. Raises `ModelError` if its tensors do not fit
-        the format.
-        """
+        """Read and decode the quantized layer with this name on the device `target`. Raises `ModelError` if its tensors
+        do not fit the checkpoint's format."""
         try:
             return self.form.read({part: read().to(target) for part, read in self.layers[layer].items()})
         except (ValueError, KeyError, RuntimeError) as exc:
@@ -52,17 +52,19 @@ class StoredModel:
             raise ModelError(f"{layer} is not stored as {self.form.label} says: {cause}") from exc
 
     def drop(self, modules: Collection[str]) -> None:
-        """Forget the tensors of these modules, which other stages of a pipeline hold."""
+        """Leave out all tensors of the modules with these names, which other stages of a pipeline hold."""
         self.plain = {name: read for name, read in self.plain.items() if not is_within(name, modules)}
         self.layers = {name: parts for name, parts in self.layers.items() if not is_within(name, modules)}
 
     def names(self) -> Tensors:
-        """Return the names of the parameters that can be read from this. The functions must not be called."""
+        """Return the names of the model's parameters that can be read from this checkpoint. The functions in the result
+        must not be called."""
         return {**self.plain, **{layer + self.form.target: _unread for layer in self.layers}}
 
 
 def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
-    """Sort a checkpoint's tensors into quantized layers and others."""
+    """Divide the tensors of a checkpoint into those of quantized layers, as `form` recognizes them, and others. Scales
+    of a KV cache are left out."""
     parts: dict[str, Tensors] = {}
     for name, read in tensors.items():
         if (end := _part_of(name, form)) is not None:
@@ -83,9 +85,8 @@ def sort_tensors(tensors: Tensors, form: CheckpointFormat) -> StoredModel:
 def fill_stored(
     module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype, parts: RankParts = WHOLE
 ) -> bool:
-    """Load the stored weights into a module on torch's meta device. Return False, with nothing done, if its parameters
-    are different ones. `parts` are what this rank keeps.
-    """
+    """Load a quantized checkpoint into a module on torch's meta device, with the codes of the checkpoint. `parts` says
+    which part of each layer this rank keeps. Return False, with nothing loaded, if the module has other parameters."""
     _add_biases(module, stored)
     embedding, names = tied_embedding(module), stored.names()
     # Only the head is stored, quantized, and the embedding shares it.
@@ -103,7 +104,8 @@ def fill_stored(
 
 
 def numbers(stored: StoredModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return every weight as floats in host memory, for transformers to convert."""
+    """Return all weights of a quantized checkpoint, converted to floats of `dtype` in host memory, by name.
+    transformers then converts them to its own names and shapes."""
     cpu = torch.device("cpu")
     dense = {layer + stored.form.target: stored.made(layer, cpu).dense(dtype) for layer in stored.layers}
     return {**{name: read() for name, read in stored.plain.items()}, **dense}
@@ -112,10 +114,10 @@ def numbers(stored: StoredModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def requantize(
     module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype, parts: RankParts = WHOLE
 ) -> None:
-    """Quantize the linear layers of a model that transformers has made from the result of `numbers`, and cut it to the
-    `parts` of this rank.
+    """Replace the linear layers of `module`, which transformers has made from the result of `numbers`, by quantized
+    ones with the codes of the checkpoint. Then cut the module to the `parts` of this rank.
 
-    They get the codes of the checkpoint. Stored layers for which the model has no linear layer stay floats.
+    Stored layers for which the module has no linear layer stay floats.
     """
     linears = set(linear_names(module))
     kept = StoredModel(stored.form, layers={name: parts for name, parts in stored.layers.items() if name in linears})
@@ -129,18 +131,20 @@ def requantize(
 
 
 def _unread() -> Tensor:
-    """Stand in for a reading function where only names are compared."""
+    """Stand in for a function that reads a tensor where only names are compared. Raises `AssertionError`."""
     raise AssertionError("only names are asked for")
 
 
 def _part_of(name: str, form: CheckpointFormat) -> str | None:
-    """Return the end of a tensor's name that makes it a part of a layer, or None."""
+    """Return the end of a tensor's name that marks it as a tensor of a quantized layer, such as `.qweight`, or None if
+    it has no such end."""
     # the longest: one end may be the end of another
     return max((end for end in form.parts if name.endswith(end)), key=len, default=None)
 
 
 def _add_biases(module: nn.Module, stored: StoredModel) -> None:
-    """Give layers a bias that the checkpoint stores but the config does not mention, as some tools do."""
+    """Add a bias to the linear layers of `module` for which the checkpoint stores one though the config does not
+    mention it, as some tools do."""
     for layer in stored.layers:
         name = f"{layer}.bias"
         if name not in stored.plain:
@@ -153,7 +157,8 @@ def _add_biases(module: nn.Module, stored: StoredModel) -> None:
 def _place_all(
     module: nn.Module, stored: StoredModel, target: torch.device, dtype: torch.dtype, parts: RankParts
 ) -> None:
-    """Decode all layers and put them into the model. Weights without a kernel become floats. Raises `ModelError`."""
+    """Decode all quantized layers of a checkpoint and put them into `module`. Layers that no kernel supports as stored
+    become floats of `dtype`. Raises `ModelError` if a layer is broken or has another shape than the config states."""
     linears, mixtures, as_numbers = set(linear_names(module)), expert_names(module), 0
     shapes = {name: parameter.shape for name, parameter in module.named_parameters(remove_duplicate=False)}
     for layer in stored.layers:
@@ -176,12 +181,13 @@ def _place_all(
 
 
 def _conversion_note(as_numbers: int, dtype: torch.dtype) -> str:
-    """Return a note for the log about layers that became floats."""
+    """Return the text for the log that this number of layers was converted to floats; empty for 0."""
     return f"; converted {as_numbers} of them to {dtype}, which no kernel supports as stored" if as_numbers else ""
 
 
 def _place(module: nn.Module, layer: str, weight: QuantizedWeight, order: Tensor | None) -> None:
-    """Replace a linear layer by a quantized one."""
+    """Replace the linear layer with this name by a quantized one. `order` is that of its inputs
+    (`DecodedWeight.order`)."""
     bias = getattr(module.get_submodule(layer), "bias", None)
     linear = QuantizedLinear(weight, None if bias is None else bias.detach().to(weight.device))
     module.set_submodule(layer, linear if order is None else ReorderedLinear(linear, order))
@@ -190,7 +196,8 @@ def _place(module: nn.Module, layer: str, weight: QuantizedWeight, order: Tensor
 def _check_shape(
     asked: torch.Size, weight: QuantizedWeight | StackedWeight | Tensor, layer: str, form: CheckpointFormat
 ) -> None:
-    """Check that a layer has the shape that the config asks for. Raises `ModelError`."""
+    """Check that a decoded layer has the shape `asked`, which the config states. Raises `ModelError` if not; `layer`
+    and `form` name it in the message."""
     if isinstance(weight, StackedWeight):
         shape: tuple[int, ...] = (weight.count, weight.weight.inputs, weight.outputs)
     else:
@@ -202,7 +209,7 @@ def _check_shape(
 
 
 def _is_served(weight: QuantizedWeight) -> bool:
-    """Return whether the kernels of every device support such groups."""
+    """Return whether the kernels of every device support the number of inputs that share a scale in this weight."""
     if weight.group >= weight.inputs:
         return True
     return weight.inputs % weight.group == 0 and (weight.group in SHORT_GROUPS or weight.group % GROUP_STEP == 0)

@@ -29,7 +29,8 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
 
 
 def checkpoint_format(quantization_config: Mapping[str, Any]) -> CheckpointFormat:
-    """Return the format that `quantization_config` in config.json states. Raises `UnsupportedModelError`."""
+    """Return the format of a quantized checkpoint, from `quantization_config` in its config.json. Raises
+    `UnsupportedModelError` for an unknown format or unsupported parameters."""
     method = quantization_config.get("quant_method")
     make = FORMATS.get(str(method))
     if make is None:

@@ -25,7 +25,8 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """The AWQ format. `group` is the number of inputs that share a scale; None means one scale for each output."""
+    """The AWQ format of quantized checkpoints. `group` is the number of inputs that share a scale; None: all inputs of
+    an output."""
 
     group: int | None
     has_zeros: bool
@@ -47,7 +48,8 @@ class Awq:
 
 
 def awq(config: Mapping[str, Any]) -> Awq:
-    """Return the format that a config states. Raises `UnsupportedModelError`."""
+    """Return the AWQ format with the parameters in `config`, the `quantization_config` of config.json. Raises
+    `UnsupportedModelError` for parameters that are not supported."""
     one_of(config, "bits", (4,), "awq", default=4)
     one_of({"version": str(config.get("version", "gemm")).lower()}, "version", ("gemm",), "awq")
     group = group_of({"group_size": config.get("group_size", 128)}, "awq")
@@ -55,7 +57,8 @@ def awq(config: Mapping[str, Any]) -> Awq:
 
 
 def _outputs_in_order(words: Tensor) -> Tensor:
-    """Unpack int32 [rows, outputs / 8] to uint8 [outputs, rows]."""
+    """Unpack AWQ's 4-bit codes, int32 [rows, outputs / 8], to uint8 [outputs, rows]. AWQ stores the eight outputs of a
+    word in an order of its own; here they are in order."""
     nibbles = unpack_words(words, 4).view(len(words), -1, 8)
     place = [ORDER.index(output) for output in range(8)]
     return nibbles[:, :, place].reshape(len(words), -1).T.contiguous()

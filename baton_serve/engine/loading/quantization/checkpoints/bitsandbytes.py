@@ -30,7 +30,7 @@ STATES: dict[str, Codebook] = {
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes:
-    """The bitsandbytes format; `kind` is nf4 or fp4."""
+    """The 4-bit format of bitsandbytes in quantized checkpoints; `kind` is nf4 or fp4."""
 
     kind: str
 
@@ -64,7 +64,8 @@ class BitsAndBytes:
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes8:
-    """The bitsandbytes format in eight bits. Activations are not rounded, so `llm_int8_threshold` is not needed."""
+    """The 8-bit format of bitsandbytes in quantized checkpoints. Activations are not rounded here, so
+    `llm_int8_threshold` is not needed."""
 
     method: ClassVar[str] = "bitsandbytes"
     label: ClassVar[str] = "bitsandbytes int8"
@@ -82,14 +83,16 @@ class BitsAndBytes8:
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes | BitsAndBytes8:
-    """Return the format that a config states. Raises `UnsupportedModelError`."""
+    """Return the bitsandbytes format with the parameters in `config`, the `quantization_config` of config.json. Raises
+    `UnsupportedModelError` for parameters that are not supported."""
     if not config.get("load_in_4bit"):
         return BitsAndBytes8()
     return BitsAndBytes(one_of(config, "bnb_4bit_quant_type", ("nf4", "fp4"), "bitsandbytes", default="fp4"))
 
 
 def _scales(parts: StoredTensors, state: Mapping[str, Any]) -> Tensor:
-    """Return the scales, float32, one per block."""
+    """Return the scales of one layer, float32, one for each block of weights. They may be quantized themselves; `state`
+    is the layer's stored JSON state."""
     absmax = parts[".weight.absmax"]
     if ".weight.nested_absmax" not in parts:
         return absmax.float()

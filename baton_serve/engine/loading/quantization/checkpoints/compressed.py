@@ -35,9 +35,10 @@ STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """One way of storing all layers.
+    """The format compressed-tensors of quantized checkpoints, with the parameters for all its layers.
 
-    At most one of `group` and `block` is set; with none, a row or tensor has one scale.
+    At most one of `group` (inputs that share a scale) and `block` (outputs and inputs that share one) is set; with
+    neither, each row or the whole layer has one scale.
     """
 
     form: str
@@ -68,11 +69,12 @@ class CompressedTensors:
         return self._integers(weight, scales, zeros)
 
     def _shared(self) -> tuple[int, int] | None:
-        """Return the outputs and inputs that share a scale; None: a row, or all."""
+        """Return how many outputs and inputs share a scale; None: all inputs of a row, or the whole layer."""
         return self.block if self.group is None else (1, self.group)
 
     def _packed(self, parts: StoredTensors, scales: Tensor) -> DecodedWeight:
-        """Decode a layer whose codes are packed into words."""
+        """Decode a layer of integers that are packed into int32 words. `parts` are its stored tensors, by the ends of
+        their names."""
         outputs, inputs = (int(size) for size in parts[".weight_shape"])
         codes = unpack_words(parts[".weight_packed"], self.bits)[:outputs, :inputs].contiguous()
         scales = spread(scales, outputs, inputs, None)[0] if scales.numel() == 1 else scales.contiguous()
@@ -86,7 +88,8 @@ class CompressedTensors:
         return DecodedWeight(from_unsigned(codes, scales, zeros, bits=self.bits, group=self.group), order)
 
     def _integers(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> DecodedWeight:
-        """Decode a layer of int8. Raises `ValueError` for another dtype."""
+        """Decode a layer with int8 weights [outputs, inputs], their scales and zeros (None: 0). Raises `ValueError` for
+        weights of another dtype."""
         if weight.dtype != torch.int8:
             raise ValueError(f"a weight of {weight.dtype}, not int8")
         outputs, inputs = weight.shape
@@ -99,7 +102,8 @@ class CompressedTensors:
 
 
 def compressed(config: Mapping[str, Any]) -> CompressedTensors:
-    """Return the format that a config states. Raises `UnsupportedModelError`."""
+    """Return the format compressed-tensors with the parameters in `config`, the `quantization_config` of config.json.
+    Raises `UnsupportedModelError` for parameters that are not supported, or if layers have different ones."""
     groups = list((config.get("config_groups") or {}).values())
     if not groups:
         raise UnsupportedModelError(f"the checkpoint is quantized by {METHOD} without config_groups")
@@ -120,7 +124,8 @@ def compressed(config: Mapping[str, Any]) -> CompressedTensors:
 
 
 def _scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> CompressedTensors:
-    """Return the format of one group of layers. Raises `UnsupportedModelError`."""
+    """Return the parameters of one entry of `config_groups` in `quantization_config`. Raises `UnsupportedModelError`
+    for a format that is not supported."""
     form = one_of({"format": group.get("format") or config.get("format")}, "format", FORMATS, METHOD)
     weights = group.get("weights") or {}
     kind = one_of(weights, "type", ("float",) if form == "float-quantized" else ("int", "float"), METHOD)

@@ -21,7 +21,8 @@ FLOAT8: dict[torch.dtype, Codebook] = {torch.float8_e4m3fn: "fp8_e4m3", torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The fp8 format with its block size."""
+    """The fp8 format of quantized checkpoints: float8 weights with one scale for each block, or one for the whole
+    layer."""
 
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: one scale for a layer."""
@@ -45,7 +46,8 @@ class Fp8:
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:
-    """Return the format that a config states. Raises `UnsupportedModelError`."""
+    """Return the fp8 format with the parameters in `config`, the `quantization_config` of config.json. Raises
+    `UnsupportedModelError` for parameters that are not supported."""
     one_of(config, "fmt", ("e4m3", "float8_e4m3fn", "e5m2"), "fp8", default="e4m3")
     one_of(config, "activation_scheme", ("dynamic", "static"), "fp8", default="dynamic")
     block = config.get("weight_block_size")
@@ -55,7 +57,8 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
 
 
 def block_of(stated: Any, method: str) -> tuple[int, int]:
-    """Return the size of blocks. Raises `UnsupportedModelError` if it is not two positive integers."""
+    """Return the outputs and inputs of a block that shares a scale, from the value `stated` in a config. Raises
+    `UnsupportedModelError` if it is not two positive integers. `method` names the format in the message."""
     if not isinstance(stated, (list, tuple)) or len(stated) != 2 or not all(type(n) is int and n > 0 for n in stated):
         raise UnsupportedModelError(
             f"the checkpoint is quantized by {method} in blocks of {stated!r}; they must be two positive numbers"
@@ -64,9 +67,10 @@ def block_of(stated: Any, method: str) -> tuple[int, int]:
 
 
 def float8(codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> QuantizedWeight:
-    """Return a weight from float8 [outputs, inputs] and scales: one number, [outputs, 1], or one per block.
+    """Make a quantized weight of float8 codes [outputs, inputs] and their scales: one number, [outputs, 1], or one for
+    each block. `block` are the outputs and inputs of a block; None: without blocks.
 
-    Raises `ValueError` if they do not fit each other.
+    Raises `ValueError` if codes and scales do not fit each other.
     """
     if codes.dtype not in FLOAT8 or codes.dim() != 2:
         raise ValueError(f"a weight of {codes.dtype} and shape {list(codes.shape)}, not a matrix of float8")
@@ -75,7 +79,12 @@ def float8(codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Quan
 
 
 def spread(scales: Tensor, outputs: int, inputs: int, block: tuple[int, int] | None) -> tuple[Tensor, int]:
-    """Return the scales as [outputs, groups], and the number of inputs in a group. Raises `ValueError`."""
+    """Repeat scales that several rows share, so that each row has its own. Return the scales [outputs, groups], and the
+    number of inputs that share a scale. `block` are the outputs and inputs that share a scale in `scales`; None: one
+    scale for each row, or for all.
+
+    Raises `ValueError` for another number of scales.
+    """
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(outputs, 1).contiguous(), inputs
     rows, columns = (1, inputs) if block is None else (block[0], min(block[1], inputs))

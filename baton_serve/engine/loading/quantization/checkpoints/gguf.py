@@ -35,7 +35,8 @@ Weights beyond these limits are rounded to eight bits instead.
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The GGUF format. A layer has one part, `.TYPE` or `.TYPE/int8`: uint8 [outputs, bytes of a row]."""
+    """The format of quantized layers in GGUF files. Each layer is one stored tensor, named `.TYPE`, or `.TYPE/int8` if
+    it is rounded to eight bits while it is loaded: uint8 [outputs, bytes of a row]."""
 
     method: ClassVar[str] = "gguf"
     label: ClassVar[str] = "gguf"
@@ -51,12 +52,14 @@ class Gguf:
 
 
 def kept_as(kind: str) -> str:
-    """Return a name for how layers of this GGUF type are kept in memory. Layers with equal names can be joined."""
+    """Return a name for the form in which layers of the GGUF type `kind` are kept in memory. Only layers with equal
+    names can be joined to one matrix product."""
     return {"Q4_K": "Q4_1", "Q5_K": "Q5_1"}.get(kind, kind) if kind in _BLOCK_BYTES else ROUNDED
 
 
 def numbers(rows: Tensor, kind: str) -> Iterator[Tensor]:
-    """Return iterators over the values of rows of blocks, uint8 [outputs, bytes]: float32, some rows at a time."""
+    """Decode rows of a quantized GGUF tensor, uint8 [outputs, bytes], of type `kind`. Yield float32 tensors [some
+    outputs, inputs], some rows at a time."""
     import gguf  # an optional dependency
 
     used = gguf.GGMLQuantizationType[kind]
@@ -68,14 +71,16 @@ def numbers(rows: Tensor, kind: str) -> Iterator[Tensor]:
 
 
 def _rounded(rows: Tensor, kind: str) -> QuantizedWeight:
-    """Round the values of a layer to eight bits."""
+    """Decode a layer of the GGUF type `kind`, uint8 [outputs, bytes], and round it to eight bits, for a type that no
+    kernel reads."""
     whole = concatenate([_round(piece) for piece in numbers(rows, kind)])
     assert whole is not None
     return whole
 
 
 def _round(weight: Tensor) -> QuantizedWeight:
-    """Round some rows, given in float32, to eight bits with a float16 scale for each group."""
+    """Round rows of a weight, float32 [outputs, inputs], to eight bits with one float16 scale for each group of
+    inputs."""
     outputs, inputs = weight.shape
     grouped = weight.view(outputs, -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / 127.0).to(torch.float16)
@@ -90,7 +95,8 @@ _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_
 
 
 def _kept(rows: Tensor, kind: str) -> QuantizedWeight | None:
-    """Return a weight with the file's codes; None for other types, or if float16 cannot hold the scales."""
+    """Return a layer of the GGUF type `kind`, uint8 [outputs, bytes], with the codes of the file. None if no kernel
+    reads this type, or if float16 cannot hold its scales."""
     if kind not in _BLOCK_BYTES:
         return None
     blocks = rows.reshape(len(rows), -1, _BLOCK_BYTES[kind])
@@ -122,9 +128,10 @@ def _kept(rows: Tensor, kind: str) -> QuantizedWeight | None:
 
 
 def _words(packed: Tensor) -> Tensor:
-    """Return the int32 words of nibbles, uint8 [outputs, groups, 16], whose byte `j` has inputs `j` and `j + 16`.
+    """Reorder 4-bit codes for the kernels. `packed` is uint8 [outputs, groups, 16]; byte `j` of a group has the codes
+    of its inputs `j` and `j + 16`. Return int32 words, [outputs, words].
 
-    Word `j` of a stretch has byte `j` of each of its four groups, so bytes only change places.
+    Four groups form a stretch: its word `j` has byte `j` of each of them, so bytes only change places.
     """
     outputs, groups, _ = packed.shape
     padded = torch.nn.functional.pad(packed, (0, 0, 0, -groups % GROUPS_PER_STRETCH))
@@ -133,9 +140,10 @@ def _words(packed: Tensor) -> Tensor:
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """Convert nibbles of blocks of 256, uint8 [outputs, blocks, 128], to the form of `_words`.
+    """Reorder the 4-bit codes of GGUF blocks of 256 inputs, uint8 [outputs, blocks, 128], into groups as `_words`
+    expects them, [outputs, groups, 16].
 
-    The low nibbles of 32 bytes are a group, and their high ones the next.
+    In the file, the low halves of 32 bytes are one group, and the high halves the next.
     """
     first, second = packed.reshape(*packed.shape[:2], 4, 2, GROUP // 2).unbind(3)
     groups = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], dim=3)
@@ -143,7 +151,8 @@ def _halves(packed: Tensor) -> Tensor:
 
 
 def _affine_nibbles(packed: Tensor, step: Tensor, low: Tensor) -> QuantizedWeight | None:
-    """Return a weight of values `step * code + low` with codes in the form of `_words`, or None as `_scales` does."""
+    """Make a quantized weight with values `step * code + low` from 4-bit codes in groups (see `_words`) and the groups'
+    steps and lowest values. None if float16 cannot hold the scales."""
     step, low = step.flatten(1), low.flatten(1)
     if (factors := _scales(step, low)) is None:
         return None
@@ -156,9 +165,8 @@ def _affine_nibbles(packed: Tensor, step: Tensor, low: Tensor) -> QuantizedWeigh
 
 
 def _affine_fives(codes: Tensor, step: Tensor, low: Tensor) -> QuantizedWeight | None:
-    """Return a weight of values `step * code + low` with codes of five bits, [outputs, blocks, inputs], or None as
-    `_scales` does.
-    """
+    """Make a quantized weight with values `step * code + low` from 5-bit codes [outputs, blocks, inputs] and the
+    groups' steps and lowest values. None if float16 cannot hold the scales."""
     step, low, inputs = step.flatten(1), low.flatten(1), _inputs(codes)
     # (code - 16) / 8 is an E2M3 number.
     if (factors := _scales(8 * step, low + 16 * step)) is None:
@@ -169,9 +177,10 @@ def _affine_fives(codes: Tensor, step: Tensor, low: Tensor) -> QuantizedWeight |
 
 
 def _scales(step: Tensor, low: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the scales and zeros of groups with values `step * code + low`, or None if float16 cannot hold them.
+    """Return scales and zeros, float16 [outputs, groups], with which `(code - zero) * scale` equals `step * code +
+    low`. None if float16 cannot hold them.
 
-    `step` and `low` are float32 [outputs, groups]. If a step is zero, all values of the group are its lowest.
+    `step` and `low` are float32 [outputs, groups]. If a step is zero, all values of the group equal `low`.
     """
     is_flat = step == 0
     # A flat group has the scale `low` and the zero -1 with codes of 0: (0 - -1) * low.
@@ -183,7 +192,8 @@ def _scales(step: Tensor, low: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the step and the lowest value of each group, [outputs, blocks, 8], of blocks of 256 inputs.
+    """Read the groups' steps and lowest values, each float32 [outputs, blocks, 8], from GGUF blocks of 256 inputs
+    (types Q4_K and Q5_K).
 
     Each is a number of six bits, times a factor of its block. The six bits are spread over twelve bytes as in ggml.
     """
@@ -197,7 +207,7 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eighths(codes: Tensor) -> Tensor:
-    """Convert codes of five bits to the E2M3 codes of (code - 16) / 8.
+    """Convert 5-bit codes to the E2M3 codes (a 6-bit float) of (code - 16) / 8, for which there is a kernel.
 
     Magnitudes up to 2 are multiples of an eighth.
     """
@@ -205,27 +215,26 @@ def _eighths(codes: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Unpack [outputs, blocks, (parts,) bytes] to [outputs, blocks, inputs]: the low nibbles of a part, then its high
-    ones.
-    """
+    """Unpack two 4-bit codes from each byte: [outputs, blocks, (parts,) bytes] to [outputs, blocks, inputs]. The low
+    halves of all bytes of a part come first, then the high halves."""
     return torch.cat([packed & 15, packed >> 4], dim=-1).flatten(2)
 
 
 def _fours(packed: Tensor) -> Tensor:
-    """Divide the bytes of a block into its four parts."""
+    """Divide the 128 bytes of each block into four parts: [outputs, blocks, 128] to [outputs, blocks, 4, 32]."""
     return packed.reshape(*packed.shape[:2], 4, 32)
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """Unpack [outputs, blocks, bytes] to bits, the lowest bit first."""
+    """Unpack bytes [outputs, blocks, bytes] to bits [outputs, blocks, 8 * bytes], the lowest bit of a byte first."""
     return (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten(2)
 
 
 def _floats(pairs: Tensor) -> Tensor:
-    """Read bytes as float16."""
+    """Read each pair of bytes in the last dimension as a float16 number."""
     return pairs.contiguous().view(torch.float16)
 
 
 def _inputs(codes: Tensor) -> int:
-    """Return the number of inputs of unpacked codes."""
+    """Return the number of inputs of codes [outputs, blocks, inputs of a block]."""
     return codes.shape[1] * codes.shape[2]

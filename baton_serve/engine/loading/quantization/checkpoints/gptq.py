@@ -24,7 +24,8 @@ from baton_serve.engine.loading.quantization.checkpoints.layout import (
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The GPTQ format. `group` None: one scale per row."""
+    """The GPTQ format of quantized checkpoints. `group` is the number of inputs that share a scale; None: all inputs of
+    an output."""
 
     bits: int
     group: int | None
@@ -57,7 +58,8 @@ class Gptq:
 
 
 def gptq(config: Mapping[str, Any]) -> Gptq:
-    """Return the format that a config states. Raises `UnsupportedModelError`."""
+    """Return the GPTQ format with the parameters in `config`, the `quantization_config` of config.json. Raises
+    `UnsupportedModelError` for parameters that are not supported."""
     bits = one_of(config, "bits", (4, 8), "gptq")
     layout = one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq", default="gptq")
     if config.get("is_marlin_format"):

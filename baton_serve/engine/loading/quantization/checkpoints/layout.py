@@ -16,7 +16,8 @@ StoredTensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DecodedWeight:
-    """A decoded layer: quantized (stacked, for experts), or floats if the engine has no codes for it.
+    """One layer as read from a quantized checkpoint: a quantized weight (stacked, for the experts of a mixture), or
+    floats if the kernels cannot compute with its codes.
 
     Column `i` of the weight multiplies input `order[i]`; None: the columns are in order.
     """
@@ -25,9 +26,8 @@ class DecodedWeight:
     order: Tensor | None = None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight as floats [outputs, inputs], with inputs in order; of experts
-        [experts, inputs, outputs].
-        """
+        """Return the weight converted to floats, [outputs, inputs] with the inputs in order; for the experts of a
+        mixture [experts, inputs, outputs]."""
         if isinstance(self.weight, StackedWeight):
             stacked = dequantize(self.weight.weight, dtype)
             return stacked.view(self.weight.count, self.weight.outputs, -1).transpose(1, 2).contiguous()
@@ -36,43 +36,48 @@ class DecodedWeight:
 
 
 class CheckpointFormat(Protocol):
-    """How a checkpoint stores layers. Frozen dataclasses implement it, made from `quantization_config` alone."""
+    """How a quantized checkpoint stores its layers. Each format is a frozen dataclass, made from `quantization_config`
+    alone."""
 
     @property
     def method(self) -> str:
-        """The checkpoint's `quant_method`, as `--quantization` accepts it."""
+        """The name of the format: `quant_method` in the checkpoint's config, which `--quantization` accepts too."""
         ...
 
     @property
     def label(self) -> str:
-        """Description for messages and for the model's fingerprint."""
+        """The format with its parameters, as text for messages and for the model's fingerprint."""
         ...
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Ends of names: a layer's name followed by one of these is a tensor of the layer."""
+        """The ends of the names of a quantized layer's tensors, such as `.qweight`: a tensor is named by its layer and
+        one of these."""
         ...
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Ends of the names of tensors by which a quantized layer is recognized; it has at least one of them."""
+        """The ends of tensor names by which a quantized layer is recognized; each quantized layer has at least one such
+        tensor."""
         ...
 
     @property
     def target(self) -> str:
-        """The end of the parameter's name in the model, after the layer's name, such as `.weight`."""
+        """The end of the name of the model's parameter that a layer becomes, such as `.weight`."""
         ...
 
     def read(self, parts: StoredTensors) -> DecodedWeight:
-        """Decode a layer on the device of its parts.
+        """Decode one layer from its stored tensors `parts`, which are given by the ends of their names. The result is
+        on their device.
 
-        Raises `ValueError` or `KeyError` if they do not fit each other.
+        Raises `ValueError` or `KeyError` if a tensor is missing or the tensors do not fit each other.
         """
         ...
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Unpack int32 [..., n] to uint8 [..., n * 32 / bits], the lowest bits first."""
+    """Unpack codes of `bits` bits from int32 words [..., n] to uint8 [..., n * 32 / bits], the lowest bits of a word
+    first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
 
@@ -80,10 +85,11 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 def from_unsigned(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, *, bits: int, group: int | None
 ) -> QuantizedWeight:
-    """Return a weight of values `(code - zero) * scale`.
+    """Make a quantized weight with values `(code - zero) * scale`.
 
-    `codes` are uint8 [outputs, inputs], `scales` [outputs, groups]. `zeros` have the shape of the scales; None stands
-    for the middle of the codes' range. `group` None: one scale per row. Raises `ValueError` for other shapes.
+    `codes` are uint8 [outputs, inputs] of `bits` bits, and `scales` [outputs, groups]. `zeros` have the shape of the
+    scales; None stands for the middle of the codes' range. `group` is the number of inputs that share a scale; None:
+    all inputs of a row. Raises `ValueError` for other shapes.
     """
     inputs = codes.shape[1]
     size = inputs if group is None else min(group, inputs)
@@ -100,9 +106,10 @@ def from_unsigned(
 
 
 def order_of(group_of_input: Tensor | None, inputs: int, group: int | None) -> Tensor | None:
-    """Return the inputs sorted by group, as `DecodedWeight.order`; None if they are in order already.
+    """Return the order of inputs in which the members of each group are neighbours, as `DecodedWeight.order`; None if
+    they are already. `group_of_input` [inputs] is the number of each input's group.
 
-    Raises `ValueError` if the groups do not all have the size `group`.
+    Raises `ValueError` if not all groups have the size `group`.
     """
     # Some tools fill g_idx with -1 if inputs are not reordered.
     if group_of_input is None or group is None or bool((group_of_input < 0).all()):
@@ -117,7 +124,8 @@ def order_of(group_of_input: Tensor | None, inputs: int, group: int | None) -> T
 
 
 def one_of(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], method: str, default: Any = None) -> Any:
-    """Return `config[key]`. Raises `UnsupportedModelError` if its value is not one of `allowed`."""
+    """Return the value of `key` in a checkpoint's `quantization_config`, or `default` if it is missing. Raises
+    `UnsupportedModelError` if the value is not one of `allowed`; `method` names the format in the message."""
     value = config.get(key, default)
     if value not in allowed:
         raise UnsupportedModelError(
@@ -128,7 +136,8 @@ def one_of(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], method
 
 
 def group_of(config: Mapping[str, Any], method: str, key: str = "group_size") -> int | None:
-    """Return the group size; None for whole rows, which checkpoints state as -1. Raises `UnsupportedModelError`."""
+    """Return the number of inputs that share a scale, as `quantization_config` states it; None: all inputs of a row,
+    which checkpoints state as -1. Raises `UnsupportedModelError` for other values."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and value < 1):
         raise UnsupportedModelError(

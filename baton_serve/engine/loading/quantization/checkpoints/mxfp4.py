@@ -22,7 +22,7 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """The MXFP4 format, which has no parameters."""
+    """The MXFP4 format of quantized checkpoints, as of gpt-oss. It has no parameters."""
 
     method: ClassVar[str] = "mxfp4"
     parts: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
@@ -47,5 +47,5 @@ class Mxfp4:
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:
-    """Return the format; its config has nothing to choose."""
+    """Return the MXFP4 format. Its `quantization_config` has nothing to choose."""
     return Mxfp4()
