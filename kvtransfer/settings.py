@@ -27,7 +27,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one transfer node. Times are in seconds, sizes in bytes."""
+    """The settings of one `TransferNode`. Times are in seconds, sizes in bytes."""
 
     bind: Annotated[str, Meta(description="ZeroMQ address on which this node listens; port * picks a free port")] = (
         "tcp://127.0.0.1:*"
@@ -118,10 +118,11 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
 
     def ladder(self, *, is_device: bool) -> tuple[str, ...]:
-        """Return the names of the transports that this node may use, in order of preference.
+        """Return the names of the transports that this node may use, in order of preference. `is_device` says whether
+        its blocks lie in memory of a device.
 
-        Blocks in host memory need no probe, because shared memory is always the fastest way between two processes of a
-        host.
+        For blocks in host memory, `oneccl` is left out unless the settings name it, because shared memory is always the
+        fastest way between two processes of a host.
         """
         if "auto" not in self.transports:
             return self.transports
@@ -134,7 +135,9 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (PROBED,) if "auto" in self.transports and self.peer_access != "1" else ()
 
     def forced(self) -> dict[str, str]:
-        """Return the transports that the operator demands, each with the setting that demands it."""
+        """Return the transports that the operator's settings demand, each mapped to the setting that demands it (as
+        text for logs).
+        """
         if "auto" in self.transports:
             return {PROBED: "CCL_TOPO_P2P_ACCESS=1"} if self.peer_access == "1" else {}
         return {name: f"--kv-transport {name}" for name in self.transports} if len(self.transports) == 1 else {}

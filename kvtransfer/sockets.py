@@ -38,10 +38,11 @@ Parts = Sequence[bytes | memoryview]
 
 
 def configure(socket: "zmq.Socket[bytes]", settings: TransferSettings) -> None:
-    """Set the options of a new socket: unbounded queues, bounded frames, heartbeats and no reconnection.
+    """Set the options of a new ZeroMQ socket: unbounded queues, a largest size of frames, heartbeats, and no
+    reconnection.
 
-    The queues need no bound because credits limit the bytes on their way. ZeroMQ's I/O thread answers heartbeats
-    itself, so a busy event loop does not look dead.
+    The queues need no bound, because the consumer's credits limit the bytes in flight. ZeroMQ's I/O thread answers
+    heartbeats itself, so a busy event loop does not look dead.
     """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -57,8 +58,8 @@ def configure(socket: "zmq.Socket[bytes]", settings: TransferSettings) -> None:
 
 
 def encrypt(socket: "zmq.Socket[bytes]", settings: TransferSettings, *, listens: bool) -> None:
-    """Enable CURVE if the settings have keys, so that only a peer with the same keys can connect. Call it before the
-    socket binds or connects.
+    """Enable ZeroMQ's CURVE encryption on `socket` if the settings have keys, so that only a peer with the same keys
+    can connect. `listens` says whether the socket binds or connects. Call it before the socket does either.
     """
     if not settings.curve_secret_key:
         return
@@ -72,10 +73,11 @@ def encrypt(socket: "zmq.Socket[bytes]", settings: TransferSettings, *, listens:
 
 
 class MonitoredSocket:
-    """Owns a socket and its monitor. It passes the frames of each message to `on_message` and the value of each
-    monitored event to `on_down`.
+    """Owns a ZeroMQ socket and its monitor, which reports the end of connections. It passes the frames of each message
+    to `on_message`, and the value of each monitored event to `on_down`.
 
-    If only EVENT_DISCONNECTED is monitored, that value is the file descriptor of the connection. Event loop only.
+    If only EVENT_DISCONNECTED is monitored, that value is the file descriptor of the connection. Use it only on the
+    event loop.
     """
 
     def __init__(
@@ -103,18 +105,18 @@ class MonitoredSocket:
         self._loop.call_soon(self.drain_monitor)
 
     def send(self, parts: Parts, *, copy: bool = True) -> zmq.MessageTracker | None:
-        """Send one message without blocking. With `copy=False`, ZeroMQ reads the memory of `parts` until the returned
-        tracker is done.
+        """Send the frames `parts` as one message without blocking. With `copy=False`, ZeroMQ reads their memory until
+        the returned tracker is done; with a copy, return None.
 
-        Raises `zmq.ZMQError` if the peer is gone (EHOSTUNREACH on a ROUTER, EAGAIN on a DEALER).
+        Raises `zmq.ZMQError` if the peer is gone (EHOSTUNREACH on a ROUTER socket, EAGAIN on a DEALER).
         """
         tracker: Any = self._socket.send_multipart(parts, zmq.DONTWAIT, copy=copy, track=not copy)
         self._schedule()
         return tracker  # type: ignore[no-any-return]
 
     def drain_monitor(self) -> None:
-        """Handle the connections that ended. `on_down` must first call `drain`, to handle messages that arrived before
-        the end.
+        """Call `on_down` for each connection that has ended. `on_down` must first call `drain`, to handle messages that
+        arrived before the end.
         """
         while not self._is_closed and _is_readable(self._monitor):
             # The value is the file descriptor of a connection, or an error number, depending on the event.
@@ -122,7 +124,7 @@ class MonitoredSocket:
             self._on_down(event["value"])
 
     def drain(self, limit: int = sys.maxsize) -> bool:
-        """Handle up to `limit` messages that have arrived. Return True if none is left."""
+        """Pass up to `limit` messages that have arrived to `on_message`. Return True if none is left."""
         for _ in range(limit):
             if self._is_closed or not _is_readable(self._socket):
                 return True
@@ -130,7 +132,9 @@ class MonitoredSocket:
         return False
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close the socket and its monitor. Messages already sent may still leave for `linger_ms` milliseconds."""
+        """Close the socket and its monitor. Messages already queued may still be sent for `linger_ms` milliseconds. A
+        second call does nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -141,8 +145,8 @@ class MonitoredSocket:
         self._socket.close(linger_ms)
 
     def _schedule(self) -> None:
-        """Read the socket again on the next turn of the loop: ZeroMQ's descriptor is edge-triggered, and a send may
-        consume the edge.
+        """Read the socket again on the next turn of the event loop. ZeroMQ's file descriptor signals only changes, and
+        a send may consume such a signal.
         """
         if not self._is_scheduled and not self._is_closed:
             # Both file descriptors and `send` can ask for another look; one callback per turn is enough.

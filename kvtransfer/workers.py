@@ -14,7 +14,7 @@ Job = Callable[[], None]
 
 
 class Workers:
-    """A thread pool of one `TransferNode`, with `count` threads. `close` ends it."""
+    """The pool of `count` threads in which one `TransferNode` copies and hashes blocks. `close` ends it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, count: int) -> None:
         self._loop = loop
@@ -27,7 +27,7 @@ class Workers:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job for the next free thread."""
+        """Queue a function for the next free thread. It must not raise; it reports its result by `post`."""
         self._jobs.put(job)
 
     def post(self, result: Callable[[], None]) -> None:
@@ -43,8 +43,8 @@ class Workers:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def close(self) -> None:
-        """Wait until the queued jobs have run, then end the threads. Results that were posted and not yet run are
-        dropped.
+        """Wait until the queued functions have run, then end the threads. Callbacks that were posted and have not run
+        yet are dropped.
         """
         for _ in self._threads:
             # One end marker for each thread, behind all jobs that were queued before.

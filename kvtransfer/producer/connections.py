@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerConnections:
-    """Accepts connections of consumers, and finds the link to which a message or a broken connection belongs. Event
-    loop only. `on_message` receives each message of an accepted consumer. `on_lost` is called for each link that
-    breaks; its second argument is True if the consumer's process has ended. If the process of an already lost link ends
-    later, it is called once more.
+    """Accepts connections of consumers to one node, and finds the `ProducerLink` to which a message or a broken
+    connection belongs. Use it only on the event loop. `on_message` receives each message of an accepted consumer.
+    `on_lost` is called for each link that breaks; its second argument is True if the consumer's process has ended. If
+    the process of an already lost link ends later, it is called once more.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ConsumerConnections:
         on_message: Callable[[ProducerLink, ToProducer], None],
         on_lost: Callable[[ProducerLink, bool], None],
     ) -> None:
-        """Bind the address of the settings. Raises `zmq.ZMQError` if it is in use."""
+        """Listen on the address of the node's settings. Raises `zmq.ZMQError` if the address is in use."""
         self._context = context
         self._on_message = on_message
         self._on_lost = on_lost
@@ -52,20 +52,24 @@ class ConsumerConnections:
         return iter(self._links.values())
 
     def get(self, number: int) -> ProducerLink | None:
-        """Return the link with this number, or None if it is gone."""
+        """Return the link to a consumer that has this number, or None if it is gone."""
         return self._links.get(number)
 
     def drop(self, ticket: TicketId) -> None:
-        """Forget the queued blocks of a ticket on all links."""
+        """Remove the blocks of a ticket that wait to be sent, from the queues of all links."""
         for link in self._links.values():
             link.drop(ticket)
 
     def is_reading(self, ticket: TicketId) -> bool:
-        """Return whether a frame in flight or a running checksum of any link still reads the blocks of this ticket."""
+        """Return whether the memory of this ticket's blocks is still read here: by a ZeroMQ frame that is being sent,
+        or by a thread that stages blocks or computes checksums.
+        """
         return any(link.is_reading(ticket) for link in self._links.values())
 
     def forget_lost(self, in_use: Collection[int], peers_in_use: Collection[tuple[InstanceId, Generation]]) -> None:
-        """Forget links that are lost and that neither a session nor its consumer uses any more."""
+        """Forget links whose connection is lost. Keep a link if a served ticket uses it (its number is `in_use`), if
+        its consumer has served tickets (`peers_in_use`), or if blocks are still read through it.
+        """
         for number, link in list(self._links.items()):
             # Keep a lost link while a session of its consumer lives: its pidfd still reports the death of that process.
             if not link.is_up and number not in in_use and link.peer not in peers_in_use and link.is_idle():
@@ -73,7 +77,7 @@ class ConsumerConnections:
                 del self._links[number]
 
     def close(self) -> None:
-        """Close the socket and all links."""
+        """Stop listening, and close the links to all consumers."""
         self._socket.close(linger_ms=LINGER_MS)
         for link in self._links.values():
             link.close()
@@ -128,7 +132,9 @@ class ConsumerConnections:
             logger.debug("a refused peer is already gone: %s", exc)
 
     def _on_down(self, fd: int) -> None:
-        """Find the link of a connection that ended, by its file descriptor."""
+        """Handle the end of the connection with the file descriptor `fd`: its link is lost on the next turn of the
+        event loop.
+        """
         for link in self._links.values():
             if fd in link.fds and link.is_up:
                 # Messages that arrived before the end, such as a release, are still in the socket: `_ended` handles

@@ -17,8 +17,9 @@ SinkKey = tuple[TicketId, InstanceId, Generation]
 
 
 class Handoff:
-    """The session of one served ticket, with the transport that carries its blocks and the future that resolves when
-    they may be freed.
+    """One served ticket: its state machine (`session`), the name of the transport that carries its blocks, the bytes
+    served, and the future `released`, which resolves when the blocks may be freed. `released` is None until the ticket
+    is opened.
     """
 
     def __init__(self, key: SinkKey, session: ProducerSession) -> None:
@@ -30,8 +31,9 @@ class Handoff:
 
 
 class HandoffTable:
-    """The handoffs of one node by ticket and consumer. It also keeps tombstones of ended and cancelled tickets, so that
-    late calls and messages have no effect; each of the two lists keeps the last `max_tombstones` tickets.
+    """The tickets that one node serves, each with its consumer. It also keeps tombstones of ended and of cancelled
+    tickets, so that late calls and messages have no effect; each of these two lists keeps the last `max_tombstones`
+    tickets.
     """
 
     def __init__(self, max_tombstones: int) -> None:
@@ -43,24 +45,28 @@ class HandoffTable:
         self._cancelled: OrderedDict[TicketId, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Handoff]:
-        """Return all handoffs that are served now. The caller may end them meanwhile."""
+        """Iterate over a copy of the list of served tickets, so that the caller may end tickets meanwhile."""
         return iter(list(self._handoffs.values()))
 
     def __len__(self) -> int:
         return len(self._handoffs)
 
     def get(self, key: SinkKey) -> Handoff | None:
-        """Return the handoff of a ticket that was opened or is fetched, or None."""
+        """Return the handoff of this ticket and consumer if the ticket was opened here or fetched, and has not ended;
+        otherwise None.
+        """
         return self._handoffs.get(key)
 
     def add(self, key: SinkKey, session: ProducerSession) -> Handoff:
-        """Add the handoff of a ticket that is opened or fetched for the first time."""
+        """Create, keep and return the handoff of a ticket that is opened or fetched for the first time. `key` is the
+        ticket with its consumer, and `session` its state machine.
+        """
         handoff = self._handoffs[key] = Handoff(key, session)
         return handoff
 
     def expect(self, ticket: TicketId, released: "asyncio.Future[ReleaseReason]") -> None:
-        """Store `released`, the future of a ticket that is being opened, before the ticket is served. Raises
-        `LocalTransferError` if it was opened before.
+        """Keep `released`, the future of a ticket that is about to be opened, for `outcome`. Raises
+        `LocalTransferError` if the ticket was opened before.
         """
         if ticket in self._outcomes:
             raise LocalTransferError(f"ticket {ticket} was opened before")
@@ -72,13 +78,15 @@ class HandoffTable:
             del self._outcomes[oldest]
 
     def open(self, handoff: Handoff, released: "asyncio.Future[ReleaseReason]") -> None:
-        """Mark a handoff as opened, so that `publish` finds it. `released` resolves when its blocks may be freed."""
+        """Mark a handoff as opened by its owner, so that `find` returns it. The future `released` resolves when its
+        blocks may be freed.
+        """
         handoff.released = released
         self._opened[handoff.key[0]] = handoff
 
     def find(self, ticket: TicketId) -> Handoff | None:
-        """Return the handoff of an opened ticket, or None if it has ended: then a late call of its owner is ignored.
-        Raises `UnknownTicket` if it was not opened.
+        """Return the handoff of a ticket that was opened here, or None if it has ended, in which case a late call of
+        its owner is ignored. Raises `UnknownTicket` if it was never opened.
         """
         handoff = self._opened.get(ticket)
         if handoff is None:
@@ -86,8 +94,8 @@ class HandoffTable:
         return handoff
 
     def outcome(self, ticket: TicketId) -> "asyncio.Future[ReleaseReason]":
-        """Return the future that resolves when the blocks of a ticket may be freed. Raises `UnknownTicket` if it was
-        not opened.
+        """Return the future that resolves, with the reason, when the blocks of a ticket may be freed. Raises
+        `UnknownTicket` if the ticket was not opened here.
         """
         future = self._outcomes.get(ticket)
         if future is None:
@@ -95,39 +103,45 @@ class HandoffTable:
         return future
 
     def unresolved(self) -> "list[asyncio.Future[ReleaseReason]]":
-        """Return the futures of the tickets whose blocks may not be freed yet."""
+        """Return the `released` futures of the opened tickets whose blocks may not be freed yet."""
         return [future for future in self._outcomes.values() if not future.done()]
 
     def count_of(self, peer: tuple[InstanceId, Generation]) -> int:
-        """Return the number of tickets that are served to one consumer."""
+        """Return the number of tickets that are served to the consumer `peer` now."""
         return sum(key[1:] == peer for key in self._handoffs)
 
     def cancel(self, ticket: TicketId) -> list[Handoff]:
-        """Leave a tombstone for all consumers of a ticket. Return the handoffs that the caller must end."""
+        """Leave a tombstone for a ticket, for whichever consumer it is. Return its running handoffs, which the caller
+        must end.
+        """
         self._remember(self._cancelled, ticket, None)
         return [handoff for key, handoff in self._handoffs.items() if key[0] == ticket]
 
     def is_cancelled(self, ticket: TicketId) -> bool:
-        """Return whether this node has cancelled a ticket."""
+        """Return whether `cancel` was called for this ticket (among the last `max_tombstones` calls)."""
         return ticket in self._cancelled
 
     def tombstone(self, key: SinkKey) -> ReleaseReason | None:
-        """Return the reason why a ticket has ended, or None."""
+        """Return the reason why this ticket of this consumer has ended, or None if it has not ended or is not
+        remembered.
+        """
         return self._tombstones.get(key)
 
     def entomb(self, key: SinkKey, reason: ReleaseReason) -> None:
-        """Leave a tombstone with this reason, so that a later fetch or `open` of the ticket ends immediately."""
+        """Leave a tombstone for this ticket and consumer, so that a later fetch or `open` of the ticket ends
+        immediately with `reason`.
+        """
         self._remember(self._tombstones, key, reason)
 
     def release(self, handoff: Handoff, reason: ReleaseReason) -> None:
-        """Resolve the future of a ticket with `reason`: its blocks may be freed."""
+        """Resolve the future of a ticket with `reason`: its owner may now free the blocks."""
         self._opened.pop(handoff.key[0], None)
         if handoff.released is not None and not handoff.released.done():
             handoff.released.set_result(reason)
 
     def bury(self, handoff: Handoff) -> None:
-        """Forget a handoff and leave a tombstone. A parked fetch whose connection broke leaves none, because its
-        consumer may come again. Calling it again has no effect.
+        """Remove an ended handoff from the table and leave a tombstone. A fetch of a ticket that nobody had opened, and
+        whose connection broke, leaves none, because its consumer may come again. A second call has no effect.
         """
         if self._handoffs.pop(handoff.key, None) is None:
             return
@@ -135,7 +149,9 @@ class HandoffTable:
             self.entomb(handoff.key, handoff.session.reason or "failed")
 
     def check_invariants(self) -> None:
-        """Assert that all sessions are consistent and that opened tickets have not been released."""
+        """Assert that the states of all served tickets are consistent and that opened tickets have not been released.
+        Only tests call it.
+        """
         for handoff in self._handoffs.values():
             handoff.session.check_invariants()
             assert not handoff.session.is_over()

@@ -44,7 +44,9 @@ SECRET_BYTES = 16
 
 
 class AttachedTransport:
-    """A transport that the consumer has attached, with the blocks that are queued for it."""
+    """A transport that one consumer has attached: the producer's end of it (`sender`), the queue of blocks to send, and
+    the parcels that were staged. `epoch` is the number of the consumer's attempt to attach it.
+    """
 
     def __init__(self, epoch: int, sender: Sender, block_bytes: int, *, is_stream: bool) -> None:
         self.epoch = epoch
@@ -64,8 +66,8 @@ class AttachedTransport:
 
 
 class ProducerLink:
-    """One consumer's connection. It owns the senders of the attached transports and the watch on the consumer's
-    process. `ProducerSide` owns it. Event loop only.
+    """The connection of one consumer, as the producer sees it. It owns the transports that the consumer has attached
+    and the watch on the consumer's process. `ConsumerConnections` owns it. Use it only on the event loop.
     """
 
     def __init__(
@@ -103,8 +105,8 @@ class ProducerLink:
         self._watch = watch_process(hello.host, context.host, lambda: on_lost(self, True))
 
     def admits(self, join: Join) -> bool:
-        """Return whether a further connection may join this link: its secret is right and the limit of connections is
-        not reached.
+        """Return whether the further connection that sent `join` may become part of this link: its secret is right and
+        the largest number of connections is not reached.
         """
         is_wanted = self.is_up and len(self.identities) < self.connections
         # `compare_digest` takes the same time for every secret, so its duration does not reveal how much of a guess is
@@ -112,22 +114,30 @@ class ProducerLink:
         return is_wanted and hmac.compare_digest(self.secret, join.secret)
 
     def join(self, identity: bytes, fd: int) -> None:
-        """Add a further connection, by its ZeroMQ identity and file descriptor. It carries only bytes of blocks."""
+        """Add a further connection of the same consumer, given by its ZeroMQ identity and file descriptor. It carries
+        only bytes of blocks.
+        """
         self.identities.append(identity)
         self.fds.add(fd)
 
     def send(self, message: ToConsumer) -> None:
-        """Send a control message to the consumer."""
+        """Send a control message to the consumer, without blocking. If that fails, `on_lost` is called on the next turn
+        of the event loop.
+        """
         self._send(self.identities[0], [encode(message)])
 
     def attach(self, message: Attach) -> None:
-        """Prepare a transport for this consumer in the background, then send `Attached`."""
+        """Prepare the transport that `message` names for this consumer in the background. Then send `Attached` with the
+        data for the consumer, or with the reason if it cannot be used.
+        """
         # A second attachment replaces the first, for example after the consumer has demoted it.
         self.detach(message.transport)
         self._attaching[message.transport] = self._context.loop.create_task(self._attach(message))
 
     def detach(self, transport: str, epoch: int | None = None) -> None:
-        """Free the resources of a transport. With `epoch`, only if that attachment is still the current one."""
+        """Free the producer's end of a transport and forget the blocks queued for it. If `epoch` is given, do so only
+        if that attempt attached the transport that is in use.
+        """
         attached = self._attached_transports.get(transport)
         if attached is not None and epoch in (None, attached.epoch):
             del self._attached_transports[transport]
@@ -137,8 +147,8 @@ class ProducerLink:
             task.cancel()
 
     def serve(self, transport: str, parcel: SendBatch) -> int:
-        """Queue the blocks of a parcel and send as many as the window allows. Return the number of bytes that were
-        queued.
+        """Queue the blocks of `parcel` for a transport, and send as many as the window allows. Return the number of
+        bytes that were queued; 0 if the transport is not attached any more.
         """
         attached = self._attached_transports.get(transport)
         if attached is None:  # it broke, and `_broke` has reported that to the consumer
@@ -148,13 +158,13 @@ class ProducerLink:
         return len(parcel.blocks) * attached.block_bytes // parcel.parts
 
     def drop(self, ticket: TicketId) -> None:
-        """Forget the queued blocks of a ticket on all transports."""
+        """Remove the blocks of a ticket that wait to be sent to this consumer, on all its transports."""
         for attached in self._attached_transports.values():
             attached.queue.drop(ticket)
 
     def credit(self, message: Got) -> None:
-        """Handle `Got`: free that many bytes of the window, or the staging memory of the parcel that was read, then
-        send what fits now.
+        """Handle `Got`, the consumer's report that it has read bytes: free as many bytes of the window, or the staging
+        memory of the parcel that was read. Then send queued blocks that fit now.
         """
         # ZeroMQ sends in order, so finished frames are at the front.
         while self._in_flight and self._in_flight[0][1].done:
@@ -170,11 +180,13 @@ class ProducerLink:
                 self._pump(name)
 
     def is_reading(self, ticket: TicketId) -> bool:
-        """Return whether a frame in flight or a running checksum still reads the blocks of this ticket."""
+        """Return whether the memory of this ticket's blocks is still read for this consumer: by a ZeroMQ frame that is
+        being sent, or by a thread that stages blocks or computes checksums.
+        """
         return self._hashing[ticket] > 0 or any(t == ticket and not tracker.done for t, tracker in self._in_flight)
 
     def is_idle(self) -> bool:
-        """Return whether no frame and no checksum reads any block."""
+        """Return whether no frame that is being sent and no thread reads any block for this consumer."""
         return not self._hashing.total() and all(tracker.done for _, tracker in self._in_flight)
 
     def is_dead(self) -> bool:
@@ -182,13 +194,15 @@ class ProducerLink:
         return self._watch is not None and self._watch.is_dead()
 
     def lose(self) -> None:
-        """Free the transports after the connection was lost. The consumer's process is watched until `close`."""
+        """Free all attached transports, because the connection to the consumer is lost. Its process is watched until
+        `close`.
+        """
         self.is_up = False
         for name in {*self._attached_transports, *self._attaching}:
             self.detach(name)
 
     def close(self) -> None:
-        """Free the transports and stop watching the consumer's process."""
+        """Free all attached transports and stop watching the consumer's process."""
         self.lose()
         if self._watch is not None:
             self._watch.close()
@@ -241,8 +255,8 @@ class ProducerLink:
             self._prepare(transport, parcel)
 
     def _prepare(self, transport: str, parcel: SendBatch) -> None:
-        """Stage the blocks of a parcel and compute their checksums, then send it. This runs inline if that is quicker
-        than waking a thread.
+        """Stage the blocks of `parcel` if `transport` needs it, compute their checksums, then send them. A worker
+        thread does it, unless it is quicker than waking a thread.
         """
         context, attached, parts = self._context, self._attached_transports[transport], parcel.parts
         checked = [is_checked(context.settings.checksum, index, parts) for index, _ in parcel.blocks]
@@ -287,8 +301,9 @@ class ProducerLink:
         attached.sender.send(pieces, prepared, partial(self._announce, announcement))
 
     def _announce(self, announcement: Blocks, groups: Sequence[Sequence[Buffer]]) -> None:
-        """Send the announcement of a parcel and its bytes. Parcels of more than one message use the connections
-        alternately; all bytes of a parcel use one, so that they stay in order.
+        """Send the message that announces a parcel with `groups[0]`, the frames that travel with it; each further group
+        of frames follows in a message of its own. Such larger parcels use the consumer's connections in turn, but all
+        bytes of one parcel use the same connection, so that they stay in order.
         """
         identity, offset = self.identities[0], 0
         if len(groups) > 1:
@@ -304,7 +319,9 @@ class ProducerLink:
 
 
 def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
-    """Return the message that rejects a consumer, or None if it can be served."""
+    """Return the message that rejects the consumer that sent `hello`, because its protocol or its layout does not fit.
+    Return None if it can be served.
+    """
     if hello.protocol != PROTOCOL:
         return Refuse(f"this node speaks protocol {PROTOCOL}, the peer {hello.protocol}")
     if (reason := obstacle(context.layout, hello.layout)) is not None:
@@ -313,8 +330,8 @@ def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
 
 
 def welcome(context: NodeContext, link: ProducerLink) -> Welcome:
-    """Return the message that accepts a consumer. It lists the transports that both ends have and that can reach the
-    consumer.
+    """Return the message that accepts the consumer of `link`. It lists the transports that both ends have and that can
+    reach the consumer.
     """
     hello = link.hello
     return Welcome(
@@ -331,7 +348,7 @@ def welcome(context: NodeContext, link: ProducerLink) -> Welcome:
 
 
 def parts_for(context: NodeContext, hello: Hello) -> int:
-    """Return into how many parts each block is divided for this consumer. It is 1 if blocks are converted, because they
-    travel whole.
+    """Return into how many parts each block is divided for the consumer that sent `hello`: the number of the settings,
+    or 1 if the layouts differ, because converted blocks travel whole.
     """
     return context.settings.parts if hello.layout == context.layout else 1

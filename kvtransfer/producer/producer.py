@@ -45,7 +45,7 @@ FetchHandler = Callable[[Ticket, list[BlockHash]], None]
 
 
 class ProducerSide:
-    """Serves the tickets of one node to all consumers that connect. Event loop only."""
+    """Serves the tickets of one node to all consumers that connect. Use it only on the event loop."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
@@ -75,19 +75,25 @@ class ProducerSide:
         self._apply(handoff, handoff.session.open(ticket, now))
 
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
-        """Offer complete blocks of a ticket. Raises `UnknownTicket` if the ticket was not opened."""
+        """Offer complete blocks (hash, block number) to the consumer of a ticket; see `TransferNode.publish`. Ignored
+        if the ticket has ended. Raises `UnknownTicket` if it was not opened.
+        """
         handoff = self._handoffs.find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.publish(blocks))
 
     def publish_parts(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> None:
-        """Offer some parts of blocks of a ticket. Raises `UnknownTicket` if the ticket was not opened."""
+        """Offer the parts with the numbers `parts` of blocks (hash, block number); see `TransferNode.publish_parts`.
+        Ignored if the ticket has ended. Raises `UnknownTicket` if it was not opened.
+        """
         handoff = self._handoffs.find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.publish_parts(blocks, parts))
 
     def finish(self, ticket: TicketId, payload: bytes) -> None:
-        """Declare that nothing more will be published. Raises `LocalTransferError` if the payload is too long."""
+        """Declare that nothing more will be published for a ticket; the consumer gets `payload`. Ignored if the ticket
+        has ended. Raises `UnknownTicket` if it was not opened, and `LocalTransferError` if the payload is too long.
+        """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise LocalTransferError(f"a payload of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
         handoff = self._handoffs.find(ticket)
@@ -95,26 +101,30 @@ class ProducerSide:
             self._apply(handoff, handoff.session.finish(payload, self._context.clock()))
 
     def give_up(self, ticket: TicketId, reason: ReleaseReason, message: str) -> None:
-        """Stop serving a ticket. `message` is the reason that the consumer gets."""
+        """Stop serving a ticket that this node opened. `reason` is what its owner gets from `released`, and `message`
+        is the text that the consumer's error contains.
+        """
         handoff = self._handoffs.find(ticket)
         if handoff is not None:
             self._apply(handoff, handoff.session.give_up(reason, message))
 
     def cancel(self, ticket: TicketId) -> None:
-        """Cancel a ticket at any time. If `open` or the fetch comes later, the tombstone that is left here ends it at
-        once.
+        """Stop serving a ticket, at any time. If it is opened or fetched only later, the tombstone that is left here
+        ends it at once.
         """
         for handoff in self._handoffs.cancel(ticket):
             self._apply(handoff, handoff.session.give_up("cancelled", "cancelled by the producer"))
 
     def outcome(self, ticket: TicketId) -> "asyncio.Future[ReleaseReason]":
-        """Return the future that resolves when the blocks of a ticket may be freed. Raises `UnknownTicket` if it was
-        not opened.
+        """Return the future that resolves, with the reason, when the blocks of a ticket may be freed. Raises
+        `UnknownTicket` if the ticket was not opened here.
         """
         return self._handoffs.outcome(ticket)
 
     def tick(self, now: float) -> None:
-        """Check the deadlines of all sessions, and forget links that are lost and unused."""
+        """Do the work of one timer tick at the time `now` of the node's clock: end tickets whose deadline or lease has
+        passed, and forget lost connections that nothing uses.
+        """
         for handoff in self._handoffs:
             self._apply(handoff, handoff.session.tick(now))
         self._connections.forget_lost(
@@ -122,11 +132,13 @@ class ProducerSide:
         )
 
     def num_sessions(self) -> int:
-        """Return the number of tickets that are being served."""
+        """Return the number of tickets that are served now, including fetches of tickets that are not opened yet."""
         return len(self._handoffs)
 
     async def close(self, timeout_s: float) -> None:
-        """End all tickets, wait up to `timeout_s` for consumers that are still copying, and close the socket."""
+        """End all served tickets, wait up to `timeout_s` seconds for consumers that still copy blocks, then stop
+        listening.
+        """
         for handoff in self._handoffs:
             self._apply(handoff, handoff.session.give_up("closed", "the producer shuts down"))
         if waiting := self._handoffs.unresolved():
@@ -137,7 +149,9 @@ class ProducerSide:
             future.set_result("closed")
 
     def check_invariants(self) -> None:
-        """Assert that all sessions are consistent and that opened tickets have not been released."""
+        """Assert that the states of all served tickets are consistent and that opened tickets have not been released.
+        Only tests call it.
+        """
         self._handoffs.check_invariants()
 
     def _handle(self, link: ProducerLink, message: ToProducer) -> None:
@@ -242,7 +256,9 @@ class ProducerSide:
             self._handoffs.bury(handoff)
 
     def _drain(self, handoff: Handoff, wait_s: float) -> None:
-        """Check again and again until no frame and no checksum reads the blocks. Most tickets pass the first check."""
+        """Release the blocks of an ended ticket as soon as no frame that is being sent and no thread reads them. Check
+        now and, if necessary, again after `wait_s` seconds, which doubles each time.
+        """
         if handoff.session.state is not ProducerState.DRAINING:
             return
         if self._connections.is_reading(handoff.key[0]):

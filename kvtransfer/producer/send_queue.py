@@ -17,8 +17,8 @@ SAMPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
-    """Blocks of one ticket, or parts of them, that one message announces: pairs of their index in the fetch and their
-    number in this node's memory.
+    """Blocks of one ticket that one message announces, or parts of blocks if `parts` is above 1. `blocks` has pairs:
+    the index of the block (or part) in the fetch, and its number in this node's memory.
     """
 
     ticket: TicketId
@@ -28,8 +28,8 @@ class SendBatch:
 
 
 class SendQueue:
-    """Decides which blocks are sent next on one connection. With `window_bytes` None, the transport queues nothing
-    itself and no block waits for credit.
+    """Decides which blocks a producer sends next by one transport of one connection. `window_bytes` bounds the bytes in
+    flight. If it is None, nothing waits for credit, because the transport does not send bytes that could pile up.
     """
 
     def __init__(
@@ -41,10 +41,11 @@ class SendQueue:
         taper_bytes: int | None = None,
         in_blocks: bool = False,
     ) -> None:
-        """Create an empty queue.
+        """Create an empty queue for parcels of at most `batch_bytes`.
 
-        With `taper_bytes`, the first and the last parcels of a prompt are about this small, because one end of the
-        transfer waits while they are staged. With `in_blocks`, a parcel of parts occupies room for whole blocks.
+        With `taper_bytes`, the first and the last parcels of a prompt are only about this large, because one end of the
+        transfer waits while they are copied. None makes all equally large. With `in_blocks`, a parcel of parts counts
+        as whole blocks in the window, as in a ring whose slots hold whole blocks.
         """
         self._block_bytes = block_bytes
         self._batch_bytes = batch_bytes
@@ -58,31 +59,35 @@ class SendQueue:
 
     @property
     def travelling_bytes(self) -> int:
-        """Return the bytes that were sent and for which no credit has come back yet."""
+        """Return the number of bytes that were sent and for which the consumer has not returned credit yet."""
         return self._travelling
 
     def add(self, ticket: TicketId, attempt: int, blocks: Sequence[tuple[int, int]], parts: int = 1) -> None:
-        """Queue blocks of a ticket, in the order in which they are to leave."""
+        """Queue blocks of a ticket for sending, in this order: pairs of the index in the fetch and the number in this
+        node's memory. With `parts` above 1, both count parts of blocks.
+        """
         queue = self._tickets.setdefault(ticket, deque())
         queue.extend((attempt, parts, index, block) for index, block in blocks)
 
     def drop(self, ticket: TicketId) -> None:
-        """Forget the queued blocks of a ticket."""
+        """Remove the blocks of a ticket that wait to be sent."""
         self._tickets.pop(ticket, None)
         del self._gone[ticket]
 
     def window_bytes_of(self, count: int, parts: int) -> int:
-        """Return how many bytes of the window `count` blocks, or parts if each block has several `parts`, occupy."""
+        """Return how many bytes of the window a parcel of `count` blocks occupies, or of `count` parts if each block
+        has several `parts`.
+        """
         return (-(-count // parts) * parts if self._in_blocks else count) * self._block_bytes // parts
 
     def credit(self, num_bytes: int) -> None:
-        """Free `num_bytes` of the window, because the consumer has read them."""
+        """Allow `num_bytes` more bytes in flight, because the consumer has read as many."""
         # Credit comes from the peer: too much of it must not enlarge the window.
         self._travelling = max(self._travelling - num_bytes, 0)
 
     def take(self) -> SendBatch | None:
-        """Return the next parcel, or None if nothing is queued or the window has no room. Tickets with queued blocks
-        alternate.
+        """Remove the next parcel from the queue and return it. Return None if nothing is queued or the window has no
+        room. Tickets with queued blocks take turns.
         """
         if not self._tickets:
             return None
@@ -108,11 +113,12 @@ class SendQueue:
         return SendBatch(ticket, attempt, blocks, parts)
 
     def _num_sendable(self, waiting: int, parts: int, gone: int) -> int:
-        """Return how many blocks or parts the next parcel carries.
+        """Return how many blocks or parts the next parcel of a ticket carries. `waiting` of them are queued, and `gone`
+        bytes of the ticket were sent before.
 
-        They are few while nothing travels (without a window: at the start), and later at most half of what waits, so
-        that the last parcels are small again. Return 0 if a small parcel now would cost as much as a full one a moment
-        later.
+        The first parcel is small, so that copying begins early (with a window: whenever nothing is in flight). Later
+        parcels carry at most half of what waits, so that the last ones are small again. Return 0 to wait for more
+        credit if the room in the window would only allow a small parcel now.
         """
         size, window = self._block_bytes // parts, self._window
         batch = min(max(self._batch_bytes // size, 1), MAX_PIECES)
@@ -129,9 +135,9 @@ class SendQueue:
 
 
 def is_checked(mode: ChecksumMode, index: int, parts: int) -> bool:
-    """Return whether a block or part is sent with a checksum. `index` is its number in the fetch, and each block has
-    `parts` parts. In the mode `sampled`, one of `SAMPLE` has a checksum; which part of a block that is differs from
-    block to block, so that every part is checked sometimes.
+    """Return whether a block or part is sent with a checksum, by the setting `mode`. `index` is its number in the
+    fetch, and each block has `parts` parts. In the mode `sampled`, one of `SAMPLE` has a checksum. Which part of a
+    block it is differs from block to block, so that no part always goes unchecked.
     """
     block, part = divmod(index, parts)
     return mode == "full" or (mode == "sampled" and (block + part) % SAMPLE == 0)

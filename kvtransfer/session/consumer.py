@@ -43,8 +43,8 @@ of this node: it does not matter which clock noticed the deadline first.
 
 
 class Link(NamedTuple):
-    """The properties of the connection for the next attempt: the transport's name, whether copies read the producer's
-    memory directly, and the number of parts of each block.
+    """The properties of the connection to the producer that the next attempt of a fetch uses: the transport's name,
+    whether copies read the producer's memory directly (`pulls`), and the number of parts of each block.
     """
 
     transport: str
@@ -53,17 +53,21 @@ class Link(NamedTuple):
 
 
 class Copying(NamedTuple):
-    """A placement whose copy is running: the attempt that started it, and the number of parts it consists of."""
+    """A running copy of a received block or part: the attempt of the fetch that started it, and the number of parts
+    that it writes.
+    """
 
     attempt: int
     num_parts: int
 
 
 class ConsumerSession:
-    """The state machine of one fetch. `wanted` pairs the hash of each block with its number in this node's memory.
+    """The state machine of one fetch; it does no I/O. `wanted` pairs the hash of each block with the number of the
+    block of this node that it is written to. Most methods return the actions that the caller must carry out
+    (`ConsumerStep`).
 
-    If the connection carries blocks in parts, a placement is a block or a part of one, and a block counts when all its
-    parts have arrived. A new attempt begins with whole blocks: parts of incomplete blocks are fetched again.
+    If the connection carries blocks in parts, a block counts as received when all its parts have arrived. A new attempt
+    begins with whole blocks: parts of incomplete blocks are fetched again.
     """
 
     def __init__(
@@ -103,8 +107,9 @@ class ConsumerSession:
         self._end: Give | None = None
 
     def linked(self, transport: str, *, pulls: bool, now: float, parts: int = 1) -> list[ConsumerStep]:
-        """Start an attempt over a connection that is ready, by `transport`. With `pulls`, copies read the producer's
-        memory directly, so the producer's lease must last until they end.
+        """Start an attempt, because a connection to the producer is ready, on which each block travels in `parts` parts
+        by `transport`. With `pulls`, copies read the producer's memory directly, so a copy counts only if the lease
+        held until its end. Return the actions to carry out.
         """
         if self.state is not State.LINKING:
             return []
@@ -112,11 +117,15 @@ class ConsumerSession:
         return self._request(now)
 
     def link_failed(self, fault: Fault, reason: str) -> list[ConsumerStep]:
-        """End the fetch because no connection to the producer can be opened, or no transport attached."""
+        """End the fetch with `fault`, because no connection to the producer can be opened or no transport works. Return
+        the actions to carry out.
+        """
         return self._fail(fault, reason) if self.state is State.LINKING else []
 
     def link_lost(self, reason: str, *, dead: bool, now: float) -> list[ConsumerStep]:
-        """React to a broken connection: retry, or end the fetch if the producer's process is known to be `dead`."""
+        """React to the loss of the connection: try again, or end the fetch if the producer's process has ended
+        (`dead`). Return the actions to carry out.
+        """
         if self.state not in LIVE:
             return []
         # Without the process nobody will answer: a retry would only wait for `connect_timeout_s`.
@@ -125,7 +134,9 @@ class ConsumerSession:
         return self._retry(reason, now) if self.state is not State.LINKING else []
 
     def handle(self, message: Ready | Blocks | Done | Fail, now: float) -> list[ConsumerStep]:
-        """Apply a message of the producer. Messages of other attempts come late and change nothing."""
+        """Apply a message of the producer and return the actions to carry out. A message of an earlier attempt comes
+        late and changes nothing.
+        """
         if self.state not in LIVE or message.attempt != self.attempt or self.state is State.LINKING:
             return []
         if isinstance(message, Fail):
@@ -145,19 +156,23 @@ class ConsumerSession:
                 return []
 
     def renewed(self, sent_at: float) -> None:
-        """Extend the lease: the producer has confirmed a renewal that this node sent at `sent_at`."""
+        """Extend the lease, because the producer has confirmed a renewal. It counts from `sent_at`, when this node sent
+        the renewal.
+        """
         self._lease_until = max(self._lease_until, sent_at + self._limits.lease_s)
 
     def forgotten(self, attempt: int, now: float) -> list[ConsumerStep]:
-        """Start another attempt, because the producer does not know the ticket any more; ignore it if `attempt` is not
-        the current one.
+        """Start another attempt, because the producer answered a renewal of `attempt` that it does not serve the ticket
+        any more. Do nothing if that is not the current attempt. Return the actions to carry out.
         """
         if attempt != self.attempt or self.state not in LIVE or self.state is State.LINKING:
             return []
         return self._retry("the producer forgot the ticket", now)
 
     def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
-        """Record that the copies of these placements are complete and verified."""
+        """Record that these placements (`BlockPlacement.index`) were copied and match their checksums. If a copy read
+        the producer's memory after the lease had ended, try again instead. Return the actions to carry out.
+        """
         _, parts = self._take(indexes)
         # After the lease the producer may have freed the blocks, so the copy may have read other content. A checksum
         # does not help: it may be off, or be skipped by sampling.
@@ -172,8 +187,8 @@ class ConsumerSession:
         return steps + self._after_copies(now)
 
     def damaged(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
-        """Handle placements whose bytes do not match their checksums: ask for them again, or demote the transport after
-        `max_mismatches`.
+        """React to placements (`BlockPlacement.index`) whose bytes do not match their checksums: ask for them again or,
+        after `max_mismatches` of them, try again by another transport. Return the actions to carry out.
         """
         attempts, numbers = self._take(indexes)
         parts = self._progress.parts
@@ -192,28 +207,34 @@ class ConsumerSession:
         return [Ask(Again(self.ticket.ticket, self.attempt, again))]
 
     def abandoned(self, indexes: Sequence[int], now: float, reason: str = "") -> list[ConsumerStep]:
-        """Handle placements that were not copied: they were stopped, or, if `reason` is set, the transport failed."""
+        """React to placements (`BlockPlacement.index`) that were not copied. If `reason` is set, the transport failed,
+        and the fetch tries another one; otherwise the copies were stopped on purpose. Return the actions to carry out.
+        """
         attempts, _ = self._take(indexes)
         if reason and self.state in (State.STREAMING, State.DRAINING) and attempts == {self.attempt}:
             return self._retry(reason, now, demote=self.transport)
         return self._after_copies(now)
 
     def transport_lost(self, reason: str, now: float) -> list[ConsumerStep]:
-        """Retry by another transport: the connection works, but the transport of this attempt delivers nothing more."""
+        """Try again by another transport: the connection works, but the transport of this attempt delivers nothing
+        more. Return the actions to carry out.
+        """
         if self.state not in LIVE or self.state is State.LINKING:
             return []
         return self._retry(reason, now, demote=self.transport)
 
     def cancel(self) -> list[ConsumerStep]:
-        """End the fetch because this node cancelled it. Return the steps that the caller must carry out."""
+        """End the fetch because this node cancelled it. Return the actions that the caller must carry out."""
         return self._fail(Fault.CANCELLED, "cancelled") if self.state in LIVE else []
 
     def close(self) -> list[ConsumerStep]:
-        """End the fetch because the node is closed. Return the steps that the caller must carry out."""
+        """End the fetch because the node is closed. Return the actions that the caller must carry out."""
         return self._fail(Fault.CLOSED, "the node was closed") if self.state in LIVE else []
 
     def tick(self, now: float) -> list[ConsumerStep]:
-        """Check the deadlines, and retry or end the fetch if one has passed."""
+        """Check the deadlines of the fetch at the time `now`: if one has passed, try again or end the fetch. Return the
+        actions to carry out.
+        """
         if self.state not in LIVE:
             return []
         if now >= self._deadline:
@@ -227,11 +248,11 @@ class ConsumerSession:
         return []
 
     def is_over(self) -> bool:
-        """Return whether the fetch has ended and no copy runs."""
+        """Return whether the fetch has ended and none of its copies runs any more."""
         return self.state is State.ENDED
 
     def check_invariants(self) -> None:
-        """Assert that blocks, parts and running copies agree."""
+        """Assert that the records of received blocks, missing parts and running copies agree. Only tests call it."""
         lacking = self._progress.lacking
         self._progress.check_invariants()
         assert not lacking & {i for i, n in enumerate(self._wanted) if n[0] in set(self.received)}
@@ -301,7 +322,7 @@ class ConsumerSession:
         return [Copy(self.attempt, placements)] if placements else []
 
     def _is_free(self, first: int, count: int) -> bool:
-        """Return whether all these parts are missing and none of them is being copied."""
+        """Return whether the `count` parts from number `first` on have not arrived and none of them is being copied."""
         missing = self._progress.missing
         if count == 1:
             return first in missing and first not in self._under_way
@@ -309,8 +330,8 @@ class ConsumerSession:
         return missing.issuperset(of_it) and self._under_way.isdisjoint(of_it)
 
     def _take(self, indexes: Sequence[int]) -> tuple[set[int], list[int]]:
-        """Remove placements from the running copies. Return the attempts they belong to, and the numbers of all their
-        parts.
+        """Remove the placements with these indexes from the running copies. Return (the attempts that started these
+        copies, the numbers of all parts that they write).
         """
         copying = [self._copying.pop(index) for index in indexes]
         attempts = {copy.attempt for copy in copying}

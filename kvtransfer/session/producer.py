@@ -41,10 +41,11 @@ CODE_OF: dict[ReleaseReason, FailCode] = {
 
 
 class ProducerSession:
-    """The state machine of one served ticket. It begins in state OPEN with `open`, or PARKED with a fetch that came
-    earlier.
+    """The state machine of one served ticket; it does no I/O. It begins in state OPEN if the ticket is opened first, or
+    PARKED if its fetch comes first. Most methods return the actions that the caller must carry out (`ProducerStep`).
 
-    Blocks may be published part by part. A connection without parts carries a block only when all of it is published.
+    Blocks may be published part by part. A connection that carries no parts gets a block only when all of it is
+    published.
     """
 
     def __init__(self, *, now: float, limits: SessionLimits, ticket: Ticket | None = None) -> None:
@@ -76,11 +77,13 @@ class ProducerSession:
 
     @property
     def pulls(self) -> bool:
-        """Return whether a consumer of this ticket reads this node's memory directly."""
+        """Return whether the consumer reads this node's memory directly, in the current or an earlier attempt."""
         return self._pulls
 
     def open(self, ticket: Ticket, now: float) -> list[ProducerStep]:
-        """Open a ticket whose fetch came first (state PARKED), and serve this fetch. Do nothing in any other state."""
+        """Open a ticket whose fetch came first (state PARKED), and serve this fetch. Do nothing in any other state.
+        Return the actions to carry out.
+        """
         if self.state is not State.PARKED:
             return []
         self._deadline = max(self._deadline, now + ticket.timeout_s)
@@ -89,9 +92,9 @@ class ProducerSession:
         return self._serve_all()
 
     def fetch(self, fetch: Fetch, *, link: int, pulls: bool, now: float, parts: int = 1) -> list[ProducerStep]:
-        """Start an attempt of the consumer. `link` identifies the connection, on which each block travels in `parts`
-        parts. With `pulls`, the consumer reads this node's memory directly. An attempt that is not newer than the last
-        one is ignored.
+        """Start the consumer's attempt `fetch`. `link` is the number of its connection, on which each block travels in
+        `parts` parts. With `pulls`, the consumer reads this node's memory directly. An attempt that is not newer than
+        the last one is ignored. Return the actions to carry out.
         """
         # A message of an earlier attempt came late, over a connection that was replaced.
         if fetch.attempt <= self.attempt:
@@ -113,24 +116,32 @@ class ProducerSession:
         return [ready, *self._serve_all()]
 
     def publish(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
-        """Serve blocks that are complete: (hash, block number). They do not move until the ticket is released."""
+        """Serve blocks that are complete (hash, block number in this node's memory). They must not change until the
+        ticket is released. Return the actions to carry out.
+        """
         self._published.update(blocks)
         return self._serve(blocks)
 
     def publish_parts(self, blocks: Sequence[tuple[BlockHash, int]], parts: range) -> list[ProducerStep]:
-        """Serve some parts of each block. The other parts follow, or `publish` declares the whole block complete."""
+        """Serve the parts with the numbers `parts` of each block (hash, block number). The other parts follow, or
+        `publish` declares the whole block complete. Return the actions to carry out.
+        """
         begun = [(name, block, part) for name, block in blocks for part in parts]
         self._begun.update(((name, part), block) for name, block, part in begun)
         return self._serve_parts(begun)
 
     def finish(self, payload: bytes, now: float) -> list[ProducerStep]:
-        """Declare that nothing more will be published, and report it to the consumer with `payload`."""
+        """Record that nothing more will be published, and report it to the consumer with `payload` as soon as it has
+        fetched. Return the actions to carry out.
+        """
         self._payload = payload
         self._finished_at = now
         return self._done()
 
     def again(self, message: Again, now: float) -> list[ProducerStep]:
-        """Serve pieces again whose checksums did not match at the consumer."""
+        """Serve blocks or parts again, whose bytes did not match their checksums at the consumer. Return the actions to
+        carry out.
+        """
         if self.state is not State.STREAMING or message.attempt != self.attempt or self._fetch is None:
             return []
         self._lease(now)
@@ -139,19 +150,21 @@ class ProducerSession:
         return [Serve(self.attempt, known, self._parts)] if known else []
 
     def renew(self, now: float) -> bool:
-        """Renew the lease. Return False if the ticket is not served here any more."""
+        """Renew the lease of the consumer. Return False if the ticket is not served any more, or has no
+        consumer now.
+        """
         if self.state not in (State.PARKED, State.STREAMING):
             return False
         self._lease(now)
         return True
 
     def release(self, message: Release) -> list[ProducerStep]:
-        """End the ticket because the consumer released it."""
+        """End the ticket because the consumer has released it with `message`. Return the actions to carry out."""
         return self._let_go(REASON_OF[message.outcome], "the consumer let go")
 
     def link_lost(self, *, dead: bool) -> list[ProducerStep]:
-        """React to the broken connection of the current attempt. With `dead`, the consumer's process is known to be
-        gone and the ticket ends; otherwise the consumer may come back until its lease runs out.
+        """React to the loss of the consumer's connection. With `dead`, its process has ended, and the ticket ends;
+        otherwise the consumer may come back until its lease runs out. Return the actions to carry out.
         """
         # A parked fetch has nobody who waits for it here: its consumer can fetch again.
         if dead or self.state is State.PARKED:
@@ -160,7 +173,9 @@ class ProducerSession:
         return []
 
     def give_up(self, reason: ReleaseReason, message: str) -> list[ProducerStep]:
-        """Stop serving the ticket because of `fail`, `cancel`, `close` or a deadline, and report it to the consumer."""
+        """Stop serving the ticket because this node failed, cancelled or closed it, or a deadline passed. Report
+        `message` to the consumer. Return the actions to carry out.
+        """
         if Trigger.GIVE_UP not in PRODUCER[self.state]:
             return []
         notices = [self._failed(CODE_OF[reason], message)] if self._fetch is not None else []
@@ -175,12 +190,16 @@ class ProducerSession:
         return [] if was_orphan else list(notices)
 
     def quiet(self) -> list[ProducerStep]:
-        """Complete DRAINING. Call it when nothing reads the blocks any more."""
+        """End the ticket (state DRAINING), because no frame that is being sent and no thread reads its blocks any more.
+        Return the action that frees the blocks.
+        """
         assert self.reason is not None
         return [Released(self.reason)] if self._move(Trigger.QUIET) else []
 
     def tick(self, now: float) -> list[ProducerStep]:
-        """Check the lease and the deadlines, and end the ticket if one has passed."""
+        """Check the lease and the deadlines at the time `now`, and end the ticket if one has passed. Return the actions
+        to carry out.
+        """
         self._forgive(now)
         match self.state:
             case State.STREAMING if now >= self._lease_until:
@@ -198,11 +217,11 @@ class ProducerSession:
                 return []
 
     def is_over(self) -> bool:
-        """Return whether the blocks may be freed."""
+        """Return whether the ticket has ended and its blocks may be freed."""
         return self.state is State.ENDED
 
     def check_invariants(self) -> None:
-        """Assert that state, reason and served parts agree."""
+        """Assert that the state of the ticket, the reason of its end and the served parts agree. Only tests call it."""
         assert (self.reason is not None) or self.state not in (State.ENDING, State.DRAINING, State.ENDED)
         assert self._served <= set(range(len(self._index) * self._parts))
 
@@ -217,8 +236,9 @@ class ProducerSession:
         self._lease_until = now + self._limits.lease_s + self._limits.lease_grace_s
 
     def _forgive(self, now: float) -> None:
-        """Extend the deadlines by time without a tick, if it was long. This process, or the whole machine with the
-        consumer's clock, may have been suspended, and the consumer's renewals may still wait in the socket.
+        """If no tick came for longer than `lease_grace_s`, extend the lease and the deadline for opening the ticket by
+        that time. This process, or the whole machine, may have been suspended, and the consumer's renewals may still
+        wait in the socket.
         """
         gap, self._ticked_at = now - self._ticked_at, now
         if gap > self._limits.lease_grace_s:
@@ -230,8 +250,8 @@ class ProducerSession:
         return [*self._serve(list(self._published.items())), *self._serve_parts(begun), *self._done()]
 
     def _serve(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
-        """Serve the blocks that are wanted as whole blocks, except those of which parts were served already: of these,
-        serve the other parts.
+        """Return the actions that send those of the complete `blocks` (hash, block number) that the consumer asks for.
+        Of a block whose parts were sent in part, send only the other parts.
         """
         if self.state is not State.STREAMING:
             return []
@@ -252,8 +272,8 @@ class ProducerSession:
         return [*([Serve(self.attempt, whole)] if whole else []), *self._serve_parts(rest)]
 
     def _serve_parts(self, blocks: Sequence[tuple[BlockHash, int, int]]) -> list[ProducerStep]:
-        """Serve the parts (hash, block number, part) that are wanted and were not served yet. A connection without
-        parts gets none.
+        """Return the actions that send those of the parts (hash, block number, part) that the consumer asks for and
+        that were not sent yet. A connection that carries no parts gets none.
         """
         if self.state is not State.STREAMING or self._parts == 1:
             return []
@@ -267,7 +287,9 @@ class ProducerSession:
         return [Serve(self.attempt, fresh, self._parts)] if fresh else []
 
     def _part_at(self, index: int) -> tuple[int, int]:
-        """Return a served piece with its number in this memory."""
+        """Return a part that was served, as (`index` in the fetch, number in this node's memory); both count parts of
+        blocks.
+        """
         assert self._fetch is not None
         position, part = divmod(index, self._parts)
         name = self._fetch.names[position]
@@ -287,7 +309,9 @@ class ProducerSession:
         return [Tell(done)]
 
     def _let_go(self, reason: ReleaseReason, message: str) -> list[ProducerStep]:
-        """Enter DRAINING with the first reason and message that were given."""
+        """Enter the state DRAINING, in which the blocks are freed when nothing reads them any more. `reason` and
+        `message` count only if none were recorded before. Return the actions to carry out.
+        """
         if Trigger.LET_GO not in PRODUCER[self.state]:
             return []
         self.reason = self.reason or reason

@@ -15,7 +15,7 @@ ReleaseReason = Literal["received", "cancelled", "expired", "lost", "failed", "c
 
 
 class Fault(StrEnum):
-    """Why a fetch failed. The driver raises the matching exception (`fetching.ERROR_OF`)."""
+    """Why a fetch failed. Its caller gets the exception that `fetching.ERROR_OF` has for this fault."""
 
     LOST = "lost"
     TIMEOUT = "timeout"
@@ -29,7 +29,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Time and retry limits of a session; times in seconds."""
+    """Timeouts in seconds and limits of retries that one transfer keeps to, at both ends."""
 
     connect_timeout_s: float = 5.0
     answer_timeout_s: float = 10.0
@@ -44,25 +44,26 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send a message to the producer."""
+    """An action that the state machine of a fetch requests: send `message` to the producer."""
 
     message: Fetch | Again | Release
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a message to the consumer."""
+    """An action that the state machine of a served ticket requests: send `message` to the consumer."""
 
     message: Ready | Done | Fail
 
 
 # A long prompt has thousands of these: a Struct that the garbage collector ignores is cheaper than a dataclass.
 class BlockPlacement(msgspec.Struct, frozen=True, gc=False):
-    """One block to copy: from number `source` of the producer's memory to number `destination` here. With `parts` above
-    1, both numbers count parts of blocks.
+    """One block to copy: from number `source` of the producer's memory to number `destination` of this node's. With
+    `parts` above 1, it is a part of a block, and both numbers count parts.
 
-    `index` is its first part among the ticket's wanted blocks, counted in the connection's parts. `position` is its
-    place in the `Blocks` message.
+    `index` identifies the placement in its fetch: the number of its first part, if all wanted blocks are counted in the
+    parts of the connection. `position` is its place in the `Blocks` message. `checksum` is None if the bytes are not
+    checked.
     """
 
     index: int
@@ -75,7 +76,9 @@ class BlockPlacement(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy these blocks. The driver answers once for each placement, with `copied`, `damaged` or `abandoned`."""
+    """An action that the state machine of a fetch requests: copy these received blocks to their destinations. The
+    caller reports each placement once, by `copied`, `damaged` or `abandoned`.
+    """
 
     attempt: int
     placements: Sequence[BlockPlacement]
@@ -83,15 +86,18 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Report to the caller that these blocks have arrived and are verified."""
+    """An action that the state machine of a fetch requests: report to the fetch's caller that the blocks with these
+    hashes have arrived and are verified.
+    """
 
     names: Sequence[BlockHash]
 
 
 @dataclass(frozen=True, slots=True)
 class Relink:
-    """Find a connection again and call `linked`. If `demote` is set, bar this transport between the two peers until a
-    probe has proved it again.
+    """An action that the state machine of a fetch requests: find a connection to the producer again, then call
+    `linked`. If `demote` names a transport, do not use it between these two instances until a probe has proved it
+    again.
     """
 
     reason: str
@@ -100,12 +106,14 @@ class Relink:
 
 @dataclass(frozen=True, slots=True)
 class StopCopies:
-    """Skip the copies that have not begun."""
+    """An action that the state machine of a fetch requests: prevent the copies of this attempt that have not begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Succeed:
-    """End the fetch successfully. `finished_at` is a time of the producer's clock."""
+    """An action that the state machine of a fetch requests: end the fetch successfully. `payload` is what the producer
+    passed to `finish`, at the time `finished_at` of its clock.
+    """
 
     payload: bytes
     finished_at: float
@@ -113,7 +121,9 @@ class Succeed:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """End the fetch with an error. No copy writes to its blocks any more."""
+    """An action that the state machine of a fetch requests: end the fetch with the error `fault`. No copy writes to its
+    blocks any more.
+    """
 
     fault: Fault
     reason: str
@@ -124,7 +134,8 @@ ConsumerStep = Ask | Copy | Arrived | Relink | StopCopies | Succeed | Give
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Announce these blocks, and send them if the transport pushes: (index among the wanted, number in this memory).
+    """An action that the state machine of a served ticket requests: announce these blocks to the consumer, and send
+    their bytes if the transport sends any. Each pair is (index in the fetch, number in this node's memory).
 
     With `parts` above 1, both numbers count parts of blocks.
     """
@@ -136,12 +147,16 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Drop what is queued for this ticket, and call `quiet` once nothing reads its blocks any more."""
+    """An action that the state machine of a served ticket requests: remove the ticket's blocks from the send queues,
+    and call `quiet` once nothing reads these blocks any more.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The blocks of the ticket may be freed."""
+    """An action that the state machine of a served ticket requests: report to the ticket's owner that its blocks may be
+    freed.
+    """
 
     reason: ReleaseReason
 

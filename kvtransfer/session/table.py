@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class ConsumerState(StrEnum):
-    """States of a fetch. Every state but ENDED is left in bounded time."""
+    """States of a fetch at the consumer. The fetch leaves every state but ENDED in bounded time."""
 
     LINKING = "linking"
     """A connection is not ready yet, or copies of an earlier attempt still run. It ends after `connect_timeout_s`."""
@@ -27,7 +27,7 @@ class ConsumerState(StrEnum):
 
 
 class ConsumerTrigger(StrEnum):
-    """Events that change the state of a fetch."""
+    """Events that change the state of a fetch at the consumer."""
 
     LINKED = "linked"
     ACCEPTED = "accepted"
@@ -39,8 +39,8 @@ class ConsumerTrigger(StrEnum):
 
 
 class ProducerState(StrEnum):
-    """States of a served ticket. Those before DRAINING end after a bounded time; DRAINING ends when no frame and no
-    checksum reads the blocks any more.
+    """States of a served ticket at the producer. The states before DRAINING end after a bounded time; DRAINING ends
+    when no frame that is being sent and no thread reads the blocks any more.
     """
 
     PARKED = "parked"
@@ -61,7 +61,7 @@ class ProducerState(StrEnum):
 
 
 class ProducerTrigger(StrEnum):
-    """Events that change the state of a served ticket."""
+    """Events that change the state of a served ticket at the producer."""
 
     OPENED = "opened"
     FETCHED = "fetched"

@@ -31,8 +31,8 @@ from baton_serve.kvtransfer.transports.zeromq import ZeromqTransport
 
 
 def build(facts: NodeFacts, settings: TransferSettings, in_process: InProcess | None) -> dict[str, Transport]:
-    """Create the transports that a node may use, by name, in order of preference. `memory` is left out if `in_process`
-    is None.
+    """Create the transports that a node may use by its settings, by name, in order of preference. `facts` describes the
+    node. `memory` is left out if `in_process` is None.
     """
     made: dict[str, Transport] = {}
     for name in settings.ladder(is_device=facts.memory.host_view is None):

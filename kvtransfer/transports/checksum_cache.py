@@ -10,8 +10,8 @@ from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 
 class ChecksumCache:
-    """Remembers the checksums of a node's blocks, so that each is computed once for all connections. Several threads
-    use it without a lock: if two compute the same checksum at the same time, they get the same value.
+    """Remembers the checksums of a node's blocks in host memory, so that each is computed once for all consumers.
+    Several threads use it without a lock: if two compute the same checksum at the same time, they get the same value.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,9 @@ class ChecksumCache:
         """
 
     def of(self, memory: BlockMemory, blocks: Sequence[int], addresses: Sequence[int]) -> list[int]:
-        """Return the xxh3_64 of each block. The caller must keep the blocks unchanged meanwhile."""
+        """Return the xxh3_64 checksum of each of these blocks of `memory`, cached or computed. `addresses` are those of
+        their first bytes. The caller must keep the blocks unchanged meanwhile.
+        """
         size = memory.block_bytes
         # Without versions, new content in a place could not be noticed: compute every checksum.
         if not blocks or version_of(memory, blocks[0]) is None:
@@ -40,7 +42,9 @@ class ChecksumCache:
         return [value for value in sums if value is not None]
 
     def knows(self, memory: BlockMemory, blocks: Sequence[int]) -> bool:
-        """Return whether the checksums of all these blocks are cached, so that `of` reads no bytes."""
+        """Return whether the current checksums of all these blocks of `memory` are cached, so that `of` would read no
+        bytes.
+        """
         return all(self._find(memory.block_bytes, block, version_of(memory, block)) is not None for block in blocks)
 
     def _find(self, size: int, block: int, version: int | None) -> int | None:

@@ -21,8 +21,8 @@ SAMPLE_WORDS = 512
 
 
 def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> list[int]:
-    """Compute the checksums of the blocks `chosen` on the device, and return them without a salt. Wait for the device,
-    on this thread's own stream. With `sample`, a checksum covers a sample of the bytes only.
+    """Compute the checksums of the blocks with the numbers `chosen` on the device, on this thread's own stream, and
+    wait for them. With `sample`, each covers only a sample of the block's bytes. They contain no salt (see `new_salt`).
     """
     if not chosen:
         return []
@@ -35,15 +35,17 @@ def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> lis
 
 
 def new_salt(*, sample: bool) -> int:
-    """Return a random number that a sender adds to its checksums. Its lowest bit is `sample`: whether the checksums
-    cover a sample of the bytes only.
+    """Return a random number (salt) that a sender adds to the checksums of a parcel and announces separately; the
+    receiver gets it back by subtracting its own checksums. Its lowest bit is `sample`: whether the checksums cover a
+    sample of the bytes only.
     """
     return secrets.randbits(61) * 2 + sample
 
 
 def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> Tensor:
-    """Queue the computation of the checksums of the blocks `chosen` on the current stream. Return them as int64
-    `[len(chosen)]` on the device.
+    """Queue the computation of the checksums of the blocks with the numbers `chosen` on the current stream. Return them
+    as int64 `[len(chosen)]` on the device, complete when the stream gets there. With `sample`, each covers only a
+    sample of the block's bytes.
     """
     words = blocks.tensor.view(torch.int64)
     if sample:
@@ -62,14 +64,18 @@ def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) ->
 
 
 def to_host(sums: Tensor) -> Tensor:
-    """Return a copy in pinned host memory. It is complete when the current stream has reached this point."""
+    """Return a copy of checksums in pinned host memory, queued on the current stream. Read it only after the stream has
+    finished this copy.
+    """
     if sums.device.type == "cpu":
         return sums
     return torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
 
 
 def is_sample(checksum: int | None) -> bool:
-    """Return whether a checksum of a device's block covers a sample only."""
+    """Return whether the announced checksum of a device's block covers only a sample of its bytes; False without a
+    checksum.
+    """
     return checksum is not None and checksum % 2 == 1
 
 
@@ -78,8 +84,8 @@ _weights: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def weights(count: int, device: torch.device) -> Tensor:
-    """Return `count` different odd 64-bit numbers by which a checksum multiplies the words of a block, int64 `[count]`.
-    They are complete on the device when returned.
+    """Return `count` different odd 64-bit numbers, int64 `[count]` on `device`. A checksum is the sum of a block's
+    words times these weights. The copy to the device is complete on return.
     """
     made = _weights.get((count, device))
     if made is None:
@@ -91,7 +97,7 @@ def weights(count: int, device: torch.device) -> Tensor:
 
 
 def _runs(chosen: Sequence[int], most: int) -> list[range]:
-    """Return runs of neighbouring blocks, of at most `most` blocks each."""
+    """Divide the block numbers `chosen` into ranges of consecutive numbers, each of at most `most` blocks."""
     runs: list[range] = []
     for block in chosen:
         if runs and runs[-1].stop == block and len(runs[-1]) < most:

@@ -27,8 +27,8 @@ MAX_COPIES = 16
 
 
 class DeviceBlocks:
-    """Gives access to blocks in a device's memory by number, and checks that the numbers exist. Several threads use it,
-    each on its own stream.
+    """Gives access by number to the KV blocks in a device's memory, and checks that the numbers exist. Several threads
+    use it; each copies on a stream (CUDA stream or similar) of its own.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -42,7 +42,9 @@ class DeviceBlocks:
         self._parts: dict[int, DeviceBlocks] = {}
 
     def in_parts(self, count: int) -> "DeviceBlocks":
-        """Return the same memory with each block divided into `count` parts; it shares the streams."""
+        """Return access to the same memory with each block divided into `count` parts. It shares the threads' streams
+        with this object.
+        """
         if count == 1:
             return self
         if count not in self._parts:
@@ -53,25 +55,31 @@ class DeviceBlocks:
         return self._parts[count]
 
     def total_bytes(self) -> int:
-        """Return the size of the device's memory in bytes, or the largest integer on the CPU."""
+        """Return the size of all memory of the device in bytes, or the largest integer if the blocks lie on the CPU."""
         if self._module is None:
             return sys.maxsize
         return int(self._module.get_device_properties(self.device).total_memory)
 
     def check(self, blocks: Sequence[int]) -> None:
-        """Raise `TransportUnavailable` if any of these blocks does not exist. The numbers may come from a peer."""
+        """Raise `TransportUnavailable` if any of these block numbers does not exist. They may come from another
+        process.
+        """
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             raise TransportUnavailable(f"blocks {min(blocks)} to {max(blocks)} are not all of {self.num_blocks}")
 
     def stream(self) -> Any:
-        """Return this thread's stream, or None on the CPU."""
+        """Return the calling thread's device stream, or None if the blocks lie on the CPU. The first
+        call creates it.
+        """
         made = getattr(self._local, "stream", None)
         if made is None:
             made = self._local.stream = self.new_stream()
         return made
 
     def new_stream(self) -> Any:
-        """Return a new stream and make its device the current one of this thread. Return None on the CPU."""
+        """Return a new stream of the blocks' device, and make this device the current one of the calling thread. Return
+        None if the blocks lie on the CPU.
+        """
         if self._module is None:
             return None
         # CUDA keeps the current device for each thread: a stream must be created and used with its own.
@@ -80,7 +88,9 @@ class DeviceBlocks:
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any = None) -> Iterator[None]:
-        """Run the body of a `with` statement on `stream`, or on this thread's own stream."""
+        """Run the body of a `with` statement on `stream`; None means the calling thread's own stream. On the CPU the
+        body just runs.
+        """
         with torch.inference_mode():
             if self._module is None:
                 yield
@@ -89,33 +99,39 @@ class DeviceBlocks:
                 yield
 
     def mark(self, stream: Any = None) -> Any:
-        """Record an event on the stream, behind the work that is queued so far, and return it; None on the CPU."""
+        """Record an event on `stream` (None: the calling thread's own), behind the work that is queued so far, and
+        return it. Return None if the blocks lie on the CPU.
+        """
         return None if self._module is None else (stream or self.stream()).record_event()
 
     def after_computing(self, blocks: Sequence[int], stream: Any = None) -> None:
-        """Make later work of the stream wait until the engine has finished its work on these blocks. The host does not
-        wait.
+        """Make work that is queued later on `stream` (None: the calling thread's own) wait until the engine has
+        finished its work on these blocks. The call itself does not wait.
         """
         if self._module is not None:
             for event in self._memory.ready_after(blocks):
                 (stream or self.stream()).wait_event(event)
 
     def is_computed(self, blocks: Sequence[int]) -> bool:
-        """Return whether `wait_for_computing` would return immediately."""
+        """Return whether the engine has finished its work on these blocks, so that `wait_for_computing` would return at
+        once.
+        """
         return all(event.query() for event in self._memory.ready_after(blocks))
 
     def wait_for_computing(self, blocks: Sequence[int]) -> None:
-        """Wait until the engine's work on these blocks is done."""
+        """Block the calling thread until the engine has finished its work on these blocks."""
         for event in self._memory.ready_after(blocks):
             event.synchronize()
 
     def wait(self) -> None:
-        """Wait for all work of this thread's stream."""
+        """Block the calling thread until all work on its own stream has finished."""
         if self._module is not None:
             self.stream().synchronize()
 
     def read(self, blocks: Sequence[int], host: "HostArea", places: Sequence[int]) -> None:
-        """Copy blocks, once they are computed, to the rows `places` of the host area, and wait for the copies."""
+        """Copy the device's `blocks` to the rows `places` of the host memory `host`, after the engine has computed
+        them. Wait for the copies.
+        """
         self.check(blocks)
         with self.on_stream():
             self.after_computing(blocks)
@@ -124,8 +140,8 @@ class DeviceBlocks:
         self.wait()
 
     def write(self, host: "HostArea", places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy the rows `places` of the host area to blocks, once the engine does not use these blocks any more, and
-        wait for the copies.
+        """Copy the rows `places` of the host memory `host` to the device's `blocks`, after the engine has finished its
+        work on these blocks. Wait for the copies.
         """
         self.check(blocks)
         with self.on_stream():
@@ -135,11 +151,15 @@ class DeviceBlocks:
         self.wait()
 
     def gather(self, blocks: Sequence[int], target: Tensor) -> None:
-        """Copy blocks to consecutive rows of `target`, on the current stream."""
+        """Queue copies of these blocks to consecutive rows of the device tensor `target`, uint8 [len(blocks),
+        block_bytes], on the current stream.
+        """
         self._move(self.tensor, blocks, target, range(len(blocks)))
 
     def scatter(self, source: Tensor, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy rows of `source` to blocks, on the current stream."""
+        """Queue copies of the rows `rows` of the device tensor `source`, uint8 [rows, block_bytes], to these blocks,
+        one row to each, on the current stream.
+        """
         self._move(source, rows, self.tensor, blocks)
 
     def _move(self, source: Tensor, rows: Sequence[int], target: Tensor, places: Sequence[int]) -> None:
@@ -161,8 +181,8 @@ class DeviceBlocks:
 
 
 class HostArea:
-    """Host memory that is divided into rows of `block_bytes`. Memory that two processes map is pinned by `pin` if
-    possible.
+    """Host memory that blocks of a device are copied to and from, divided into rows of `block_bytes`. `is_pinned` says
+    that it is pinned already; `pin` tries to pin memory that two processes map.
     """
 
     def __init__(self, view: memoryview, block_bytes: int, device: torch.device, *, is_pinned: bool = False) -> None:
@@ -176,29 +196,35 @@ class HostArea:
         self._local = threading.local()
 
     def pin(self) -> None:
-        """Pin the memory until `close`. Only CUDA can pin memory that exists already; on other devices copies go
-        through pinned memory of torch.
+        """Pin this memory until `close`, if the device is a CUDA device: others cannot pin existing memory. Copies to
+        memory that is not pinned go through pinned memory of torch.
         """
         if self._device.type == "cuda":
             # Remember that it was registered here: only then must `close` unregister it.
             self._is_pinned = self._is_registered = self._register()
 
     def fill(self, place: int, source: Tensor, blocks: DeviceBlocks) -> None:
-        """Copy blocks of the device to consecutive rows from `place` on, on the current stream."""
+        """Copy `source`, rows of the device's memory (blocks or parts), to consecutive rows of this host memory from
+        `place` on, on the current stream.
+        """
         self._copy(self._rows_for(source)[place : place + len(source)], source, blocks, to_host=True)
 
     def empty(self, place: int, target: Tensor, blocks: DeviceBlocks) -> None:
-        """Copy consecutive rows from `place` on to blocks of the device, on the current stream."""
+        """Copy consecutive rows of this host memory, from `place` on, to `target`, rows of the device's memory (blocks
+        or parts), on the current stream.
+        """
         self._copy(target, self._rows_for(target)[place : place + len(target)], blocks, to_host=False)
 
     def close(self) -> None:
-        """Unpin the memory. No copy may run."""
+        """Unpin this memory if `pin` has pinned it. Call it when no copy to or from it runs."""
         if self._is_registered:
             self._is_registered = False
             _runtime().cudaHostUnregister(self.rows.data_ptr())
 
     def _rows_for(self, blocks: Tensor) -> Tensor:
-        """Return the rows in the size of these blocks or parts."""
+        """Return this memory divided into rows of the same size as those of `blocks`, uint8 [count, bytes of a block or
+        part].
+        """
         return self.rows.view(-1, blocks.shape[1])
 
     def _copy(self, target: Tensor, source: Tensor, blocks: DeviceBlocks, *, to_host: bool) -> None:
@@ -222,7 +248,9 @@ class HostArea:
                 blocks.wait()
 
     def _bounce(self) -> Tensor:
-        """Return this thread's pinned memory; on XPU it is USM host memory."""
+        """Return the calling thread's pinned host memory (on XPU: USM host memory), through which copies go if this
+        memory cannot be pinned. The first call allocates it.
+        """
         made: Tensor | None = getattr(self._local, "bounce", None)
         if made is None:
             made = self._local.bounce = torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -249,8 +277,8 @@ def is_run(places: Sequence[int]) -> bool:
 
 
 def index_of(places: Sequence[int], device: torch.device) -> Tensor:
-    """Return row numbers as an index tensor on the device, int64, for kernels of the current stream. The host does not
-    wait for its copy.
+    """Return row numbers as an int64 tensor on `device`, for kernels of the current stream. The copy to the device is
+    queued on this stream; the call does not wait for it.
     """
     if device.type == "cpu":
         return torch.tensor(places)
@@ -258,8 +286,8 @@ def index_of(places: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _runs(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (first, second, count) for each run of places that are consecutive on both sides; one call copies each
-    run.
+    """Divide the pairs (first[i], second[i]) of row numbers into runs that are consecutive on both sides, so that one
+    call copies each run. Return (first row, second row, number of rows) for each run.
     """
     runs: list[tuple[int, int, int]] = []
     for a, b in zip(first, second, strict=True):

@@ -19,8 +19,8 @@ are prepared or copied.
 
 
 class HostBlocks:
-    """Gives access to blocks in host memory by number, and checks that the numbers exist, because they may come from a
-    peer.
+    """Gives access by number to the KV blocks in `view`, host memory. It checks that the numbers exist, because they
+    may come from another process.
     """
 
     def __init__(self, view: memoryview, num_blocks: int, block_bytes: int) -> None:
@@ -33,7 +33,7 @@ class HostBlocks:
         self._parts: dict[int, HostBlocks] = {}
 
     def in_parts(self, count: int) -> "HostBlocks":
-        """Return the same bytes with each block divided into `count` parts."""
+        """Return access to the same memory with each block divided into `count` parts."""
         if count == 1:
             return self
         if count not in self._parts:
@@ -41,27 +41,31 @@ class HostBlocks:
         return self._parts[count]
 
     def address(self, block: int) -> int:
-        """Return the address of a block. Raises `TransportUnavailable` if its number is out of range."""
+        """Return the memory address of a block's first byte. Raises `TransportUnavailable` if its number is out of
+        range.
+        """
         # The number comes from the peer: without the check it could name any address of this process.
         if not 0 <= block < self.num_blocks:
             raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
         return self._address + block * self.block_bytes
 
     def view(self, block: int, count: int = 1) -> memoryview:
-        """Return a view of `count` neighbouring blocks, from `block` on. Raises `TransportUnavailable` if they do not
-        exist.
+        """Return a view of the bytes of `count` neighbouring blocks, from number `block` on. Raises
+        `TransportUnavailable` if they do not exist.
         """
         if not 0 <= block <= self.num_blocks - count:
             raise TransportUnavailable(f"block {block} is not one of {self.num_blocks}")
         return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
-        """Return the xxh3_64 of a block."""
+        """Return the xxh3_64 checksum of the block with this number. Raises `TransportUnavailable` if it does not
+        exist.
+        """
         return copy_hash().checksums([self.address(block)], self.block_bytes)[0]
 
 
 def host_blocks(memory: BlockMemory) -> HostBlocks:
-    """Return the blocks of a memory. Raises `TransportUnavailable` if the host cannot address them."""
+    """Return access to the blocks in `memory`. Raises `TransportUnavailable` if the CPU cannot address them."""
     view = memory.host_view
     if view is None:
         raise TransportUnavailable("this memory is not addressable by the host")
@@ -69,7 +73,9 @@ def host_blocks(memory: BlockMemory) -> HostBlocks:
 
 
 class HostSender:
-    """Base of senders of blocks in host memory, which are read where they lie, without staging."""
+    """Base class of senders (the producer's end of a transport) for blocks in host memory. The blocks are read where
+    they lie, without a copy to staging memory.
+    """
 
     stages = False
     taper_bytes: int | None
@@ -91,7 +97,9 @@ class HostSender:
         self._sums = request.sums
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """Return True also if all checksums are known already, because `prepare` then reads no bytes."""
+        """Return whether `prepare` is quicker than waking a thread: the parcel is small (`is_little`), or the checksums
+        of all its blocks are cached, so that no bytes are read.
+        """
         return is_little or self._sums.knows(parts_of(self._memory, chosen.parts), chosen.to_sum())
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
@@ -109,15 +117,17 @@ class HostSender:
 
 
 def copy_blocks(source: HostBlocks, target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
-    """Copy blocks, or parts of equal size, from `source` to `target`. Return for each whether it matches its checksum,
-    or True if it has none.
+    """Copy blocks, or parts of equal size, from the producer's memory `source` to this node's memory `target`. Return
+    for each placement whether its bytes match its checksum; True if it has none.
     """
     source = source.in_parts(placements[0].parts)
     return copy_from([source.address(placement.source) for placement in placements], target, placements)
 
 
 def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[BlockPlacement]) -> list[bool]:
-    """Do the same as `copy_blocks`, but read each block from an address: `starts` has one for each placement."""
+    """Copy blocks, or parts of equal size, from the memory addresses `starts`, one for each placement, to this node's
+    memory `target`. Return for each placement whether its bytes match its checksum; True if it has none.
+    """
     target = target.in_parts(placements[0].parts)
     size, sums = target.block_bytes, dict[int, int]()
     ends = [target.address(placement.destination) for placement in placements]
@@ -132,8 +142,8 @@ def copy_from(starts: Sequence[int], target: HostBlocks, placements: Sequence[Bl
 
 
 class BlockIntake:
-    """One block in host memory that arrives in frames. Each frame is copied and hashed while it is still in the CPU
-    cache.
+    """Receives one block that arrives in frames, and writes it to block `destination` of host memory. Each frame is
+    copied and hashed while it is still in the CPU cache.
     """
 
     def __init__(self, target: HostBlocks, destination: int, checksum: int | None) -> None:

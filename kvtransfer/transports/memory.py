@@ -26,8 +26,8 @@ from baton_serve.kvtransfer.transports.port import (
 
 
 class InProcess:
-    """The memories of all nodes of one process, by which the transport `memory` finds them. Give the same object to
-    each node.
+    """The block memories of all nodes of one process, by which the transport `memory` finds them. Give the same object
+    to each node (`NodePorts.in_process`).
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,18 @@ class InProcess:
 
 
 class AnnounceOnly(HostSender):
-    """Announces blocks without sending bytes: the consumer copies them out of this node's memory."""
+    """The producer's end of a transport that sends no bytes: it only announces blocks, and the consumer copies them out
+    of this node's memory.
+    """
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
         announce([()])
 
 
 class HostReceiver:
-    """Copies blocks out of a producer's memory that this process can address."""
+    """The consumer's end of a transport: copies blocks out of a producer's memory that this process can address.
+    `stages` says that the producer frees that memory when it is notified.
+    """
 
     stream = None
 
@@ -55,7 +59,9 @@ class HostReceiver:
         return self.receive_all([placement])[0]
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
-        """Copy several blocks by one call. Implements `kvtransfer.consumer.copying.ReceivesAll`."""
+        """Copy several blocks from the producer's memory to this node's by one call. Return for each whether its bytes
+        match its checksum. Implements `kvtransfer.consumer.copying.ReceivesAll`.
+        """
         source = self._source
         if source is None:
             raise TransportUnavailable("the connection was closed")
@@ -69,8 +75,9 @@ class HostReceiver:
 
 
 def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = False) -> Receiver:
-    """Create a receiver for a consumer whose layout differs from the producer's. `is_ring` says that `source` is a ring
-    and not the KV cache. It imports torch.
+    """Create the consumer's end of a transport that converts blocks, because the producer's layout differs. `source` is
+    the producer's mapped memory: its whole KV cache, or with `is_ring` a ring in which it stages blocks. It imports
+    torch.
     """
     module = importlib.import_module("baton_serve.kvtransfer.conversion.receivers")
     receiver: Receiver = module.MappedReceiver(source, converter, is_ring=is_ring)
@@ -78,8 +85,8 @@ def converting(source: HostBlocks, converter: Converter, *, is_ring: bool = Fals
 
 
 class MemoryTransport:
-    """Lets the consumer copy directly out of the producer's memory. `start` registers the node's memory
-    in `InProcess`.
+    """The transport `memory`, between two nodes of one process: the consumer copies blocks directly out of the
+    producer's memory. `start` registers the node's memory in `InProcess`, `close` removes it.
     """
 
     name = "memory"

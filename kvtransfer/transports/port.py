@@ -27,7 +27,9 @@ other group behind a `Bytes` message. Called on the event loop, once for each `s
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """The node that a transport belongs to: its identity, the memory of its blocks, and its host."""
+    """Describes the node that a transport belongs to: its instance and generation, the memory of its blocks, and its
+    host.
+    """
 
     instance: InstanceId
     generation: Generation
@@ -37,7 +39,9 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
-    """A consumer that attaches: its identity, its dialects best first, and this node's blocks."""
+    """A consumer's request to attach a transport, as the producer's end needs it: the consumer's `hello`, its dialects
+    best first, and this node's blocks.
+    """
 
     hello: Hello
     epoch: int
@@ -53,8 +57,8 @@ class AttachRequest:
 
 
 class Converter(Protocol):
-    """Places blocks of a producer whose layout differs. Implemented by
-    `kvtransfer.conversion.receivers.LayoutConverter`.
+    """Converts received blocks of a producer whose layout differs, and writes them to this node's blocks. Implemented
+    by `kvtransfer.conversion.receivers.LayoutConverter`.
     """
 
     @property
@@ -64,17 +68,21 @@ class Converter(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Return whether `place` waits for a device."""
+        """Return whether `place` waits for a device, so that it must not run on the event loop."""
         ...
 
     def place(self, destination: int, block: memoryview) -> None:
-        """Convert one whole, verified block and write it to its destination."""
+        """Convert `block`, the bytes of one whole, verified block of the producer, and write its tokens to this node's
+        blocks. `destination` is the number that `StagingBuffers` gave to the arriving block.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveTarget:
-    """The destination of received blocks: `memory`, or `converter` if the layouts differ."""
+    """The destination of received blocks: `memory`, this node's blocks, which a receiver writes directly or, if the
+    layouts differ, through `converter` (otherwise None).
+    """
 
     memory: BlockMemory
     converter: Converter | None = None
@@ -86,20 +94,24 @@ class ReceiveTarget:
 
 
 class Intake(Protocol):
-    """Receives the bytes of one block that arrive piece by piece."""
+    """Receives one block whose bytes arrive in several frames."""
 
     def take(self, frame: Buffer) -> None:
-        """Place the next bytes of the block."""
+        """Copy `frame`, the next bytes of the block, to the block's destination or to a buffer until the block is
+        complete.
+        """
         ...
 
     def is_right(self) -> bool:
-        """Return whether the bytes match the checksum. Call it after the last frame."""
+        """Return whether the bytes match the block's checksum; True if it has none. Call it once, after
+        the last frame.
+        """
         ...
 
 
 class IncomingParcel(Protocol):
-    """One announced parcel on its way through a `Stream`. Only one thread at a time may call it, except
-    for `abandon`.
+    """One announced parcel whose bytes a transport reads from its own channel, a `Stream`. The transport calls the
+    methods, from one thread at a time except for `abandon`.
     """
 
     @property
@@ -109,42 +121,54 @@ class IncomingParcel(Protocol):
 
     @property
     def placements(self) -> Sequence[BlockPlacement]:
-        """Return the placements of this parcel's blocks that are still wanted."""
+        """Return the placements of this parcel's blocks that the fetch still wants."""
         ...
 
     def take(self, frame: Buffer) -> None:
-        """Take the next bytes of the parcel: they are placed and verified, or skipped if nothing wants them."""
+        """Accept the next bytes of the parcel: they are copied to their blocks and verified, or skipped if the fetch
+        does not want these blocks any more.
+        """
         ...
 
     def placed(self, placement: BlockPlacement, *, matches: bool) -> None:
-        """Report a block that the transport has placed itself, instead of calling `take`."""
+        """Accept the report that the transport itself has written the block of `placement`, instead of calling `take`.
+        `matches` says whether its bytes matched its checksum.
+        """
         ...
 
     def end(self) -> None:
-        """Report that the whole parcel has been read from the channel."""
+        """Accept the report that all bytes of the parcel have been read from the channel. The producer gets credit for
+        them.
+        """
         ...
 
     def abandon(self, reason: str) -> None:
-        """Report that the rest of the parcel will never come and that nothing writes to its blocks any more."""
+        """Accept the report that the rest of the parcel will never come, because of `reason`, and that nothing writes
+        to its blocks any more.
+        """
         ...
 
 
 class Stream(Protocol):
-    """A channel whose bytes arrive in the order of their announcements, whichever transfer they belong to."""
+    """A channel of a transport's own, over which the bytes of blocks arrive in the order in which parcels were
+    announced, whichever fetch they belong to.
+    """
 
     def expect(self, pieces: Sequence[Piece], parcel: IncomingParcel) -> None:
-        """Queue the next parcel. Called on the event loop in the order of the announcements; it must not block, and
-        reports through `parcel`.
+        """Queue the next parcel to read from the channel; `pieces` are its announced blocks or parts. Called on the
+        event loop in the order of the announcements. It must not block; the results are reported to `parcel`.
         """
         ...
 
 
 class Receiver(Protocol):
-    """The consumer's end of an attached transport."""
+    """The consumer's end of an attached transport: it writes the received blocks to their destinations."""
 
     @property
     def stream(self) -> Stream | None:
-        """Return the channel of the transport, or None. With a channel, `receive` is not called."""
+        """Return the transport's own channel for bytes of blocks, or None if it has none. With a channel, `receive` is
+        not called.
+        """
         ...
 
     @property
@@ -156,25 +180,28 @@ class Receiver(Protocol):
         ...
 
     def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
-        """Place one block, whose own frames of the message are `frames`. Return False if the bytes do not match the
-        checksum.
+        """Copy one block to its destination: from `frames`, the frames of the announcing message that contain it, or
+        from the producer's memory if there are none. Return False if the bytes do not match its checksum.
 
         It may run in any thread, and in several at the same time. Raises `TransportUnavailable` if the transport broke.
         """
         ...
 
     def intake(self, placement: BlockPlacement) -> Intake:
-        """Return the intake of one block that arrives piece by piece. Only transports with `buffers` need it."""
+        """Return the object that receives one block whose bytes arrive in several frames. Only transports that send
+        bytes in frames (`Transport.buffers`) need it.
+        """
         ...
 
     def close(self) -> None:
-        """Free the resources of this end. Copies that are running already may still complete."""
+        """Free the resources of the consumer's end. Copies that are running already may still complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParcelContent:
-    """The content of a parcel that is to be prepared: numbers of blocks, or of parts if each block has several `parts`.
+    """The blocks of a parcel that a `Sender` is to prepare: their numbers in this node's memory, or numbers of parts if
+    each block has several `parts`.
 
     `checked` states for each of them whether it needs a checksum.
     """
@@ -184,14 +211,15 @@ class ParcelContent:
     parts: int = 1
 
     def to_sum(self) -> list[int]:
-        """Return the blocks of the parcel that need a checksum."""
+        """Return the numbers of those blocks (or parts) of the parcel that need a checksum."""
         return [block for block, is_checked in zip(self.blocks, self.checked, strict=True) if is_checked]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A parcel that is ready to be sent. For each block or part, `sources` has the number under which the consumer
-    finds it in the shown memory, and `checksums` its checksum or None. `views` are the bytes if they are staged.
+    finds it (in this node's block memory, or in its staging memory), and `checksums` its checksum or None. `views` are
+    the bytes if they were staged to be sent as frames, otherwise empty.
     """
 
     sources: Sequence[int]
@@ -201,16 +229,16 @@ class Prepared:
 
 
 class Sender(Protocol):
-    """The producer's end of an attached transport, for one consumer."""
+    """The producer's end of an attached transport, for one consumer: it prepares, announces and sends blocks."""
 
     @property
     def offer(self) -> Offer:
-        """Return the data that the consumer needs to attach."""
+        """Return the data that the consumer needs to reach this transport, such as an address and a secret."""
         ...
 
     @property
     def batch_bytes(self) -> int:
-        """Return the largest number of bytes that one message announces."""
+        """Return the largest number of bytes of blocks that one parcel may contain."""
         ...
 
     @property
@@ -222,54 +250,64 @@ class Sender(Protocol):
 
     @property
     def window_bytes(self) -> int | None:
-        """Return the largest number of bytes in flight, or None if the transport queues nothing."""
+        """Return the largest number of bytes in flight, or None if they need no bound because the transport sends no
+        bytes.
+        """
         ...
 
     @property
     def stages(self) -> bool:
-        """Return whether `prepare` copies the bytes to staging memory. Its places, each for a whole block, stay in use
-        until `taken`.
+        """Return whether `prepare` copies the blocks to staging memory that the consumer reads. It is divided into
+        places for whole blocks, which stay in use until `taken`.
         """
         ...
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """Return whether `prepare` waits for no device and takes less time than waking a thread. `is_little` is True if
-        the parcel has few bytes.
+        """Return whether `prepare` waits for no device and takes less time than waking a thread, so that it may run on
+        the event loop. `is_little` is True if the parcel has few bytes.
         """
         ...
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
-        """Stage the bytes and compute checksums. It runs in a worker thread, or on the event loop after `is_quick`.
-        Raises `TransportUnavailable`.
+        """Copy the blocks of a parcel to staging memory, if this transport needs that, and compute their checksums. It
+        runs in a worker thread, or on the event loop if `is_quick` allows it. Raises `TransportUnavailable` if the
+        transport broke.
         """
         ...
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
-        """Make the bytes available to the consumer, and call `announce`. Called on the event loop."""
+        """Make the bytes of a prepared parcel available to the consumer, and call `announce` once with the frames that
+        travel with the announcement. `pieces` are its blocks or parts, as they are announced. Called on the event loop;
+        it must not wait.
+        """
         ...
 
     def taken(self, prepared: Prepared) -> None:
-        """Free the staged bytes of a parcel: the consumer does not read them any more."""
+        """Free the staging memory of a parcel, because the consumer has read it."""
         ...
 
     def close(self) -> None:
-        """Free the resources of this end, after the consumer has detached or its connection was lost."""
+        """Free the resources of the producer's end, after the consumer has stopped using the transport or its
+        connection was lost.
+        """
         ...
 
 
 class Transport(Protocol):
-    """One way of moving blocks between two nodes, as one node sees it. The node starts it once and closes it at its
-    end.
+    """One way of moving blocks between two nodes, such as `usm` or `zeromq`. Each node has one object for each
+    transport, for all its connections; it starts it once, and closes it when the node closes.
     """
 
     @property
     def name(self) -> str:
-        """Return the name by which settings, messages and metrics refer to it."""
+        """Return the transport's name in settings, messages and metrics."""
         ...
 
     @property
     def pulls(self) -> bool:
-        """Return whether the consumer reads the producer's memory directly, so that nothing is sent."""
+        """Return whether bytes may be read from the producer's block memory until the consumer reports the end of its
+        copies, so that the producer must keep the blocks until then.
+        """
         ...
 
     @property
@@ -281,44 +319,52 @@ class Transport(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Return whether the bytes come over a channel of the pair's own, in the order of the announcements, through
-        `Receiver.stream`.
+        """Return whether the bytes come over a channel of the transport's own, in the order of the announcements (see
+        `Receiver.stream`).
         """
         ...
 
     @property
     def narrows(self) -> bool:
-        """Return whether it can send blocks in the consumer's dtype if that is smaller."""
+        """Return whether the producer can convert blocks to the consumer's KV dtype before it sends them by this
+        transport, if that dtype is smaller.
+        """
         ...
 
     async def start(self) -> None:
-        """Prepare this end, for example by opening a listener. A transport that cannot be used serves no consumer; it
-        does not raise.
+        """Prepare this node's end, for example by opening a listener. If the transport cannot be used here, it does not
+        raise; `serves` then returns False for every consumer.
         """
         ...
 
     @property
     def dialects(self) -> Sequence[str]:
-        """Return the variants of this transport, best first. Both ends must use the same; most transports have none."""
+        """Return the dialects (variants) of this transport that this node can use, best first. Both ends must use the
+        same; most transports have none.
+        """
         ...
 
     def serves(self, hello: Hello) -> bool:
-        """Return whether a consumer with this `hello` can be reached by this transport, such as a process on the same
-        host.
+        """Return whether the consumer that sent `hello` can be reached by this transport, for example because it runs
+        on the same host. The producer asks this.
         """
         ...
 
     async def sender(self, request: AttachRequest, on_failed: Callable[[str], None]) -> Sender:
-        """Create the producer's end for one connection. Raises `TransportUnavailable`.
+        """Create the producer's end for the consumer of `request`. Raises `TransportUnavailable` if that fails.
 
-        If it breaks later, it must call `on_failed` with the reason, on the event loop and only once.
+        If it breaks later, it calls `on_failed` with the reason, on the event loop and only once.
         """
         ...
 
     async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
-        """Create the consumer's end from the producer's offer. Raises `TransportUnavailable` with the reason."""
+        """Create the consumer's end from the producer's `offer`; `target` is where it writes blocks. Raises
+        `TransportUnavailable` with the reason if it cannot be used.
+        """
         ...
 
     async def close(self) -> None:
-        """Free everything that the transport holds. Called once, after all receivers and senders were closed."""
+        """Free everything that this node's end of the transport holds. Called once, after all senders and receivers
+        were closed.
+        """
         ...

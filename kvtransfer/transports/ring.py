@@ -26,8 +26,8 @@ BATCHES = 16
 
 
 class Ring:
-    """Pinned memory in a memfd with `num_slots` slots, each for one block. Blocks of a device are staged in it, and
-    consumers on the same host map it. `RingSender` owns it; `close` frees it when no block is being staged.
+    """Pinned host memory in a memfd with `num_slots` slots, each for one block. A producer copies blocks of a device to
+    it, and one consumer on the same host maps it. `RingSender` owns it; `close` frees it when no block is being copied.
     """
 
     def __init__(self, memory: DeviceMemory, ring_bytes: int) -> None:
@@ -52,11 +52,11 @@ class Ring:
         self._is_closed = False
 
     def stage(self, blocks: Sequence[int], parts: int = 1) -> list[int]:
-        """Copy blocks from the device into free slots of the ring, and return the places of the copies.
+        """Copy blocks from the device into free slots of the ring, and return the places of the copies. With `parts`
+        above 1, `blocks` are numbers of parts of blocks, and a slot has that many places.
 
-        With `parts` above 1, `blocks` counts parts of blocks, and a slot has that many places. The caller owns the
-        slots until it releases them; it announces no more than the ring holds. Raises `TransportUnavailable` if the
-        ring is closed or full nevertheless.
+        The caller owns the slots until `give_back`. Raises `TransportUnavailable` if the ring is closed or has too few
+        free slots, which the window of its connection prevents.
         """
         needed = -(-len(blocks) // parts)
         with self._lock:
@@ -79,19 +79,21 @@ class Ring:
         return places
 
     def give_back(self, places: Sequence[int], parts: int = 1) -> None:
-        """Free the slots of all places that one call of `stage` returned."""
+        """Free the slots of `places`, all places that one call of `stage` with the same `parts` returned."""
         with self._lock:
             self._free.extend(places if parts == 1 else sorted({place // parts for place in places}))
 
     def view_of(self, place: int, parts: int) -> memoryview:
-        """Return the bytes at the number `place`. Each slot is divided into `parts` places of equal size, which are
-        numbered from 0 over the whole ring. The ring owns the memory.
+        """Return the bytes of the block or part at the number `place`. Each slot is divided into `parts` places of
+        equal size, which are numbered from 0 over the whole ring. The ring owns the memory.
         """
         size = self.block_bytes // parts
         return self.view[place * size : (place + 1) * size]
 
     def close(self) -> None:
-        """Close the memfd, and unpin the memory once nothing is being staged."""
+        """Close the memfd, and unpin the memory once no block is being copied to it. The consumer's mapping stays
+        valid.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -103,7 +105,9 @@ class Ring:
 
 
 class RingSender:
-    """Sends blocks of a device to consumers on the same host: it stages them in the ring and announces their places."""
+    """The producer's end of the transport `usm` for blocks of a device: copies them to a ring of pinned shared memory
+    and announces their places there, from which the consumer on the same host copies them.
+    """
 
     stages = True
 
@@ -138,7 +142,9 @@ class RingSender:
 
 
 class DeviceReceiver:
-    """Copies blocks to a device, from host memory that the producer has shared: a ring or its whole KV cache."""
+    """The consumer's end of the transport `usm` for blocks of a device: copies blocks to the device from host memory
+    that the producer shares, a ring or its whole KV cache.
+    """
 
     stream = None
 
@@ -157,7 +163,9 @@ class DeviceReceiver:
         return self.receive_all([placement])[0]
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
-        """Copy several blocks, and wait for the device once. Implements `kvtransfer.consumer.copying.ReceivesAll`."""
+        """Copy several blocks to the device, and wait for the device once. Return for each whether its bytes match its
+        checksum. Implements `kvtransfer.consumer.copying.ReceivesAll`.
+        """
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("the connection was closed")

@@ -19,8 +19,8 @@ from baton_serve.kvtransfer.transports.zeromq import frame_step
 
 
 class StagedFrames:
-    """Base of senders whose parcels are staged in host memory and leave as frames. `block_bytes` is the size of a block
-    as it travels.
+    """Base class of producer's ends that copy the blocks of a parcel to host memory first and send them from there as
+    ZeroMQ frames. `block_bytes` is the size of a block as it travels.
     """
 
     stages = False
@@ -39,7 +39,9 @@ class StagedFrames:
         return False
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
-        """Announce a parcel and send its staged bytes. ZeroMQ keeps them alive until it has sent them."""
+        """Announce a prepared parcel and send its bytes from the staging memory, which ZeroMQ keeps alive until it has
+        sent them.
+        """
         (view,) = prepared.views
         size = self._block_bytes // prepared.parts
         step = frame_step(len(view), size, self._frame_bytes)
@@ -56,7 +58,9 @@ class StagedFrames:
 
 
 class StagedFrameSender(StagedFrames):
-    """Stages blocks of a device in pinned memory."""
+    """The producer's end of the transport `zeromq` for blocks of a device: copies them to pinned host memory and sends
+    them from there.
+    """
 
     def __init__(self, offer: Offer, memory: DeviceMemory, settings: TransferSettings) -> None:
         super().__init__(offer, settings, memory.block_bytes)
@@ -72,12 +76,14 @@ class StagedFrameSender(StagedFrames):
 
 
 def hashed(views: Sequence[Buffer], checked: Sequence[bool]) -> list[int | None]:
-    """Return the xxh3_64 checksum of each view for which `checked` is true, and None for the others."""
+    """Return the xxh3_64 checksum of each buffer in `views` for which `checked` is true, and None for the others."""
     return [xxh3_64_intdigest(v) if is_checked else None for v, is_checked in zip(views, checked, strict=True)]
 
 
 class StagedFrameReceiver:
-    """Copies blocks to a device through pinned host memory."""
+    """The consumer's end of the transport `zeromq` for blocks of a device: copies them to the device through pinned
+    host memory.
+    """
 
     stream = None
     stages = True
@@ -100,7 +106,9 @@ class StagedFrameReceiver:
 
 
 class StagedIntake:
-    """Collects one block in pinned memory, verifies it, and copies it to the device if it is right."""
+    """Receives one block that arrives in frames: collects it in pinned host memory, verifies it, and copies it to the
+    device if it matches its checksum.
+    """
 
     def __init__(self, blocks: DeviceBlocks, placement: BlockPlacement) -> None:
         view = pinned(blocks.block_bytes, blocks.device)
@@ -118,8 +126,8 @@ class StagedIntake:
 
 
 def pinned(size: int, device: torch.device) -> memoryview:
-    """Return `size` bytes of host memory, pinned unless `device` is the CPU. They come from torch's cache of pinned
-    memory and return to it with the view.
+    """Return a buffer of `size` bytes of host memory, pinned unless `device` is the CPU. It comes from torch's cache of
+    pinned memory and returns to it when the buffer is deleted.
     """
     tensor = torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     array: Any = tensor.numpy()

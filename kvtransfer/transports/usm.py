@@ -44,8 +44,8 @@ TIMEOUT_S = 2.0
 
 
 class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The message that is sent together with a file descriptor to map: the size of the memory in bytes, and whether it
-    is a ring.
+    """The message that a producer sends together with a file descriptor of memory to map: the number and size of its
+    blocks, and whether it is a ring in which blocks of a device are staged.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=2**40)]
@@ -55,7 +55,9 @@ class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """Memory of this process that another process of the same host may map if it knows the secret."""
+    """Memory of this process, a KV cache or a ring, that another process of the same host may map if it knows the
+    secret.
+    """
 
     fd: int
     num_blocks: int
@@ -64,7 +66,9 @@ class ExportedMemory:
 
 
 class UsmTransport:
-    """Shares this node's memory with processes of this host, and maps theirs."""
+    """The transport `usm`: shares this node's block memory with other processes of this host, and maps theirs to copy
+    blocks from it.
+    """
 
     name = "usm"
     pulls = True
@@ -87,8 +91,8 @@ class UsmTransport:
         self._serving: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen for processes that want this node's memory. Without memory that can be shared, only mapping the memory
-        of peers works.
+        """Listen for processes of this host that want to map this node's memory. If its memory cannot be shared, do not
+        listen: this node can then only map the memory of others.
         """
         memory = self._facts.memory
         if memory.shared_fd is None and memory.host_view is not None:
@@ -182,7 +186,9 @@ class UsmTransport:
                     return
 
     def _refuse(self, uid: int) -> None:
-        """Log a refused user once: its processes may try again without end."""
+        """Log that a process of another user (`uid`) was refused. Log each user only once, because its processes may
+        try again without end.
+        """
         if uid not in self._refused:
             self._refused.add(uid)
             logger.warning("shared memory was refused to a process of another user (uid %d)", uid)
@@ -229,7 +235,9 @@ async def _ask(offer: Offer) -> tuple[int, "MappingAnswer"]:
 
 
 async def _readable(connection: socket.socket) -> None:
-    """Wait until a connection can be read: asyncio has no call for messages with descriptors."""
+    """Wait until a socket can be read without blocking. asyncio cannot receive messages that carry file descriptors, so
+    the caller reads it itself.
+    """
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_reader(connection.fileno(), _resolve, ready)

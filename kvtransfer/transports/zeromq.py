@@ -31,7 +31,8 @@ MIN_FRAME_BYTES = 1 << 20
 
 
 def frame_step(num_bytes: int, block_bytes: int, longest: int) -> int:
-    """Return the size of a parcel's frames in bytes.
+    """Return the size in bytes of the ZeroMQ frames in which a parcel of `num_bytes` is sent; `longest` is the upper
+    bound.
 
     A small parcel is divided in two, so that one half is placed while the other one arrives. Frames contain whole
     blocks if possible, because one call places them.
@@ -41,7 +42,9 @@ def frame_step(num_bytes: int, block_bytes: int, longest: int) -> int:
 
 
 class FrameSender(HostSender):
-    """Sends blocks of host memory as ZeroMQ frames without copying them."""
+    """The producer's end of the transport `zeromq` for blocks in host memory: sends them as ZeroMQ frames without
+    copying them.
+    """
 
     def __init__(self, offer: Offer, request: AttachRequest, settings: TransferSettings) -> None:
         super().__init__(offer, request, settings, has_window=True)
@@ -49,7 +52,9 @@ class FrameSender(HostSender):
         self._inline_bytes = settings.inline_bytes
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
-        """Send a few bytes together with their announcement, and more of them behind it, one frame at a time."""
+        """Send the blocks of a small parcel (up to `inline_bytes`) in the message that announces them, and those of a
+        larger one behind it, one frame in each message.
+        """
         blocks = self.blocks.in_parts(prepared.parts)
         if len(pieces) * blocks.block_bytes <= self._inline_bytes:
             announce([[blocks.view(piece.source) for piece in pieces]])
@@ -57,8 +62,8 @@ class FrameSender(HostSender):
             announce([[], *([frame] for frame in self._frames(blocks, pieces))])
 
     def _frames(self, blocks: HostBlocks, pieces: Sequence[Piece]) -> Iterator[Buffer]:
-        """Return the frames of a parcel. Blocks that are neighbours in memory share frames, so that small blocks need
-        not mean small frames.
+        """Return the frames that contain the blocks of a parcel, in order. Blocks that are neighbours in memory share
+        frames, so that small blocks need not mean small frames.
         """
         step = frame_step(len(pieces) * blocks.block_bytes, blocks.block_bytes, self._frame_bytes)
         first = 0
@@ -71,7 +76,9 @@ class FrameSender(HostSender):
 
 
 class FrameReceiver:
-    """Writes the blocks that arrive as ZeroMQ frames to host memory."""
+    """The consumer's end of the transport `zeromq` for blocks in host memory: writes the blocks that arrive as ZeroMQ
+    frames to their destinations.
+    """
 
     stream = None
     stages = False
@@ -86,8 +93,8 @@ class FrameReceiver:
         return intake.is_right()
 
     def take_whole(self, placements: Sequence[BlockPlacement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
-        """Implements `kvtransfer.consumer.copying.ReceivesWholeBlocks`: one call places all blocks, and gives up the
-        GIL only once.
+        """Copy several whole blocks out of one frame; `offsets` has the position in the frame at which each begins.
+        Return for each whether it matches its checksum. Implements `kvtransfer.consumer.copying.ReceivesWholeBlocks`.
         """
         start = address_of(frame)
         return copy_from([start + offset for offset in offsets], self._target, placements)
@@ -100,7 +107,9 @@ class FrameReceiver:
 
 
 class ZeromqTransport:
-    """Carries blocks to any host that the control connection reaches."""
+    """The transport `zeromq`: sends the bytes of blocks over the same ZeroMQ connections as the control messages, so it
+    reaches every host that they reach.
+    """
 
     name = "zeromq"
     pulls = False
@@ -147,12 +156,14 @@ class ZeromqTransport:
         return
 
     def _settings_for(self, hello: Hello) -> TransferSettings:
-        """Return the settings with a window that is large enough for all connections of a consumer."""
+        """Return the node's settings with a window for all connections together that the consumer of
+        `hello` will open.
+        """
         num_connections = min(self._settings.zeromq_connections, hello.connections)
         # `SendQueue` has one window for all connections of a consumer together.
         return msgspec.structs.replace(self._settings, window_bytes=self._settings.window_bytes * num_connections)
 
 
 def _loaded(module: str) -> ModuleType:
-    """Import a module that needs torch: only for memory of a device, or if layouts differ."""
+    """Import and return a module that needs torch. It is called only for memory of a device, or if layouts differ."""
     return importlib.import_module(module)

@@ -15,7 +15,9 @@ LEGACY_BINDINGS = "oneccl_bindings_for_pytorch"
 
 
 def host_backends(library_folder: str = "") -> list[Backend]:
-    """Return the backends for host memory: oneCCL's own library if it is installed, and gloo if torch is."""
+    """Return the collective libraries that can move blocks in host memory: oneCCL's own library if it is installed (in
+    `library_folder`, or where pip installs it), then gloo if torch is.
+    """
     found: list[Backend] = []
     library = find_library(library_folder)
     if library is not None:
@@ -26,8 +28,9 @@ def host_backends(library_folder: str = "") -> list[Backend]:
 
 
 def device_backends(blocks: Any) -> list[Backend]:
-    """Return the libraries that can move blocks of a device, one backend for each dialect. For a library whose calls
-    cannot be interrupted there is only the dialect `+staging`, which never receives directly into blocks.
+    """Return the collective libraries that can move `blocks` (`devicecopy.DeviceBlocks`), best first, one backend for
+    each dialect. A library whose calls cannot be interrupted has only the dialect `+staging`, which never receives
+    directly into blocks.
     """
     kind = blocks.device.type
     name = "gloo" if kind == "cpu" else device_backend(kind)
@@ -37,7 +40,9 @@ def device_backends(blocks: Any) -> list[Backend]:
 
 
 def device_backend(kind: str) -> str:
-    """Return the name of torch's backend for a type of device. Raises `TransportUnavailable` if torch has none."""
+    """Return the name of the collective library that torch has for a type of device, such as `nccl` for `cuda`. Raises
+    `TransportUnavailable` if it has none.
+    """
     distributed: Any = importlib.import_module("torch.distributed")
     if kind == "cuda" and distributed.is_nccl_available():
         return "nccl"
@@ -52,7 +57,9 @@ def device_backend(kind: str) -> str:
 
 
 class LazyGloo:
-    """The gloo backend. It imports torch.distributed only when the backend is loaded, since that takes long."""
+    """The backend `gloo` for host memory. It imports torch.distributed only when it is loaded, since the import takes
+    long.
+    """
 
     name = "gloo"
 

@@ -36,7 +36,9 @@ allocates as much.
 
 
 class DeviceSender:
-    """Sends blocks of a device to one consumer. Its `PairThread` calls the library."""
+    """The producer's end of the transport `oneccl` for blocks in a device's memory, for one consumer. A thread of its
+    own, `PairThread`, calls the collective library.
+    """
 
     stages = False
 
@@ -53,12 +55,12 @@ class DeviceSender:
         self._lanes = Lanes(blocks)
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """Return whether the blocks are computed already, so that `prepare` does not wait."""
+        """Return whether the engine has computed these blocks already, so that `prepare` does not wait."""
         return self._blocks.in_parts(chosen.parts).is_computed(chosen.blocks)
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
-        """Wait until the blocks are computed. A receive that starts earlier would occupy a part of the peer's device
-        meanwhile.
+        """Wait until the engine has computed the blocks: if they were announced before, the consumer's receive would
+        occupy its device while it waits. Return the parcel with the number that its checksums are salted with.
         """
         blocks = self._blocks.in_parts(chosen.parts)
         blocks.check(chosen.blocks)
@@ -99,24 +101,24 @@ class DeviceSender:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMessage:
-    """The shape of one message of a collective library: the number of blocks or parts, and whether their checksums
-    follow them.
+    """The shape of one message of a collective library: the number of blocks or parts (`count`), and whether their
+    checksums follow them (`is_summed`).
     """
 
     count: int
     is_summed: bool
 
     def tensors(self, part: Tensor, lane: Lane) -> list[Tensor]:
-        """Return the tensors that are sent or received as this message: `part`, which holds the blocks, and memory of
-        the lane for the checksums.
+        """Return the tensors that are sent or received as this message: `part`, which holds the blocks, and behind it
+        memory of `lane` for the checksums, if the message has any.
         """
         return [part.view(-1), *([lane.sums(self.count).view(torch.uint8)] if self.is_summed else [])]
 
 
 class PairStream:
-    """Base of receivers for device memory. It keeps the announced parcels in order, and abandons them if the pair
-    breaks. The event loop announces parcels and closes the receiver; the pair's thread receives. `lock` guards what
-    both change.
+    """Base class of the consumer's ends of the transport `oneccl` for a device's memory. It keeps the announced parcels
+    in order, and abandons them if the pair breaks. The event loop announces parcels and closes it; the pair's thread
+    receives. `lock` guards what both change.
     """
 
     stages = False
@@ -143,7 +145,9 @@ class PairStream:
         self.thread.submit(lambda pair: self.take(pair, message, parcel))
 
     def take(self, pair: Pair, message: "DeviceMessage", parcel: IncomingParcel) -> "DeviceArrival | None":
-        """Start to receive the blocks of a parcel, in the pair's thread."""
+        """Start to receive `message`, which contains the blocks of `parcel`, in the pair's thread. Return the object to
+        call until it is complete, or None if the pair was closed.
+        """
         raise NotImplementedError
 
     def receive(self, placement: BlockPlacement, frames: Sequence[Buffer]) -> bool:
@@ -164,14 +168,15 @@ class PairStream:
             self.thread.close()
 
     def failed(self, reason: str) -> None:
-        """Give the pair up: abandon all waiting parcels with `reason`."""
+        """Give the pair up because of `reason`, and abandon all parcels that have not arrived."""
         self.reason = reason
         self.close()
 
 
 class DirectReceiver(PairStream):
-    """Receives directly into blocks if they are consecutive. Once a parcel has begun, only the pair's thread ends it:
-    `close` must not abandon it while the library may still write to its blocks.
+    """Receives messages of a pair directly into the destination blocks if these are consecutive, otherwise through
+    staging memory of the device. Once a parcel has begun, only the pair's thread ends it: `close` must not abandon it
+    while the library may still write to its blocks.
     """
 
     def take(self, pair: Pair, message: DeviceMessage, parcel: IncomingParcel) -> "DeviceArrival | None":
@@ -207,9 +212,11 @@ class DirectReceiver(PairStream):
 
 
 class DeviceArrival:
-    """A message that is being received.
+    """A message of a collective library that is being received into a device's memory. Calling it waits for the end of
+    the message and reports its blocks.
 
-    `placements` are those of its parcel that were wanted when it was started, in the order of the parcel.
+    `placements` are those of its parcel that were still wanted when the receive began, in the order of the parcel.
+    `staged` is the memory that the message is received into, or None if that is the destination blocks.
     """
 
     def __init__(
@@ -230,7 +237,9 @@ class DeviceArrival:
         raise NotImplementedError
 
     def place(self) -> None:
-        """Queue work on the lane: copy staged blocks to their destinations, and compute the checksums of all blocks."""
+        """Queue work on the device, behind the message: copy staged blocks to their destinations, and compute the
+        checksums of all received blocks.
+        """
         places = [placement.destination for placement in self.placements]
         if self.staged is not None and places:
             self.blocks.scatter(self.staged, [placement.position for placement in self.placements], places)
@@ -245,7 +254,9 @@ class DeviceArrival:
         self.wait.until(self.lane.mark())
 
     def report(self) -> None:
-        """Report all blocks of the parcel as placed. Call it when the device has finished."""
+        """Report each block of the parcel as placed, with the result of its checksum, then the end of the parcel. Call
+        it when the device has finished the work of `place`.
+        """
         salts = [None] * len(self.placements) if self._found is None else self._found.tolist()
         for placement, salt in zip(self.placements, salts, strict=True):
             self.parcel.placed(placement, matches=placement.checksum == salt)
@@ -253,7 +264,9 @@ class DeviceArrival:
 
 
 class DirectArrival(DeviceArrival):
-    """A message that is received directly into blocks. On a device, all its work is queued on the lane together."""
+    """A message that a `DirectReceiver` is receiving. On a device, the copies and checksums that follow it are queued
+    at once, so that the host waits only once.
+    """
 
     def __call__(self) -> None:
         try:
@@ -268,8 +281,8 @@ class DirectArrival(DeviceArrival):
 
 
 class StagedReceiver(PairStream):
-    """Receives messages into buffers that belong to the pair, and copies the blocks from there when a message is
-    complete.
+    """Receives messages of a pair into staging memory of the device, and copies the blocks from there to their
+    destinations when a message is complete.
     """
 
     def take(self, pair: Pair, message: DeviceMessage, parcel: IncomingParcel) -> "DeviceArrival | None":
@@ -283,8 +296,8 @@ class StagedReceiver(PairStream):
 
 
 class StagedArrival(DeviceArrival):
-    """A message that is received into a buffer of the pair. Its blocks are written when it is complete, or not at all
-    if the receiver was closed before.
+    """A message that a `StagedReceiver` is receiving into staging memory. Its blocks are written when it is complete,
+    or not at all if the receiver was closed before.
     """
 
     def __init__(

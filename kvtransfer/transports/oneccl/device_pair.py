@@ -33,23 +33,24 @@ NCCL = "libnccl"
 
 
 class DeviceChannel(Protocol):
-    """A connection of two processes (ranks) in a collective library. Both must exchange messages of the same sizes in
-    the same order.
+    """A connection of two processes (ranks) in a collective library, which one of them sends over and the other
+    receives from. Both must exchange messages of the same sizes in the same order.
     """
 
     def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> Sequence[Any] | None:
-        """Send or receive tensors as one message. Return the work to wait for on the CPU, or None on a device, where it
-        is queued on `stream`, which is the current one.
+        """Send the tensors `parts` as one message, or receive one into them. On a device it is queued on `stream`,
+        which must be the current one, and None is returned. On the CPU (`stream` is None), return the objects whose
+        `wait` ends with the message.
         """
         ...
 
     def abort(self) -> None:
-        """End the channel and, if the library can, the calls that wait for the peer."""
+        """End the channel. Calls that wait for the other process end with an error, if the library can do that."""
         ...
 
 
 class TorchChannel:
-    """A channel of torch.distributed."""
+    """A `DeviceChannel` over a process group of torch.distributed."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -72,8 +73,8 @@ class TorchChannel:
 
 
 class DeviceBackend:
-    """Makes pairs of one dialect: libnccl, nccl, xccl or ccl, or gloo for tensors of the CPU, perhaps with the suffix
-    `+staging`.
+    """Connects pairs by one dialect of the transport `oneccl`: the library libnccl, nccl, xccl or ccl, or gloo for
+    tensors of the CPU, perhaps with the suffix `+staging` (receive only into staging memory).
     """
 
     def __init__(self, name: str, blocks: DeviceBlocks) -> None:
@@ -85,7 +86,9 @@ class DeviceBackend:
             libc.setenv(variable.encode(), value.encode(), 0)
 
     def load(self) -> None:
-        """Load NCCL if it is needed. Importing this module has loaded torch's libraries."""
+        """Load NCCL's own library if this dialect uses it. The libraries that belong to torch were loaded with this
+        module.
+        """
         if self._library == NCCL:
             load_api()
 
@@ -114,8 +117,8 @@ class DeviceBackend:
 
 
 class DevicePair:
-    """A connection of two processes through a collective library, for tensors in device memory. One thread uses it.
-    `store` is the torch key-value store through which the two processes found each other.
+    """A connection of two processes through a collective library, for tensors in device memory. Only one thread uses
+    it, except for `abandon`. `store` is the torch key-value store through which the two processes found each other.
     """
 
     def __init__(self, channel: DeviceChannel, blocks: DeviceBlocks, store: Any) -> None:
@@ -125,9 +128,9 @@ class DevicePair:
         self._is_abandoned = threading.Event()
 
     def post(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> "Wait":
-        """Queue a message in the library, behind all earlier work of `stream`, which must be the current stream. Call
-        the returned `Wait` to wait until the message is complete; on a device, call `Wait.until` before that. Waiting
-        raises `PairBrokenError` if the pair breaks.
+        """Queue the sending or receiving of the tensors `parts` as one message, behind all earlier work of `stream`,
+        which must be the current stream (None on the CPU). Call the returned `Wait` to wait until the message is
+        complete; on a device, call `Wait.until` before that. Waiting raises `PairBrokenError` if the pair breaks.
         """
         if self._is_abandoned.is_set():
             raise PairBrokenError("the pair was given up")
@@ -136,7 +139,9 @@ class DevicePair:
         return Wait(works, parts, self._is_abandoned, is_ordered=stream is not None)
 
     def exchange_all(self, messages: Sequence[Sequence[Tensor]], *, is_send: bool) -> None:
-        """Exchange messages on this thread's stream, and wait for all of them."""
+        """Send or receive several messages, each a list of tensors, on the calling thread's stream, and wait for all of
+        them. Raises `PairBrokenError` if the pair breaks.
+        """
         with self._blocks.on_stream():
             waits = [self.post(message, is_send=is_send, stream=self._blocks.stream()) for message in messages]
             waits[-1].until(self._blocks.mark())
@@ -144,8 +149,8 @@ class DevicePair:
             wait()
 
     def abandon(self) -> None:
-        """Give the pair up from any thread. NCCL ends its kernels; other libraries may not, and then the waiting thread
-        never returns.
+        """Give the pair up; any thread may call it, and it does not wait. NCCL ends the running messages. Other
+        libraries may not, and then a thread that waits for a message never returns.
         """
         if not self._is_abandoned.is_set():
             self._is_abandoned.set()
@@ -163,9 +168,10 @@ class DevicePair:
 
 
 class Wait:
-    """Waits until a message is complete: for an event of a device, or for work on the CPU. If `is_ordered` is true,
-    work that is queued later on the stream of `DevicePair.post` also waits for the message, so the host need not wait
-    before it queues such work. If it is false, only this wait says when the message is complete.
+    """Waits, when it is called, until a message is complete: for an event of the device, or for the library's work on
+    the CPU. If `is_ordered` is true, work that is queued later on the stream of `DevicePair.post` also waits for the
+    message, so the host need not wait before it queues such work. If it is false, only this wait shows when the message
+    is complete.
     """
 
     def __init__(
@@ -178,7 +184,9 @@ class Wait:
         self._is_abandoned = is_abandoned
 
     def until(self, event: Any) -> None:
-        """Wait for this event of the stream; None on the CPU."""
+        """Set the event to wait for, recorded on the stream behind the message and the work that follows it; None on
+        the CPU. This call does not wait.
+        """
         self._event = event
 
     def __call__(self) -> None:

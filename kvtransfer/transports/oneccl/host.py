@@ -35,16 +35,18 @@ host time on Arc.
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A range of the producer's memory in bytes, from the start of its first block."""
+    """A range of bytes in the producer's block memory: `offset` bytes from the start of its first block, `size` bytes
+    long.
+    """
 
     offset: int
     size: int
 
 
 def groups(pieces: Sequence[Piece], block_bytes: int, limit: int = MESSAGE_BYTES) -> list[list[Region]]:
-    """Divide a parcel into messages, and return their regions of the producer's memory. Regions are in the order of the
-    pieces, pieces that are adjacent in memory are joined, and each message has at most `limit` bytes. Both ends compute
-    this from the announcement.
+    """Divide the blocks or parts of a parcel, of `block_bytes` each, into messages of at most `limit` bytes, and return
+    for each message the regions of the producer's memory that it contains. The regions are in the order of `pieces`,
+    and neighbours in memory are joined. Both ends compute the same result from the announcement.
     """
     made: list[list[Region]] = []
     room = 0
@@ -72,7 +74,9 @@ def _runs(pieces: Sequence[Piece], block_bytes: int) -> list[Region]:
 
 
 class PairSender(HostSender):
-    """Announces blocks, and sends their bytes over the pair behind the announcement."""
+    """The producer's end of the transport `oneccl` for blocks in host memory: announces blocks, then sends their bytes
+    over the pair.
+    """
 
     def __init__(self, offer: Offer, thread: PairThread, request: AttachRequest, settings: TransferSettings) -> None:
         super().__init__(offer, request, settings, has_window=True)
@@ -95,12 +99,16 @@ class PairSender(HostSender):
 
 
 class PairReceiver:
-    """Receives parcels from the pair in the order in which they were announced; it is its own `stream`."""
+    """The consumer's end of the transport `oneccl` for blocks in host memory: receives parcels over the pair, in the
+    order in which they were announced.
+    """
 
     stages = False
 
     def __init__(self, frames: Receiver, block_bytes: int) -> None:
-        """Create a receiver; `frames` places the bytes of each block."""
+        """Create a receiver for blocks of `block_bytes`. `frames` is the receiver that writes the arriving bytes of
+        each block to its destination. Set `thread` before the first parcel.
+        """
         self._frames = frames
         self._block_bytes = block_bytes
         # A mapping of its own: the library may write to it even after the pair was given up.
@@ -130,7 +138,7 @@ class PairReceiver:
         raise TransportUnavailable("blocks of a pair come as a stream")
 
     def close(self) -> None:
-        """Abandon all parcels that have not arrived.
+        """Give the pair up and abandon all parcels that have not arrived.
 
         It waits for a running copy into blocks, but not for a running call of the collective library.
         """
@@ -145,7 +153,7 @@ class PairReceiver:
             self.thread.close()
 
     def failed(self, reason: str) -> None:
-        """Close the channel to this sender, and fail all announced blocks that have not arrived with `reason`."""
+        """Give the pair up because of `reason`, and abandon all parcels that have not arrived."""
         self._reason = reason
         self.close()
 

@@ -16,8 +16,8 @@ MIN_SUMS = 1024
 
 
 class Lane:
-    """A device stream with staging memory of its own. The body of a `with` statement runs on the stream. It belongs to
-    the pair's thread.
+    """A device stream with staging memory of its own, on which one message of a pair at a time is in flight. The body
+    of a `with` statement runs on the stream. Only the pair's thread uses it.
     """
 
     def __init__(self, blocks: DeviceBlocks) -> None:
@@ -35,26 +35,32 @@ class Lane:
         self._context.__exit__(*error)
 
     def staging(self, count: int, parts: int) -> Tensor:
-        """Return memory for blocks or parts, uint8 `[count, bytes]`. It is in use until the lane's next message."""
+        """Return staging memory on the device for `count` blocks, or parts if each block has several `parts`: uint8
+        `[count, bytes of each]`. The lane's next message uses the same memory.
+        """
         size = self._blocks.block_bytes // parts
         if self._memory is None or len(self._memory) < count * size:
             self._memory = torch.empty(count * size, dtype=torch.uint8, device=self._blocks.device)
         return self._memory[: count * size].view(count, size)
 
     def sums(self, count: int) -> Tensor:
-        """Return memory for checksums, int64 `[count]`. It is in use until the lane's next message."""
+        """Return memory on the device for `count` checksums, int64 `[count]`. The lane's next message uses the same
+        memory.
+        """
         if self._sums is None or len(self._sums) < count:
             self._sums = torch.empty(max(count, MIN_SUMS), dtype=torch.int64, device=self._blocks.device)
         return self._sums[:count]
 
     def mark(self) -> Any:
-        """Record an event behind the work that is queued on the lane so far, and return it; None on the CPU."""
+        """Record an event on the lane's stream, behind the work that is queued so far, and return it;
+        None on the CPU.
+        """
         return self._blocks.mark(self.stream)
 
 
 class Lanes:
-    """The streams of one pair, which are used in turn so that messages overlap. Any thread may create it; one thread
-    uses it.
+    """The lanes (device streams with staging memory) of one pair, which are used in turn so that messages overlap. Any
+    thread may create this object; only the pair's thread calls `next`.
     """
 
     def __init__(self, blocks: DeviceBlocks) -> None:
@@ -63,8 +69,8 @@ class Lanes:
         self._turn = 0
 
     def next(self) -> Lane:
-        """Return the lane for the next message. Its last message has ended, because `PairThread` allows only `LANES`
-        messages in flight.
+        """Return the lane for the next message. Its last message has ended, because at most `LANES` messages of the
+        pair are in flight.
         """
         if len(self._lanes) < LANES:
             # Created here, in the pair's thread, because `new_stream` sets the current device of the calling thread.
@@ -75,7 +81,9 @@ class Lanes:
 
 
 def neighbours(blocks: DeviceBlocks, places: Sequence[int]) -> Tensor | None:
-    """Return the blocks at `places` as one tensor without a copy if they are adjacent in memory, otherwise None."""
+    """Return the blocks with the numbers `places` as one tensor, uint8 [count, block_bytes], without a copy, if the
+    numbers are consecutive and ascending; otherwise None.
+    """
     if not places or not is_run(places):
         return None
     return blocks.tensor[places[0] : places[0] + len(places)]

@@ -42,14 +42,14 @@ OPENCL = "libintelocl.so"
 
 
 class OneCclUniqueId(ctypes.Structure):
-    """`onecclUniqueId` of the C API."""
+    """The C struct `onecclUniqueId` of oneCCL's API: the id by which two processes find each other."""
 
     _fields_ = [("data", ctypes.c_char * UNIQUE_ID_BYTES)]
 
 
 def find_library(folder: str = "") -> Path | None:
-    """Return the path of oneCCL's library in `folder`, or where pip installs it for this Python; None if it is not
-    there.
+    """Return the path of oneCCL's library in `folder` or, if that is empty, where pip installs it for this Python; None
+    if it is not there.
     """
     for place in (Path(folder),) if folder else (Path(sys.prefix, "lib"),):
         if (place / LIBRARY).exists():
@@ -58,7 +58,7 @@ def find_library(folder: str = "") -> Path | None:
 
 
 class LibraryBackend:
-    """Makes pairs of oneCCL's own library, for host memory."""
+    """Connects pairs by oneCCL's own library (dialect `libccl`), for blocks in host memory."""
 
     name = "libccl"
 
@@ -83,7 +83,9 @@ class LibraryBackend:
 
 
 class LibraryMeeting:
-    """The producer's half of a rendezvous. The unique id, which is sent as the secret, contains the address."""
+    """The producer's half of connecting a pair by oneCCL's library. `secret` is the unique id that the consumer needs;
+    it contains the address, so `address` is empty.
+    """
 
     address = b""
 
@@ -97,8 +99,8 @@ class LibraryMeeting:
 
 
 class LibraryPair:
-    """A communicator of two ranks. It is never destroyed, because oneccl 2021.17 aborts the process if the peer is
-    dead: a few files and a thread stay.
+    """A connection of two processes: a communicator of two ranks of oneCCL's library. It is never destroyed, because
+    oneccl 2021.17 aborts the process if the peer is dead; a few open files and a thread stay.
     """
 
     def __init__(self, api: "Api", communicator: ctypes.c_void_p) -> None:
@@ -124,12 +126,14 @@ class LibraryPair:
 
 @functools.cache
 def load_api(path: Path) -> "Api":
-    """Load the library once for a process, because it keeps its state in globals."""
+    """Load oneCCL's library at `path` and return its functions. Later calls return the same object, because the library
+    keeps its state in globals. Raises `TransportUnavailable` if it cannot be loaded.
+    """
     return Api(path)
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Return the environment variables for the library in `folder`."""
+    """Return the environment variables to set before oneCCL's library in `folder` is loaded."""
     places = {"CCL_ROOT": str(folder.parent), "FI_PROVIDER_PATH": str(folder)}
     if not (folder / OPENCL).exists():
         return {**ENVIRONMENT, **places, "CCL_PLUGIN": "ONECCL_LEGACY_CPU"}
@@ -137,7 +141,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 class Api:
-    """The functions of the library. Each raises `PairBrokenError` if its call fails."""
+    """The functions of oneCCL's C library. Each raises `PairBrokenError` if its call fails."""
 
     def __init__(self, path: Path) -> None:
         folder = path.parent
@@ -168,8 +172,9 @@ class Api:
         return made
 
     def join(self, unique_id: OneCclUniqueId, *, rank: int, timeout_s: float) -> ctypes.c_void_p:
-        """Create a communicator of two ranks from the `unique_id` that both know. Only one call runs at a time: the
-        library aborts the process if several peers die while it waits for them.
+        """Connect to the other process that knows `unique_id`: create a communicator of two ranks, of which this
+        process is number `rank`. Wait for it without a deadline. Only one call runs at a time, for whose turn it waits
+        up to `timeout_s`: the library aborts the process if several peers die while it waits for them.
         """
         if not self._joining.acquire(timeout=timeout_s):
             raise PairBrokenError("oneCCL still waits for the peer of another pair")
@@ -185,7 +190,9 @@ class Api:
             self._joining.release()
 
     def exchange(self, function: str, parts: Sequence[memoryview], peer: int, communicator: ctypes.c_void_p) -> None:
-        """Send or receive parts, as one group if the library can: its groups need a SYCL device."""
+        """Send `parts` to rank `peer`, or receive them from it; `function` is the name of oneCCL's function. They are
+        one group of calls if the library can group calls, which needs a SYCL device.
+        """
         call = getattr(self._library, function)
         is_group = len(parts) > 1 and self._has_groups
         # The first failure shows that this build cannot group calls: do not try again.

@@ -23,16 +23,20 @@ ABORT_PATIENCE_S = 1.0
 
 
 class NcclUniqueId(ctypes.Structure):
-    """`ncclUniqueId` of the C API."""
+    """The C struct `ncclUniqueId` of NCCL's API: the id by which two processes find each other."""
 
     _fields_ = [("data", ctypes.c_char * UNIQUE_ID_BYTES)]
 
 
 class NcclChannel:
-    """A communicator of two ranks. They agree on its id over `store`, a torch Store that only this pair uses."""
+    """A connection of two processes: a communicator of two ranks of NCCL, used through its own C API. They agree on its
+    id over `store`, a torch Store that only this pair uses.
+    """
 
     def __init__(self, store: Any, rank: int) -> None:
-        """Connect to the peer. Waiting in the store has the store's deadline; NCCL's own calls after it have none."""
+        """Connect to the other process; `rank` is 0 at the producer and 1 at the consumer. Waiting in `store` has the
+        store's deadline; NCCL's own calls after it have none.
+        """
         self._api = load_api()
         self._peer = 1 - rank
         self._calling = threading.Lock()
@@ -46,7 +50,9 @@ class NcclChannel:
         self._communicator: ctypes.c_void_p | None = self._api.join(unique_id, rank)
 
     def exchange(self, parts: Sequence[Tensor], *, is_send: bool, stream: Any) -> None:
-        """Send or receive all parts as one group, on the stream."""
+        """Queue the sending or receiving of the tensors `parts` as one message on `stream`. Raises `PairBrokenError` if
+        it fails or after `abort`.
+        """
         with self._calling:
             if self._communicator is None:
                 raise PairBrokenError("the pair was given up")
@@ -54,7 +60,7 @@ class NcclChannel:
             self._api.exchange(parts, self._peer, self._communicator, handle, is_send=is_send)
 
     def abort(self) -> None:
-        """End the communicator: its kernels, and calls that wait for the peer."""
+        """End the communicator: NCCL ends its running kernels and the calls that wait for the other process."""
         # A call that hangs keeps the lock for ever: after the timeout, abort under it, which is what ends the call.
         has_lock = self._calling.acquire(timeout=ABORT_PATIENCE_S)
         try:
@@ -67,7 +73,7 @@ class NcclChannel:
 
 
 class NcclApi:
-    """The functions of the library. Each raises `PairBrokenError` if its call fails."""
+    """The functions of NCCL's C library. Each raises `PairBrokenError` if its call fails."""
 
     def __init__(self) -> None:
         try:
@@ -91,7 +97,9 @@ class NcclApi:
         return made
 
     def join(self, unique_id: NcclUniqueId, rank: int) -> ctypes.c_void_p:
-        """Create a communicator of two ranks. It waits for the peer without a deadline."""
+        """Create a communicator of two ranks, of which this process is number `rank`, with the other process that knows
+        `unique_id`. It waits for that process without a deadline.
+        """
         made = ctypes.c_void_p()
         self._check("ncclCommInitRank", self._library.ncclCommInitRank(ctypes.byref(made), 2, unique_id, rank))
         return made
@@ -105,7 +113,9 @@ class NcclApi:
         *,
         is_send: bool,
     ) -> None:
-        """Queue messages on the stream, as one group if there are several."""
+        """Queue the sending of the tensors `parts` to rank `peer`, or their receiving, on the CUDA stream `stream`.
+        Several parts are one group of calls.
+        """
         is_group = len(parts) > 1
         library = self._noting if is_group else self._library
         call = library.ncclSend if is_send else library.ncclRecv
@@ -121,7 +131,7 @@ class NcclApi:
         self._check("ncclGroupEnd", status)
 
     def abort(self, communicator: ctypes.c_void_p) -> None:
-        """End a communicator and its kernels."""
+        """End a communicator, its running kernels, and the calls that wait for the other process."""
         self._check("ncclCommAbort", self._library.ncclCommAbort(communicator))
 
     def _check(self, what: str, status: int) -> None:

@@ -15,29 +15,36 @@ LANES = 3
 
 
 class PairBrokenError(TransportUnavailable):
-    """The pair cannot be used any more."""
+    """A pair (connection of two processes through a collective library) cannot be used any more."""
 
 
 class Pair(Protocol):
-    """A connection to one peer, used by one thread at a time. Both ends must send and receive messages of the same
-    sizes in the same order. Its methods raise `PairBrokenError`.
+    """A connection of two processes through a collective library: one sends, the other receives. One thread at a time
+    uses it. Both ends must exchange messages of the same sizes in the same order. Its methods raise `PairBrokenError`
+    if the pair breaks.
     """
 
     def send(self, parts: Sequence[memoryview]) -> None:
-        """Send a message. The parts may be changed when it returns."""
+        """Send the buffers `parts` as one message to the other process. They may be changed when it returns."""
         ...
 
     def receive(self, parts: Sequence[memoryview]) -> None:
-        """Receive a message into the parts."""
+        """Wait for the next message of the other process, and write it to the buffers `parts`, which must have its
+        sizes.
+        """
         ...
 
     def abandon(self) -> None:
-        """Give the pair up, from any thread and without blocking. A running call ends with an error, or never."""
+        """Give the pair up; any thread may call it, and it does not wait. A call of `send` or `receive` that is running
+        raises an error, or never returns.
+        """
         ...
 
 
 class Meeting(Protocol):
-    """The producer's half of a rendezvous: the address at which the consumer joins, and the secret that it needs."""
+    """The producer's half of connecting a pair: the address at which the consumer joins, and the secret that it needs.
+    Both are sent to the consumer.
+    """
 
     @property
     def address(self) -> bytes: ...
@@ -45,28 +52,32 @@ class Meeting(Protocol):
     def secret(self) -> bytes: ...
 
     def join(self, timeout_s: float) -> Pair:
-        """Wait until the consumer has joined. Raises `PairBrokenError`; it may never return."""
+        """Wait until the consumer has joined, and return the connected pair. Raises `PairBrokenError` if that fails or
+        takes longer than `timeout_s`; with some libraries it may never return.
+        """
         ...
 
 
 class Backend(Protocol):
-    """One way of connecting two processes: a collective library and how it is used. Its name is a dialect of the
-    transport `oneccl`.
+    """One way of connecting two processes through a collective library. Its name is a dialect of the transport
+    `oneccl`.
     """
 
     @property
     def name(self) -> str: ...
 
     def load(self) -> None:
-        """Load the library, which may take seconds. Raises `TransportUnavailable`."""
+        """Load the collective library, which may take seconds. Raises `TransportUnavailable` if it cannot be loaded."""
         ...
 
     def meet(self, host: str) -> Meeting:
-        """Prepare a rendezvous at `host`, an address of this machine that the consumer can reach. Raises
-        `TransportUnavailable`.
+        """Prepare the connection of a pair as the producer, at `host`, an address of this machine that the consumer can
+        reach. Raises `TransportUnavailable` if that fails.
         """
         ...
 
     def join(self, address: bytes, secret: bytes, timeout_s: float) -> Pair:
-        """Join a rendezvous as the consumer. It blocks, raises `PairBrokenError`, and may never return."""
+        """Connect to the producer as the consumer, with the address and secret of its `Meeting`. It blocks. It raises
+        `PairBrokenError` if that fails or takes longer than `timeout_s`; with some libraries it may never return.
+        """
         ...

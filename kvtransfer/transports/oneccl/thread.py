@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class Finish(Protocol):
-    """The second half of a job: it waits for the library after the message was queued. It runs in a second thread, so
-    that the next job can start.
+    """The second half of sending or receiving a message: waits for the collective library after the message was queued.
+    It runs in a second thread, so that the next message can start.
     """
 
     def __call__(self) -> None:
-        """Wait for the end of the message. Raises `PairBrokenError`."""
+        """Wait for the end of the message. Raises `PairBrokenError` if the pair breaks."""
         ...
 
 
@@ -35,9 +35,10 @@ cannot be used any more.
 
 
 class PairThread:
-    """Runs `open_pair`, then jobs in order. A job may start before earlier ones have finished; up to `LANES` run at the
-    same time. `on_failed` is called on the event loop at most once, and not after `close`. A job that does not end
-    within `stall_timeout_s` counts as a failure: the peer or the library hangs.
+    """Calls a collective library for one pair, in threads of its own: it runs `open_pair`, then jobs (messages) in
+    order. A job may start before earlier ones have finished; up to `LANES` run at the same time. `on_failed` is called
+    on the event loop at most once, and not after `close`. If no job ends within `stall_timeout_s`, this counts as a
+    failure: the peer or the library hangs.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class PairThread:
 
     @property
     def is_running(self) -> bool:
-        """Return whether a thread has not ended. After `close` this means that it is stuck in the library."""
+        """Return whether any of the two threads has not ended. After `close` this means that it is stuck in the
+        collective library.
+        """
         return self._num_running > 0
 
     @property
@@ -71,7 +74,7 @@ class PairThread:
         return self._is_closed
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Event loop only."""
+        """Queue a job, which starts one message of the pair. Call it only on the event loop."""
         self._num_waiting += 1
         self._jobs.put(job)
         if self._watching is None:
@@ -120,8 +123,8 @@ class PairThread:
                 self._begun.put(finish)
 
     def _finish_all(self) -> None:
-        """Wait for the end of each job in order. After the pair was given up, the jobs in flight end with an error or
-        never.
+        """Run the second thread: wait for the end of each message, in the order in which they were started. After the
+        pair was given up, messages in flight end with an error or never.
         """
         while (finish := self._begun.get()) is not None:
             with self._explained():
@@ -166,7 +169,9 @@ class PairThread:
         self._on_failed(reason)
 
     def _watch(self, seen: int = -1) -> None:
-        """Fail if no job has ended since the last check, `stall_timeout_s` ago."""
+        """Give the pair up if jobs wait and none has ended since the last check, `stall_timeout_s` ago. `seen` is the
+        number of jobs that had ended then. Otherwise check again after the same time.
+        """
         if self._num_done >= self._num_waiting:
             self._watching = None
             return

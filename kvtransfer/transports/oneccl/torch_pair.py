@@ -23,7 +23,7 @@ Group = Any
 
 
 class TorchBackend:
-    """The backend `gloo` for host memory."""
+    """Connects pairs by gloo, torch's collective library for CPUs, for blocks in host memory."""
 
     def __init__(self, name: str = "gloo") -> None:
         self.name = name
@@ -41,7 +41,9 @@ class TorchBackend:
 
 
 class TorchMeeting:
-    """The producer's half of a rendezvous: a TCPStore that the consumer connects to."""
+    """The producer's half of connecting a pair by torch.distributed: a TCPStore (key-value store over TCP) that the
+    consumer connects to.
+    """
 
     secret = b""
 
@@ -58,7 +60,9 @@ class TorchMeeting:
 
 
 class TorchPair:
-    """A pair for host memory. Its tensors are views of the parts, so nothing is copied here."""
+    """A connection of two processes through torch.distributed, for host memory. Its tensors are views of the buffers
+    that are sent or received, so nothing is copied here.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -83,7 +87,10 @@ class TorchPair:
 
 
 def make_group(name: str, store: Store, rank: int, host: str, timeout_s: float) -> Group:
-    """Create a group of two ranks. `host` is an address of this machine, on which gloo listens."""
+    """Create a process group of two ranks of torch's library `name`, of which this process is number `rank`. The two
+    find each other through `store`. `host` is an address of this machine, on which gloo listens. `timeout_s` is the
+    deadline of gloo's and ccl's calls; the other libraries get none.
+    """
     store = dist.PrefixStore("pair", store)
     timeout = timedelta(seconds=timeout_s)
     match name:
@@ -106,7 +113,9 @@ def make_group(name: str, store: Store, rank: int, host: str, timeout_s: float) 
 
 
 def join_store(address: bytes, timeout_s: float) -> tuple[Store, str]:
-    """Return the producer's store, and the local address by which this machine reaches it."""
+    """Connect to the producer's key-value store at `address`, within `timeout_s`. Return the store, and the local
+    address by which this machine reaches the producer.
+    """
     host, _, port = address.decode().rpartition(":")
     with translated():
         # The local address of a connection to the peer is the one by which the peer can reach gloo here.
@@ -117,7 +126,7 @@ def join_store(address: bytes, timeout_s: float) -> tuple[Store, str]:
 
 
 class translated:  # noqa: N801 - used as a statement
-    """A context manager that turns torch's errors (RuntimeError and similar) into `PairBrokenError`."""
+    """A context manager that turns errors of torch (RuntimeError, OSError, ValueError) into `PairBrokenError`."""
 
     def __enter__(self) -> None:
         return

@@ -33,7 +33,9 @@ pairs.
 
 
 class OneCclTransport:
-    """Makes a pair for each connection, with the first backend that both ends have."""
+    """The transport `oneccl`: connects a pair of processes through a collective library for each connection of a
+    consumer, with the best library (dialect) that both ends have.
+    """
 
     name = "oneccl"
     pulls = True
@@ -59,7 +61,9 @@ class OneCclTransport:
         return tuple(self._backends)
 
     async def start(self) -> None:
-        """Load the libraries of the allowed backends. A backend whose library cannot be loaded is left out."""
+        """Load the collective libraries that the settings allow. A library that cannot be loaded is logged and left
+        out.
+        """
         try:
             found = await asyncio.to_thread(self._find)
         except TransportUnavailable as exc:
@@ -113,8 +117,8 @@ class OneCclTransport:
             thread.close()
 
     def _check_secrecy(self, peer: Host) -> None:
-        """Raise `TransportUnavailable` if blocks would leave this machine although the cluster has a key: collective
-        libraries encrypt nothing.
+        """Raise `TransportUnavailable` if `peer` is on another machine and the cluster has a key, that is, must
+        encrypt: collective libraries encrypt nothing.
         """
         if self._settings.curve_secret_key and peer.boot_id != self._here.boot_id:
             raise TransportUnavailable(
@@ -129,7 +133,10 @@ class OneCclTransport:
         return device_backends(self._blocks)
 
     def _receiver(self, dialect: str, target: ReceiveTarget) -> Any:
-        """Return one of three kinds of receiver; the caller only passes it on."""
+        """Return the consumer's end for this dialect and destination: a `PairReceiver` for host memory, or a
+        `StagedReceiver` or `DirectReceiver` for a device. Raises `TransportUnavailable` if a device's blocks would need
+        a conversion.
+        """
         if self._blocks is None:
             if target.converter is None:
                 return PairReceiver(FrameReceiver(host_blocks(target.memory)), target.block_bytes)
@@ -160,16 +167,18 @@ class OneCclTransport:
 
 
 def _blocks_of(memory: BlockMemory) -> Any:
-    """Return the `devicecopy.DeviceBlocks` of a memory. It imports torch."""
+    """Return `devicecopy.DeviceBlocks`, the access to the device's blocks in `memory`. It imports torch."""
     return importlib.import_module("baton_serve.kvtransfer.transports.devicecopy").DeviceBlocks(memory)
 
 
 def _device_module() -> ModuleType:
-    """Import the module for memory of a device, which needs torch."""
+    """Import and return the module for blocks in a device's memory, which needs torch."""
     return importlib.import_module("baton_serve.kvtransfer.transports.oneccl.device")
 
 
 def _host_of(settings: TransferSettings) -> str:
-    """Return an address of this machine that peers can reach."""
+    """Return an address of this machine that other instances can reach: the one to advertise, or the one that the node
+    is bound to.
+    """
     bound = settings.bind.partition("://")[2].rpartition(":")[0].strip("[]")
     return settings.advertise_host or ("127.0.0.1" if bound in ("*", "0.0.0.0") else bound)
