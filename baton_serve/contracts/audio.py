@@ -18,10 +18,11 @@ MAX_CHANNELS = 8
 
 
 class CutterLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How files are cut, and what one file may need. `rate_hz` and `window_s` are those of the model.
+    """How audio files are cut into windows, and the limits for one file. `rate_hz` and `window_s` are what the speech
+    model takes.
 
-    `max_s` bounds the length of the audio, `cpu_s` the processor time for it, and `memory_bytes` the address space
-    beside that of the process itself.
+    `max_s` bounds the length of the audio, `cpu_s` the processor time for it, and `memory_bytes` the address space in
+    addition to that of the process itself.
     """
 
     rate_hz: int
@@ -32,7 +33,8 @@ class CutterLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """A window of a file: its start and length in seconds, and its samples as a WAV file."""
+    """One window of an audio file, as the speech model takes it: its start and length in seconds, and its samples as a
+    WAV file."""
 
     start_s: float
     duration_s: float
@@ -40,7 +42,7 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The windows of a file, in order; or the reason why it cannot be used."""
+    """The result of cutting an audio file: its windows in order, or in `error` the reason why it cannot be used."""
 
     duration_s: float = 0.0
     windows: list[Window] = []

@@ -31,7 +31,7 @@ _DIGEST_BYTES = 6
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """One line of an input file. `body` is the JSON of the request, not parsed."""
+    """One line of the input file of a batch (OpenAI's Batch API). `body` is the JSON of the request, not parsed."""
 
     custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
     method: Literal["POST"]
@@ -43,9 +43,10 @@ _ABSENT = msgspec.Raw(b"")
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """The fields of a request's body that are read here, not parsed.
+    """The fields of a request's body that are checked when a batch is read, or that decide its place among the lines,
+    as unparsed JSON.
 
-    All others are skipped: a dictionary of a million fields would keep the interpreter's lock for seconds.
+    All other fields are skipped: a dictionary of a million fields would keep the interpreter's lock for seconds.
     """
 
     stream: msgspec.Raw = msgspec.Raw(b"false")
@@ -62,7 +63,7 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """The HTTP response of one line."""
+    """The HTTP response to the request in one line of a batch."""
 
     status_code: int
     request_id: str
@@ -70,14 +71,14 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """The reason why a line got no HTTP response."""
+    """The reason why the request in one line of a batch got no HTTP response."""
 
     code: str
     message: str
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """One line of an output file or of an error file. Either `response` or `error` is None."""
+    """One line of the output file or the error file of a batch. Either `response` or `error` is None."""
 
     id: str
     custom_id: str
@@ -86,7 +87,7 @@ class BatchResult(msgspec.Struct, frozen=True):
 
 
 class InvalidLineError(ValueError):
-    """A line of an input file is not valid. `param` names its field, or is None."""
+    """Reports that a line of a batch's input file is not valid. `param` names the wrong field; None: the whole line."""
 
     def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
         super().__init__(message)
@@ -96,7 +97,8 @@ class InvalidLineError(ValueError):
 
 
 def parse_line(line: bytes, endpoints: Collection[str]) -> BatchRequest:
-    """Return the request of one line, whose `url` must be one of `endpoints`. Raises `InvalidLineError`."""
+    """Return the request in one line of a batch's input file. Its `url` must be one of `endpoints`. Raises
+    `InvalidLineError` if the line is not valid."""
     try:
         request = msgspec.json.decode(line, type=BatchRequest)
         body = msgspec.json.decode(request.body, type=_Body)
@@ -124,7 +126,8 @@ def parse_line(line: bytes, endpoints: Collection[str]) -> BatchRequest:
 
 
 def prefix_key(body: bytes) -> bytes:
-    """Return a sort key for the body of a request: requests whose prompts begin alike have neighbouring keys.
+    """Return a sort key for the body of a request. If the lines of a batch are sorted by it, requests whose prompts
+    begin alike are neighbours, so that they share cached prefixes.
 
     The key has one digest for each length in `_LEVELS`, the shortest first: requests that share their first 64 bytes
     are next to each other, and among them the ones that share 256, and so on. Its length is fixed, however long the

@@ -19,7 +19,7 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamRules:
-    """Parameters of one beam search, in vLLM's terms."""
+    """The parameters of one beam search, named as in vLLM."""
 
     width: int
     max_tokens: int
@@ -33,7 +33,8 @@ class BeamRules:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A candidate sequence. `steps` has for each token its logprob and the most likely alternatives at its position."""
+    """One candidate sequence of a beam search, without the prompt. `steps` has for each token its logprob and the most
+    likely alternatives at its position."""
 
     token_ids: list[int]
     steps: list[TokenLogprobs]
@@ -43,7 +44,8 @@ class Beam:
 
 
 class BeamSearch:
-    """The state of one beam search. Call `advance` until `is_over`, then `best`."""
+    """The state of one beam search after a prompt. Call `advance` with the model's next tokens until `is_over`, then
+    `best`."""
 
     def __init__(self, rules: BeamRules, *, num_prompt_tokens: int) -> None:
         self.running = [Beam([], [], 0.0, 0.0)]
@@ -53,13 +55,12 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """Return whether no beam continues."""
+        """Return whether the search has ended: no beam is extended any more."""
         return not self.running
 
     def advance(self, answers: Sequence[TokenLogprobs]) -> None:
-        """Extend each running beam by one token. `answers` has one entry for each beam of `running`, in the same order:
-        the most likely next tokens with their logprobs.
-        """
+        """Extend each running beam by one token, and keep the best. `answers` has one entry for each beam of `running`,
+        in the same order: the most likely next tokens with their logprobs."""
         continuing: list[Beam] = []
         for beam, answer in zip(self.running, answers, strict=True):
             for candidate in self._extended(beam, answer):
@@ -82,7 +83,7 @@ class BeamSearch:
         return _best(self._finished, count)
 
     def _extended(self, beam: Beam, answer: TokenLogprobs) -> list[Beam]:
-        """Return the extensions of a beam by each of its most likely next tokens."""
+        """Return the beams that extend this one by each of its most likely next tokens, which `answer` has."""
         candidates: list[Beam] = []
         alternatives = answer.top[: self._rules.num_alternatives]
         for one in answer.top[: 2 * self._rules.width]:
@@ -96,11 +97,13 @@ class BeamSearch:
         return candidates
 
     def _score(self, cumulative: float, num_generated: int) -> float:
-        """Return the length-normalized score of a beam."""
+        """Return the score of a beam: the sum of its logprobs, `cumulative`, divided by a power of its length with the
+        prompt. `num_generated` is its length without the prompt."""
         return float(cumulative / (self._num_prompt + num_generated) ** self._rules.length_penalty)
 
     def _is_settled(self, best: Beam) -> bool:
-        """Return whether no running beam can still get among the best finished ones, so that the search may stop."""
+        """Return whether the search may stop, because no running beam can become one of the best finished ones any
+        more. `best` is the best running beam."""
         rules = self._rules
         if rules.early_stopping is True:
             return len(self._finished) >= rules.width

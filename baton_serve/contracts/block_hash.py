@@ -29,10 +29,11 @@ def root_hash(
     lora: str = "",
     cache_salt: str = "",
 ) -> BlockHash:
-    """Return the hash that is the parent of a sequence's first block.
+    """Return the hash that precedes the hash of a prompt's first block. It contains everything except tokens on which
+    KV depends, so that only equal KV has equal block hashes.
 
-    `fingerprint` identifies the model weights. Every part is length-prefixed, so that no two different inputs hash the
-    same bytes.
+    `fingerprint` identifies the model weights. Every argument is length-prefixed, so that no two different inputs hash
+    the same bytes.
     """
     parts = [fingerprint.encode(), kv_dtype.encode(), str(block_tokens).encode(), lora.encode()]
     parts.append(cache_salt.encode())
@@ -44,22 +45,25 @@ def root_hash(
 
 
 def checkpoint_hashes(block_hash: BlockHash, count: int) -> list[BlockHash]:
-    """Return the hashes of the `count` blocks that hold the recurrent states after the last token of a block.
+    """Return the hashes of the `count` blocks that hold the recurrent states after the last token of the block with
+    hash `block_hash`, which may be partly filled.
 
-    `block_hash` is that block's hash, which may be partly filled. No block of KV has one of these hashes.
+    No block of KV has one of these hashes.
     """
     return [checkpoint_hash(block_hash, number) for number in range(count)]
 
 
 def checkpoint_hash(block_hash: BlockHash, number: int) -> BlockHash:
-    """Return the hash of one of these blocks."""
+    """Return the hash of block number `number` among the blocks that hold the recurrent states after the block with
+    hash `block_hash`."""
     return BlockHash(sha256(block_hash + b"recurrent state" + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
 
 
 def cross_hashes(root: BlockHash, digest: bytes, count: int) -> list[BlockHash]:
     """Return the hashes of the `count` blocks that hold the cross-attention KV of a source, such as a window of audio.
+    `digest` identifies the source.
 
-    They depend on the root and on the source's digest only, so that all prompts with that source share the blocks.
+    They depend on `root` (see `root_hash`) and `digest` only, so that all prompts with that source share the blocks.
     """
     return [
         BlockHash(sha256(root + b"cross attention" + digest + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
@@ -76,9 +80,11 @@ def hash_blocks(
     media: Sequence[MediaSpan] = (),
     start: int = 0,
 ) -> list[BlockHash]:
-    """Return the chained hashes of all blocks of `token_ids`, including the last one if it is only partly filled. With
-    `parent`, `token_ids` continue after the block with that hash instead of after the root: they begin at token `start`
-    of the prompt. `media` lists the images; its positions count from the start of the prompt.
+    """Return the chained hashes of all blocks of `token_ids`, including the last block if it is only partly filled.
+
+    The tokens follow the hash `root`, at the start of a prompt. With `parent` they follow the block with that hash
+    instead, and begin at token `start` of the prompt. `media` lists the prompt's images; its positions count from the
+    start of the prompt.
     """
     # An array converts all ids by one call: hashing a long prompt is on the way to its first token.
     words = array("I", token_ids)
@@ -100,8 +106,8 @@ def hash_blocks(
 
 
 def _with_media(parent: bytes, media: Sequence[MediaSpan], start: int, block_tokens: int) -> bytes:
-    """Return the parent hash to use for the block that begins at token `start`: mixed with the images that the block
-    contains, or unchanged without any."""
+    """Return the parent hash for the block that begins at token `start`: `parent` mixed with the digests of the images
+    that have tokens in the block, or unchanged if there are none."""
     spans = within(media, start, start + block_tokens)
     if not spans:
         return parent

@@ -62,7 +62,7 @@ def _close(schema: Schema) -> Schema:
 
 
 def _mapped(schema: Schema, change: Callable[[Schema], Schema]) -> dict[str, Any]:
-    """Return a copy of a schema in which each directly contained schema `s` is replaced by `change(s)`."""
+    """Return a copy of a JSON schema in which `change(s)` replaces each schema `s` that stands directly within it."""
 
     def one(value: Any) -> Any:
         return change(value) if isinstance(value, Mapping) else value

@@ -13,14 +13,15 @@ Tier = Literal["device", "host"]
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored"):
-    """These block hashes are cached in `tier` from now on."""
+    """Reports that the KV blocks with these hashes are cached from now on, on the device or in host memory (`tier`)."""
 
     names: list[BlockHash]
     tier: Tier = "device"
 
 
 class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed"):
-    """These block hashes have been evicted from `tier`."""
+    """Reports that the KV blocks with these hashes were evicted from the cache on the device or in host memory
+    (`tier`)."""
 
     names: list[BlockHash]
     tier: Tier = "device"
@@ -30,7 +31,8 @@ BlockEvent = BlocksStored | BlocksRemoved
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """The events of one engine step. `sequence` is 1 for an instance's first batch and grows by one per batch."""
+    """The changes of an instance's prefix cache in one engine step. `sequence` is 1 for an instance's first batch and
+    grows by one per batch, so that routers notice a lost one."""
 
     instance: InstanceId
     generation: Generation

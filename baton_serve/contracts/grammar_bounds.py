@@ -52,7 +52,7 @@ WORKER_STACK_BYTES = 4 * STACK_BYTES
 
 
 class ParserLimits(TypedDict):
-    """The limits of llguidance's parser (`LLParserLimits`) that Baton sets."""
+    """The limits of llguidance's parser that Baton sets; `LLParserLimits` has more."""
 
     max_items_in_row: int
     initial_lexer_fuel: int
@@ -91,14 +91,14 @@ _PARTS = re.compile(
 
 
 class GrammarBoundsError(ValueError):
-    """A grammar exceeds a bound. The message is one line that names the bound."""
+    """Reports that a grammar or JSON schema is too large. The message is one line that names the exceeded limit."""
 
 
 def check_grammar(grammar: str) -> None:
-    """Check a grammar in the form that workers receive: Lark text, or llguidance's JSON list of Lark grammars and
-    schemas.
+    """Check that a grammar is not too large to be compiled. It has the form in which engines get it: Lark text, or
+    llguidance's JSON list of Lark grammars and schemas.
 
-    Raises `GrammarBoundsError` if a bound is exceeded or the grammar has neither form.
+    Raises `GrammarBoundsError` if a limit is exceeded or the grammar has neither form.
     """
     _at_most(len(grammar), MAX_CHARS, "the grammar has {} characters")
     if not grammar.startswith("{"):
@@ -116,7 +116,8 @@ def check_grammar(grammar: str) -> None:
 
 
 def check_lark(text: str) -> None:
-    """Check rules in Lark and the schemas embedded in them. Raises `GrammarBoundsError` if a bound is exceeded.
+    """Check that a Lark grammar, with the schemas embedded in it, is not too large. Raises `GrammarBoundsError` if a
+    limit is exceeded.
 
     Counts colons and opening brackets outside of strings, regular expressions, comments and schemas: these are at least
     as many as rules and groups. An unterminated string is assumed to end with its line, so that the duration of the
@@ -138,13 +139,15 @@ def check_lark(text: str) -> None:
 
 
 def check_gbnf(text: str) -> None:
-    """Check rules in GBNF before they are converted to Lark. Raises `GrammarBoundsError` if a bound is exceeded."""
+    """Check that a GBNF grammar is not too large, before it is converted to Lark. Raises `GrammarBoundsError` if a
+    limit is exceeded."""
     _at_most(len(text), MAX_CHARS, "the grammar has {} characters")
     _at_most(text.count("::="), MAX_RULES, "the grammar has {} rules")
 
 
 def check_schema(schema: _Json) -> None:
-    """Check a JSON schema. Raises `GrammarBoundsError` if a bound is exceeded."""
+    """Check that a JSON schema is not too large or too deeply nested to be compiled. Raises `GrammarBoundsError` if a
+    limit is exceeded."""
     size = _Size()
     # Breadth first, one level per iteration, and without recursion: `values` lists every JSON value, and `owners` the
     # index of the value that contains it.
@@ -177,7 +180,7 @@ def check_schema(schema: _Json) -> None:
 
 @dataclass(slots=True)
 class _Size:
-    """Counts the parts of a schema."""
+    """Counts the values, texts, properties and references of one JSON schema, and compares them with the limits."""
 
     nodes: int = 0
     chars: int = 0
@@ -186,9 +189,10 @@ class _Size:
     references: set[str] = field(default_factory=set)
 
     def add(self, value: _Json, key: str) -> Iterable[tuple[_Json, str]]:
-        """Count one value, which is stored under `key`, and return the values directly within it.
+        """Count one JSON value of a schema, which is stored under `key`. Return the values directly within it, each
+        with its key.
 
-        Raises `GrammarBoundsError` if a bound is exceeded.
+        Raises `GrammarBoundsError` if a limit is exceeded.
         """
         self.nodes += 1
         _at_most(self.nodes, MAX_NODES, "the schema has {} values or more")
@@ -231,7 +235,8 @@ class _Size:
 
 
 def _optional_run(schema: Mapping[str, _Json]) -> int:
-    """Return the largest number of successive properties of an object that `required` does not name."""
+    """Return the largest number of properties of this object schema that follow each other without one that `required`
+    names."""
     properties, names = schema.get("properties"), schema.get("required")
     # An object with too many properties of any kind is reported as such.
     if not isinstance(properties, Mapping) or len(properties) > MAX_OBJECT_PROPERTIES:
@@ -245,9 +250,9 @@ def _optional_run(schema: Mapping[str, _Json]) -> int:
 
 
 def _target(schema: _Json, reference: str) -> _Json:
-    """Return the value that a `$ref` within the document refers to.
+    """Return the value in `schema` to which the `$ref` text `reference` points.
 
-    Return the whole schema for any other reference, since its target cannot be nested deeper than that.
+    Return the whole schema for a reference outside of it, since a target cannot be nested deeper than that.
     """
     if not reference.startswith("#/"):
         return schema
@@ -264,7 +269,7 @@ def _target(schema: _Json, reference: str) -> _Json:
 
 
 def _check_embedded(text: str, position: int) -> int:
-    """Check the schema that begins at `position` and return the position after it.
+    """Check the JSON schema that begins at `position` of a Lark text, and return the position after it.
 
     A schema that is not valid JSON is treated as empty: its text is then counted as rules, and the compiler reports the
     error.

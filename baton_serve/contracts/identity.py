@@ -18,11 +18,12 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 def new_generation() -> Generation:
-    """Return a random positive 53-bit integer: JSON, Redis and JavaScript represent it exactly."""
+    """Return a new generation of a process: a random positive 53-bit integer, which JSON, Redis and JavaScript
+    represent exactly."""
     # The lowest bit is set so that it is never 0.
     return Generation(secrets.randbits(53) | 1)
 
 
 def new_ticket_id() -> TicketId:
-    """Return a new id for a transfer, random and therefore unique in the cluster."""
+    """Return a new id for the ticket of a transfer. It is random, and therefore unique in the cluster."""
     return TicketId(secrets.token_hex(8))

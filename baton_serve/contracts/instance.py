@@ -12,9 +12,8 @@ Role = Literal["prefill", "decode", "unified"]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy an instance is at one moment. The instance measures its rates (tokens per second) itself; until it has
-    worked, they are estimates from warm-up.
-    """
+    """How busy an instance is at one moment. It measures its speeds (tokens per second, seconds per step) itself;
+    before its first requests, they are estimates from the warm-up."""
 
     free_blocks: int
     total_blocks: int
@@ -38,7 +37,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of one implementation of one operation, as logs, `/health` and `baton doctor --kernels` show it."""
+    """The comparison of one kernel (`candidate`) with the plain-torch implementation of the same operation, as logs,
+    `/health` and `baton doctor --kernels` show it."""
 
     operation: str
     shape: str
@@ -54,7 +54,7 @@ class KernelVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """Shortest time of one run; None if it was not measured."""
 
     def describe(self) -> str:
-        """Return what is wrong, in words."""
+        """Return in words what is wrong with the kernel. Call it only if `is_right` is False."""
         if self.error:
             return f"it raised {self.error}"
         if self.difference is None:
@@ -63,7 +63,8 @@ class KernelVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The link from a peer instance to this one, as measured by this instance, which receives the blocks."""
+    """The speed and transport of KV transfers from another instance (`peer`) to this one, as measured here, where the
+    blocks arrive."""
 
     peer: InstanceId
     transport: str
@@ -96,7 +97,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The registry record of an instance. It expires after a TTL unless it is renewed with the current `load`."""
+    """The record of an instance in the registry, by which routers find it. It expires after a TTL unless it is renewed
+    with the current `load`."""
 
     instance: InstanceId
     generation: Generation

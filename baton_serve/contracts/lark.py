@@ -31,20 +31,21 @@ result holds the interpreter's lock."""
 
 
 class Markers(Protocol):
-    """The methods of `Vocabulary` that `Lark` calls."""
+    """The part of a model's vocabulary that `Lark` needs: its special tokens."""
 
     def pieces(self, text: str) -> Sequence[str | int]:
-        """Split a text into special tokens, as ids, and the text between them."""
+        """Divide a text into its special tokens, as ids, and the text between them."""
         ...
 
     @property
     def ends(self) -> Collection[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end an answer."""
         ...
 
 
 class UnconvertedGbnfError(Exception):
-    """A grammar in GBNF must first be converted, which another process does (`grammar.compiling`)."""
+    """Reports that a client's grammar is written in GBNF and must first be converted to Lark, which another process
+    does."""
 
     def __init__(self, gbnf: str) -> None:
         super().__init__("a grammar in GBNF is not converted yet")
@@ -52,12 +53,13 @@ class UnconvertedGbnfError(Exception):
 
 
 class Lark:
-    """Builds the text of one grammar in Lark. Its methods return expressions for the right-hand side of a rule. Every
-    method that takes a value of a client checks its size first, and raises `GrammarBoundsError` if it is too big.
-    """
+    """Builds the text of one grammar in Lark, the language that llguidance reads. Its methods return expressions for
+    the right-hand side of a rule. Each method that takes a client's value checks its size first, and raises
+    `GrammarBoundsError` if it is too big."""
 
     def __init__(self, markers: Markers, converted: Mapping[str, str] | None = None) -> None:
-        """Create the builder. `converted` has the Lark text of each grammar in GBNF, by its GBNF text."""
+        """Start an empty grammar. `markers` are the model's special tokens. `converted` has the Lark text of each GBNF
+        grammar that was converted, by its GBNF text."""
         self._markers = markers
         self._converted = converted or {}
         self._lines: list[str] = []
@@ -65,14 +67,14 @@ class Lark:
         self._num_chars = 0
 
     def grammar(self, start: str) -> str:
-        """Return the text of the whole grammar for llguidance; an answer must match the expression `start`."""
+        """Return the text of the finished grammar for llguidance. An answer must match the expression `start`."""
         lines = "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", *self._lines]) + "\n"
         if not self._embedded:
             return lines
         return json.dumps({"grammars": [{"lark_grammar": lines}, *self._embedded]}, ensure_ascii=False)
 
     def literal(self, text: str) -> str:
-        """Return an expression that matches exactly this text, with its special tokens as tokens."""
+        """Return an expression that matches exactly this text. Special tokens in the text are matched as tokens."""
         self._count(text)
         if len(text) > MAX_LITERAL_CHARS:
             raise GrammarBoundsError(
@@ -81,13 +83,13 @@ class Lark:
         return " ".join(_quoted(piece) for piece in self._markers.pieces(text))
 
     def choice(self, texts: Sequence[str]) -> str:
-        """Return an expression that matches one of the texts."""
+        """Return an expression that matches any one of these texts."""
         if len(texts) > MAX_ENUM_VALUES:
             raise GrammarBoundsError(f"there are {len(texts)} choices; at most {MAX_ENUM_VALUES} are allowed")
         return "(" + " | ".join(self.literal(text) or '""' for text in texts) + ")"
 
     def json(self, schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> str:
-        """Return an expression that matches JSON values of a schema.
+        """Return an expression that matches all JSON values which a schema allows.
 
         `options` are llguidance's options for JSON. They have precedence over options in the schema (`x-guidance`).
         With `is_open`, objects may have properties that the schema does not name, as JSON Schema defines it.
@@ -101,15 +103,16 @@ class Lark:
         return written
 
     def regex(self, regex: str) -> str:
-        r"""Return an expression that matches a regular expression. In it `\d` matches ASCII digits only."""
+        r"""Return an expression that matches the texts of a regular expression. In it `\d` matches ASCII digits
+        only."""
         self._count(regex)
         return f"/{regex_to_lark(regex, 'd')}/"
 
     def embedded(self, grammar: str) -> str:
-        """Return an expression that matches the start rule of a client's grammar.
+        """Return an expression that matches what a client's grammar matches.
 
         The grammar is read as GBNF if its rules are written `name ::= ...`, and as Lark otherwise. Raises
-        `UnconvertedGbnfError` for GBNF that is not converted yet.
+        `UnconvertedGbnfError` for a GBNF grammar that is not in `converted`.
         """
         self._count(grammar)
         name = f"embedded_{len(self._embedded)}"
@@ -125,7 +128,8 @@ class Lark:
         return f"@{name}"
 
     def named(self, expression: str) -> str:
-        """Define a rule for an expression that the grammar uses several times, and return its name."""
+        """Define a rule for an expression that is used several times, and return the rule's name, which is an
+        expression too."""
         name = f"part_{len(self._lines)}"
         self._lines.append(f"{name}: {expression}")
         return name
@@ -138,9 +142,8 @@ class Lark:
             )
 
     def free_text(self, triggers: Sequence[str] = ()) -> str:
-        """Return an expression for free text up to the end of the answer. It does not match the `triggers` that are
-        single tokens.
-        """
+        """Return an expression for free text up to the end of the answer. If each of `triggers` begins with a special
+        token, the text does not contain these tokens."""
         # Triggers that are ordinary text cannot be excluded in this way: then the text may also contain them.
         firsts = [self._markers.pieces(trigger)[0] for trigger in triggers]
         tokens = [first for first in firsts if isinstance(first, int)]
@@ -167,12 +170,14 @@ not known yet when the request is read."""
 
 
 def json_rule(schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> Rule:
-    """Return the rule for JSON values of a schema; see `Lark.json`."""
+    """Return a function that writes the expression for JSON values of a schema into a `Lark` grammar; the arguments are
+    those of `Lark.json`."""
     return lambda lark: lark.json(schema, options, is_open=is_open)
 
 
 def embedded_rule(grammar: str) -> Rule:
-    """Return the rule for a client's grammar; see `Lark.embedded`."""
+    """Return a function that writes the expression for a client's grammar into a `Lark` grammar; see
+    `Lark.embedded`."""
     return lambda lark: lark.embedded(grammar)
 
 

@@ -13,7 +13,7 @@ SCALE_BYTES = 2
 
 
 class KVShape(msgspec.Struct, frozen=True, array_like=True):
-    """Describes one layer's part of a block: `[num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`,
+    """Describes one layer's part of a KV block: `[num_planes, num_kv_heads, block_tokens + scale_rows, head_dim]`,
     contiguous.
 
     The planes are K and V; latent attention (MLA) has one plane, from which both are computed. If keys and values have
@@ -26,28 +26,29 @@ class KVShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_heads(self) -> int:
-        """Return the number of heads of all planes."""
+        """Return the number of KV heads of one layer, counting K and V separately."""
         return self.num_planes * self.num_kv_heads
 
     def scale_rows(self, layout: "KVLayout") -> int:
-        """Return how many rows of `head_dim` elements hold the scales of one head; 0 without scales."""
+        """Return how many rows of `head_dim` elements hold the scales of one head's one-byte elements in a block; 0 if
+        the dtype has no scales."""
         has_scales = DTYPE_BYTES[layout.dtype] == 1 and self.head_dim
         return -(-SCALE_BYTES * layout.block_tokens // self.head_dim) if has_scales else 0
 
     def num_elements(self, layout: "KVLayout") -> int:
-        """Return the number of elements of one layer of this shape in a block."""
+        """Return how many elements one layer of this shape has in a block of this layout."""
         return self.num_heads * (layout.block_tokens + self.scale_rows(layout)) * self.head_dim
 
 
 class KVRun(NamedTuple):
-    """Layers of one shape that follow each other in a block."""
+    """Layers with equal shapes that follow each other in a KV block, and their number."""
 
     num_layers: int
     shape: KVShape
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """Describes a block: the parts of all layers (`KVShape`), one after the other.
+    """Describes a KV block: the parts of all layers (`KVShape`), one after the other.
 
     One-byte elements are multiples of a scale, one bfloat16 per token and head. The scales are stored in `scale_rows`
     rows after the tokens of each head. So the bytes of a block do not depend on which instance filled it, or in which
@@ -82,7 +83,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def runs(self) -> tuple[KVRun, ...]:
-        """Return the layers in the order of a block, those of equal shape together."""
+        """Return the layers in their order in a block; neighbouring layers of equal shape are one entry."""
         # Not one entry for each layer: a message may state any number of equal layers.
         if self.layers is UNSET:
             return (KVRun(self.num_layers, KVShape(self.num_kv_heads, self.head_dim, self.num_planes)),)
@@ -90,12 +91,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def block_bytes(self) -> int:
-        """Return the size of a block in bytes."""
+        """Return the size of one KV block, with all layers, in bytes."""
         return sum(run.num_layers * run.shape.num_elements(self) for run in self.runs) * DTYPE_BYTES[self.dtype]
 
     @property
     def state_blocks(self) -> int:
-        """Return how many blocks the recurrent states of one sequence fill, as a checkpoint; 0 without such states."""
+        """Return how many blocks a checkpoint fills: the recurrent states of one sequence; 0 for models without such
+        states."""
         return -(-self.state_bytes // self.block_bytes) if self.state_bytes else 0
 
     @property
@@ -105,7 +107,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def token_bytes(self) -> int:
-        """Return the size of a block in bytes per token, rounded down."""
+        """Return the bytes of KV per token: the size of a block divided by its number of tokens, rounded down."""
         return self.block_bytes // self.block_tokens
 
 

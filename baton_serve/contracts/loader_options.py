@@ -31,7 +31,8 @@ _FIELDS = ("rank", "part")
 
 
 class LoaderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings of a load format. None leaves the choice to the loader."""
+    """The settings in `model_loader_extra_config`, which belong to a load format of vLLM. None leaves the choice to the
+    loader."""
 
     enable_multithread_load: bool | None = None
     """False: one thread copies weights."""
@@ -44,12 +45,13 @@ class LoaderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def copy_threads(self) -> int | None:
-        """Number of threads that copy weights; None: by the number of processors."""
+        """Number of threads that copy weights to the device; None: by the number of processors."""
         return 1 if self.enable_multithread_load is False else self.num_threads
 
 
 def loader_options(load_format: LoadFormat, given: Mapping[str, object]) -> LoaderOptions:
-    """Check the settings of a load format and return them. Raises `ValueError` with a text that names the key."""
+    """Check `given`, the content of `model_loader_extra_config`, for this load format, and return it as options. Raises
+    `ValueError` with a text that names the wrong key."""
     known = KEYS.get(load_format, ())
     # A misspelled key would be ignored, and the load would only be slower or use other files.
     if unknown := sorted(set(given) - set(known)):

@@ -39,7 +39,8 @@ that the whole file would have to be decoded."""
 
 
 class TokenGrid(msgspec.Struct, frozen=True, array_like=True):
-    """How the tokens of an image lie in it, for models whose positions have three parts: frame, row and column."""
+    """The grid that the tokens of an image form, for models whose positions have three parts (M-RoPE): frame, row and
+    column."""
 
     frames: Annotated[int, Meta(ge=1)]
     rows: Annotated[int, Meta(ge=1)]
@@ -47,7 +48,8 @@ class TokenGrid(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`length` tokens of a prompt, from token `start` on, stand for the image with this digest.
+    """The tokens of a prompt that stand for one image: `length` tokens, from token `start` on. `digest` is that of the
+    image file.
 
     Other tokens may stand among the image tokens, such as one after each row.
     """
@@ -68,19 +70,22 @@ Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]
 
 
 def source_span(digest: bytes) -> MediaSpan:
-    """Return the span of a source, such as a window of audio. An encoder reads it and the decoder attends to all of it,
-    so that no token stands for it: the span is that of the first token, on which all blocks depend.
+    """Return the span for a source with this digest, such as a window of audio, which an encoder reads.
+
+    The decoder attends to all of the source, so that no token stands for it: the span is that of the first token, on
+    which all block hashes depend.
     """
     return MediaSpan(0, 1, digest)
 
 
 def is_strip(width: int, height: int) -> bool:
-    """Return whether an image is too long and narrow to be processed (`MAX_ASPECT`)."""
+    """Return whether an image of this size is too long and narrow to be processed: one side is more than `MAX_ASPECT`
+    times the other."""
     return max(width, height) > MAX_ASPECT * min(width, height)
 
 
 def digest_of(image: bytes) -> bytes:
-    """Return the SHA-256 digest of an image file."""
+    """Return the SHA-256 digest of the bytes of an image file, by which the image is identified."""
     return sha256(image).digest()
 
 
@@ -93,14 +98,16 @@ def end_of(spans: Sequence[MediaSpan]) -> int:
 
 
 def position_shift(spans: Iterable[MediaSpan], at: int) -> int:
-    """Return the position of the text token at index `at` of a prompt, minus `at`.
+    """Return by how much the position of the text token at index `at` of a prompt differs from `at`, because of the
+    images before it (M-RoPE).
 
-    Text after a grid goes on behind its longer side, so the grid takes up fewer positions than tokens.
+    Text after an image continues behind the longer side of its grid, so the grid takes up fewer positions than tokens.
     """
     grids = [(span.grid, span.length) for span in spans if span.grid is not None and span.end <= at]
     return sum(max(grid.rows, grid.columns) - length for grid, length in grids)
 
 
 def within(spans: Iterable[MediaSpan], start: int, end: int) -> list[MediaSpan]:
-    """Return the spans of which at least one token lies in [start, end)."""
+    """Return the spans of images of which at least one token lies among the tokens from `start` to `end`
+    (exclusive)."""
     return [span for span in spans if span.start < end and start < span.end]

@@ -23,7 +23,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 # Fields are encoded by name, so a new field with a default is compatible with older processes during an update.
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Identifies the KV transfer of one request. Each end refuses a peer whose generation differs from the ticket's.
+    """Permission for the KV transfer of one request, from the instance `source` to the instance `sink`. Each of them
+    refuses a peer whose generation differs from the ticket's.
 
     If the source's KV layout differs from the sink's, `source_layout` and `source_root` define how the source hashes
     the blocks of the same tokens.
@@ -43,10 +44,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the computation of a request. The first `num_prompt_tokens` of `token_ids` are the prompt.
+    """Describes what an instance computes for a request. The first `num_prompt_tokens` of `token_ids` are the prompt;
+    the others were generated before a replay.
 
-    The remaining tokens were generated before a replay. `sequences` are the indexes of the sequences to generate, 0 and
-    1 for `n=2`. Several indexes are only allowed if nothing was generated yet.
+    `sequences` are the indexes of the sequences to generate, 0 and 1 for `n=2`. Several indexes are only allowed if
+    nothing was generated yet.
     """
 
     request_id: RequestId
@@ -74,8 +76,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):
-    """Before computing, fetch those of the first `num_blocks` full blocks of the prompt from `ticket.source` that this
-    instance does not have.
+    """Asks an instance to fetch cached blocks of the prompt from another instance, `ticket.source`, before it computes:
+    the ones of the first `num_blocks` full blocks that it does not have.
 
     The source may have evicted some or all of them; blocks that do not arrive are computed.
     """
@@ -85,7 +87,8 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
-    """Compute the prompt, sample the first token of each sequence, and hand the blocks off to `ticket.sink`.
+    """Asks a prefill worker to compute the prompt, sample the first token of each sequence, and hand the KV blocks off
+    to the decode worker `ticket.sink`.
 
     Without a ticket nothing is handed off: the request ends with its first token. `images` has each image file of
     `work.media` once, in any order.
@@ -98,14 +101,16 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
-    """Fetch the prompt's blocks by `ticket`, then generate the answer from the second token on."""
+    """Asks a decode worker to fetch the prompt's KV blocks from the prefill worker in `ticket`, then to generate the
+    answer from the second token on."""
 
     work: Work
     ticket: Ticket
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Compute the prompt and generate the answer on this instance. `images` as in `Prefill`."""
+    """Asks an instance to compute the prompt and generate the whole answer. `images` has each image file of
+    `work.media` once, in any order."""
 
     work: Work
     pull: Pull | None = None
@@ -113,9 +118,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
-    """Compute the result of a pooling model (embedding, score or class probabilities) for each input. Sent only to
-    instances whose `InstanceRecord` has a `pooling` profile.
-    """
+    """Asks an instance with a pooling model to compute the result (embedding, score or class probabilities) of each
+    input. Sent only to instances whose `InstanceRecord` has a `pooling` profile."""
 
     request_id: RequestId
     inputs: list[PoolingInput]
@@ -125,27 +129,31 @@ class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """End a request, or one of its sequences, and free its resources. Unknown or finished ones are ignored."""
+    """Asks an instance to end a request, or only its sequence with index `sequence`, and to free its resources. Unknown
+    or finished ones are ignored."""
 
     request_id: RequestId
     sequence: int | None = None
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag="snapshot_request"):
-    """Ask for the hashes of all cached blocks; answered with `Snapshot`."""
+    """Asks an instance for the hashes of all its cached blocks. It answers with `Snapshot`."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Sent by a router each second. An instance that receives none for 10 s drops the router's requests.
+    """Sent by a router to each instance each second. An instance that receives none for 10 s drops the router's
+    requests.
 
     The instance answers with `LoadReport`.
     """
 
 
 class MigrateIn(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
-    """Drain migration: fetch the most used blocks of `ticket.source`, an instance that is draining. `names` are the
-    hashes of these blocks. The receiver fetches the blocks that it does not have. It sends the `Fetch` even if it has
-    all of them, because the source waits for it.
+    """Asks an instance to fetch the most used cached blocks of `ticket.source`, an instance that drains. `names` are
+    the hashes of these blocks.
+
+    The receiver fetches the blocks that it does not have. It sends the `Fetch` even if it has all of them, because the
+    source waits for it.
     """
 
     ticket: Ticket
@@ -153,8 +161,8 @@ class MigrateIn(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True):
-    """Load a LoRA adapter from a folder on the instance's host. Without `in_place` it is ignored if it is loaded under
-    this name from this folder."""
+    """Asks an instance to load a LoRA adapter from a folder on its host. Without `in_place`, nothing is done if it is
+    loaded under this name from this folder already."""
 
     request_id: RequestId
     name: str
@@ -164,7 +172,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True)
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", kw_only=True):
-    """Refuse new requests for a LoRA adapter. Running requests continue to use it."""
+    """Asks an instance to refuse new requests for a LoRA adapter. Running requests continue to use it."""
 
     request_id: RequestId
     name: str
@@ -178,8 +186,8 @@ or a deadline, ends it. `restore_weights` undoes the last `update_weights`."""
 
 
 class WeightsSource(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights that an instance loads. `version` identifies one update of weights; it is empty for those of the
-    start. KV of different versions has different block hashes."""
+    """The weights that an instance loads while it runs. `version` identifies one update of the weights; it is empty for
+    the weights of the start. KV of different versions has different block hashes."""
 
     model: str
     """Folder on the instance's host."""
@@ -188,7 +196,8 @@ class WeightsSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command", kw_only=True):
-    """An operator's command to an instance, which answers with `EngineCommandDone`.
+    """An operator's command to an instance, such as to sleep or to load other weights. The instance answers with
+    `EngineCommandDone`.
 
     `timeout_s` is the time in which a `pause` waits for running requests. `weights` belong to `check_weights` and
     `update_weights`.
@@ -201,9 +210,8 @@ class EngineCommand(msgspec.Struct, frozen=True, tag="engine_command", kw_only=T
 
 
 class MigrationTickets(msgspec.Struct, frozen=True, tag="heirs"):
-    """The router's answer to `HotBlocks`: the tickets by which other instances will fetch the blocks; empty if there is
-    no such instance.
-    """
+    """The router's answer to `HotBlocks`, for an instance that drains: the ids of the tickets by which other instances
+    will fetch its blocks; empty if no instance can take them."""
 
     tickets: list[TicketId]
 
@@ -234,7 +242,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The logprob of the chosen token and of the alternatives at its position."""
+    """The logprobs at one position of a sequence: of the chosen token, and of the most likely tokens."""
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
@@ -242,9 +250,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens", kw_only=True):
-    """New tokens of one sequence. `position` is the index of the first of them among all generated tokens, so that the
-    router detects repeated or lost tokens. `finish_reason` is set on the last message of a sequence. If a token ended
-    the sequence (end of sequence or a stop token), it is included, and `stop_token_id` is its id.
+    """New tokens of one sequence, from an instance to the router. `position` is the index of the first of them among
+    all generated tokens, so that the router detects repeated or lost tokens.
+
+    `finish_reason` is set on the last message of a sequence. If a token ended the sequence (end of sequence or a stop
+    token), it is included, and `stop_token_id` is its id.
     """
 
     request_id: RequestId
@@ -257,7 +267,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens", kw_only=True):
 
 
 class Pooled(msgspec.Struct, frozen=True, tag="pooled", kw_only=True):
-    """The result of one input of a `Pool`: little-endian float32 numbers, row by row."""
+    """The result of one input of a `Pool` message: little-endian float32 numbers, row by row. `index` is the input's
+    number in the message."""
 
     request_id: RequestId
     index: int
@@ -274,7 +285,8 @@ class EncodedLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=True):
-    """How the time to the first token was spent, and the prompt logprobs. Sent once, before the first token."""
+    """How the time to the first token was spent, in seconds, how much of the prompt was cached, and the prompt
+    logprobs. Sent once for each request, before the first token."""
 
     request_id: RequestId
     queue_s: float
@@ -310,8 +322,8 @@ ErrorCode = Literal["invalid", "too_long", "overloaded", "handoff_failed", "time
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
-    """A request has ended with an error, and its resources on this instance are free. `lost` names a peer instance that
-    caused it."""
+    """Reports that a request has ended with an error, and that its resources on this instance are free. `lost` names
+    another instance whose loss caused it."""
 
     request_id: RequestId
     code: ErrorCode
@@ -320,7 +332,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", kw_only=True):
-    """The hashes of all cached blocks of an instance, after its event batch number `sequence`."""
+    """The hashes of all cached blocks of an instance, on its device and in its host memory, after its event batch
+    number `sequence`."""
 
     instance: InstanceId
     generation: Generation
@@ -330,7 +343,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load", kw_only=True):
-    """The current state of an instance: the answer to `Heartbeat`, also sent when it changes (drain, adapters)."""
+    """The current load and state of an instance. It is the answer to `Heartbeat`, and is also sent when the state
+    changes (drain, adapters)."""
 
     instance: InstanceId
     generation: Generation
@@ -346,15 +360,16 @@ Answer = Tokens | Pooled | PrefillReport | HandoffReport | Failed
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """Several answers in one frame: everything that one engine step has produced for one router."""
+    """Several messages in one frame: everything that one engine step has produced for the requests of one router."""
 
     messages: list[Answer]
 
 
 class HotBlocks(msgspec.Struct, frozen=True, tag="hot_blocks", kw_only=True):
-    """Drain migration: this instance drains and offers its most used blocks for `timeout_s`.
+    """Reports that this instance drains, and offers its most used cached blocks to other instances for `timeout_s`.
 
-    The most used come first, and parents before their children.
+    `names` are the hashes of these blocks, the most used first, and each after the block that precedes it in its
+    prompt.
     """
 
     instance: InstanceId
@@ -378,7 +393,8 @@ class AdapterChanged(msgspec.Struct, frozen=True, tag="adapter_changed", kw_only
 class EngineCommandDone(msgspec.Struct, frozen=True, tag="engine_command_done", kw_only=True):
     """The answer to `EngineCommand`. `error` is None on success; then `result` is a text for the operator.
 
-    With `is_conflict` the error depends on what the instance does now, such as running requests.
+    `is_conflict` says that the command failed because of what the instance does now, such as running requests, and may
+    succeed later.
     """
 
     request_id: RequestId
@@ -391,21 +407,22 @@ ToRouter = Batch | Answer | Snapshot | LoadReport | HotBlocks | AdapterChanged |
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """Add or renew a record in a `memory` registry; it expires after `ttl_s`."""
+    """Asks a registry in a router's memory to add or renew the record of an instance, which expires after `ttl_s`."""
 
     record: InstanceRecord
     ttl_s: float
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Remove a record from a `memory` registry."""
+    """Asks a registry in a router's memory to remove the record of an instance."""
 
     instance: InstanceId
     generation: Generation
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """The registry's answer to `Register` and `Leave`."""
+    """The registry's answer to `Register` and `Leave`. After `Register`, `generation` is the one whose record is valid
+    now: another one than the sender's if a newer process of the instance has registered."""
 
     generation: Generation
 

@@ -12,13 +12,14 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 
 
 def model_folder(model: str) -> Path:
-    """Return the folder of a model that is given as a folder or as a GGUF file in it."""
+    """Return the folder of a model: `model` itself, or the folder that contains it if `model` is a GGUF file."""
     path = Path(model)
     return path.parent if path.suffix == ".gguf" else path
 
 
 def gguf_parts(file: Path) -> list[Path]:
-    """Return the files of a split GGUF model, the first of which has the metadata; `[file]` if it is not split."""
+    """Return all files of a split GGUF model in order, given the first one, which has the metadata; `[file]` if it is
+    not split."""
     if (found := _PART.fullmatch(file.name)) is None:
         return [file]
     start, _, of, count, end = found.groups()
@@ -26,7 +27,7 @@ def gguf_parts(file: Path) -> list[Path]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a model's folder has the file of a tokenizer."""
+    """Return whether a model's folder has a file with a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
@@ -39,18 +40,20 @@ def is_lone_gguf(model: str) -> bool:
 
 
 def gguf_cache_folder(file: Path, environ: Mapping[str, str]) -> Path:
-    """Return the folder in this user's cache into which a GGUF file is unpacked."""
+    """Return the folder in this user's cache in which the config and tokenizer of this GGUF file are unpacked."""
     # The digest of the path keeps files of the same name in different folders apart.
     digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
     return cache_folder(environ) / "gguf" / digest
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of all caches but that of downloaded models: `baton` in VLLM_CACHE_ROOT or XDG_CACHE_HOME."""
+    """Return the folder of all Baton's caches but that of downloaded models: `baton` in VLLM_CACHE_ROOT or
+    XDG_CACHE_HOME of the environment `environ`, or in ~/.cache."""
     root = environ.get("VLLM_CACHE_ROOT") or environ.get("XDG_CACHE_HOME")
     return (Path(root).expanduser() if root else Path.home() / ".cache") / "baton"
 
 
 def process_cache_folder() -> Path:
-    """Return `cache_folder` of this process's environment. Raises RuntimeError if the user has no home folder."""
+    """Return `cache_folder` for the environment variables of this process. Raises RuntimeError if the user has no home
+    folder."""
     return cache_folder(os.environ)

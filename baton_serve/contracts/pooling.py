@@ -9,9 +9,8 @@ PoolingTask = Literal["embed", "token_embed", "classify"]
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to compute the result of one input. A field that is None takes the model's default, for normalization and for
-    the activation function.
-    """
+    """How to compute the result of an input of a pooling model. `normalize` and `activation` None take the model's
+    default; `dimensions` None keeps the embedding's whole size."""
 
     task: PoolingTask
     dimensions: int | None = None
@@ -20,15 +19,16 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingInput(msgspec.Struct, frozen=True):
-    """The tokens of one input. `token_type_ids` distinguish the two texts of a pair, for models that need it."""
+    """The tokens of one input of a pooling model. `token_type_ids` distinguish the two texts of a pair, for models that
+    need it."""
 
     token_ids: list[int]
     token_type_ids: list[int] | None = None
 
 
 class PoolingProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """The capabilities of a pooling model. `dimensions` is the size of an embedding, 0 for a classifier; `labels` are
-    the names of its classes in their order."""
+    """Describes what a pooling model computes. `dimensions` is the size of an embedding, 0 for a classifier; `labels`
+    are the names of its classes in their order."""
 
     tasks: list[PoolingTask]
     dimensions: int = 0

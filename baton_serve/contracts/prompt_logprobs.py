@@ -20,7 +20,8 @@ _decoder = Decoder[Steps](Steps)
 
 
 def encode_logprobs(steps: Sequence[TokenLogprobs | None]) -> EncodedLogprobs:
-    """Encode the logprobs of all tokens of a prompt. A token without logprobs, such as the first one, has None."""
+    """Encode the logprobs of all tokens of a prompt for a message to the router. A token without logprobs, such as the
+    first one, has None."""
     sizes = [0 if step is None else 1 + len(step.top) for step in steps]
     length = max(1, _PIECE_LOGPROBS // max([1, *sizes]))
     pieces = [_encoder.encode(steps[start : start + length]) for start in range(0, len(steps), length)]
@@ -28,7 +29,8 @@ def encode_logprobs(steps: Sequence[TokenLogprobs | None]) -> EncodedLogprobs:
 
 
 def decode_logprobs(encoded: EncodedLogprobs) -> Steps:
-    """Return the logprobs of all tokens. Call it in a thread if there are many. Raises `contracts.wire.WireError`."""
+    """Return the logprobs of all tokens of a prompt from a message; None for a token without logprobs. Call it in a
+    thread if there are many. Raises `contracts.wire.WireError` if they cannot be decoded."""
     steps: Steps = []
     for piece in encoded.pieces:
         steps += _decoder.decode(piece)

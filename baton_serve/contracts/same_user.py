@@ -15,7 +15,7 @@ ROOT = 0
 
 
 class Connected(Protocol):
-    """A connected socket: `socket.socket`, or asyncio's wrapper of one."""
+    """A connected socket of which the peer's user is asked: `socket.socket`, or asyncio's wrapper of one."""
 
     @property
     def family(self) -> int: ...
@@ -23,7 +23,8 @@ class Connected(Protocol):
 
 
 def stranger(connection: Connected) -> int | None:
-    """Return the user id of the peer if it is neither root nor this process's user; otherwise None.
+    """Return the user id of the process at the other end of a local connection, if it is neither root nor this
+    process's user; otherwise None.
 
     Return None for TCP too, which does not report the user.
     """

@@ -7,10 +7,11 @@ import msgspec
 
 
 class TranscriptSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for the tokens of a transcript, as Whisper was trained with them.
+    """The rules for the tokens of a speech transcript, as Whisper was trained with them.
 
-    Timestamps are the tokens from `first_timestamp` on, in the order of time. With `has_timestamps` they come in pairs,
-    the first token is one, they never decrease, and one is chosen if all of them together are likelier than any text.
+    Timestamps are the tokens from `first_timestamp` on, in the order of time. With `has_timestamps` the first token is
+    a timestamp, timestamps come in pairs and never decrease, and one is chosen if all of them together are likelier
+    than any text.
     """
 
     suppressed: list[int] = []
@@ -25,7 +26,7 @@ class TranscriptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample one request's tokens.
+    """The sampling parameters of one request, as the router sends them to instances.
 
     The choice of a token depends only on the logits, `seed`, sequence index and position. `seed` is always set: the
     router draws one if the client gave none, so that a replayed stream continues identically. `max_tokens` counts the

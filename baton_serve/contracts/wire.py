@@ -14,12 +14,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class WireError(ValueError):
-    """A frame is too long, not MessagePack or not of the expected type; or a message cannot be encoded."""
+    """Reports a frame that is too long, is not MessagePack or does not have the expected type, or a message that cannot
+    be encoded."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message. Raises `WireError` for values that MessagePack cannot carry: integers beyond 64 bits, lone
-    surrogates."""
+    """Return a message as MessagePack bytes. Raises `WireError` for values that MessagePack cannot carry: integers
+    beyond 64 bits, lone surrogates."""
     try:
         return _encoder.encode(message)
     except (OverflowError, RecursionError, TypeError, ValueError) as exc:
@@ -27,10 +28,9 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class Decoder(Generic[T]):
-    """Decodes frames of one message type, often a union of tagged structs, and refuses all others. Write
+    """Decodes MessagePack frames to one message type, often a union of tagged structs, and refuses all others. Write
     `Decoder[ToInstance](ToInstance)`: the type parameter gives the static type of the result, because a union is not a
-    `type[T]`.
-    """
+    `type[T]`."""
 
     def __init__(self, expected: object, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(expected)

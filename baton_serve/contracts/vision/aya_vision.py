@@ -8,18 +8,19 @@ from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
 
 class AyaImages(ImageFamily, frozen=True):
-    """A fixed number of tokens for each tile, and the overview last."""
+    """How Aya Vision models read images: a fixed number of tokens for each tile, and for the overview, which comes
+    last."""
 
     tiles: TileRules
     tokens_per_tile: int
 
     @property
     def least(self) -> Parts:
-        """Return the parts of an image of one tile."""
+        """Return the tokens and marks of an image that is one tile."""
         return ("<|START_OF_IMG|>TILE_GLOBAL", self.tokens_per_tile, "<|END_OF_IMG|>")
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the parts of an image of this size."""
+        """Return the tokens and marks that stand for an image of this size in pixels."""
         found: list[str | int] = []
         mark = "<|START_OF_IMG|>"
         # With several tiles the count includes the overview, which has a label without a number.
@@ -43,7 +44,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return the family of a model."""
+    """Return how an Aya Vision model with these files reads images."""
     known = msgspec.convert(facts.config, _Config)
     tower = known.vision_config
     return AyaImages(

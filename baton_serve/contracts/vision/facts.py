@@ -8,7 +8,7 @@ import msgspec
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """The contents of these files. A missing file is empty."""
+    """The contents of those files of a model folder that say how the model reads images. A missing file is empty."""
 
     config: Mapping[str, Any] = {}
     """The contents of config.json."""
@@ -21,7 +21,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, folder: Path) -> "ModelFacts":
-        """Read the files. A broken file is empty: loading the model reports what is wrong."""
+        """Read the files of this model folder. A broken file counts as empty: loading the model reports what is
+        wrong."""
         processor = _read(folder / "processor_config.json")
         nested = processor.get("image_processor")
         # transformers prefers the nested settings too, in folders that have both.

@@ -13,11 +13,12 @@ one embedding of the tower; the texts are tokenized with the text around them, a
 
 
 class UnfitImageError(ValueError):
-    """An image of this size cannot be read by the model."""
+    """Reports that the model cannot read an image of this size."""
 
 
 class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """How one model reads images. Subclasses say what an image becomes; they are values, made from JSON files."""
+    """How a model reads images: which texts and tokens stand for an image of some size in the prompt. Each subclass is
+    for one family of models; objects are immutable and made from the files of a model folder."""
 
     image_token_id: int
     """The token whose embedding is replaced by one of an image."""
@@ -31,20 +32,22 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether all images become the same, so that prompts can be counted without their images."""
+        """Return whether all images have the same number of tokens, so that a prompt's tokens can be counted without
+        its images."""
         return False
 
     @property
     def least(self) -> Parts:
-        """Return parts with at most as many tokens as those of any image. A prompt that is too long even with them is
-        refused before its images are read.
-        """
+        """Return what stands for the image with the fewest tokens. A prompt that is too long even with such images is
+        refused before its images are read."""
         return self.parts(width=1, height=1)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return what an image of this size in pixels becomes. Raises `UnfitImageError` if the model cannot read it."""
+        """Return what stands for an image of this size in pixels: texts, and numbers of image tokens. Raises
+        `UnfitImageError` if the model cannot read such an image."""
         raise NotImplementedError
 
     def token_grid(self, *, width: int, height: int) -> TokenGrid | None:
-        """Return how the tokens lie in such an image if their positions have three parts; None: they are as text's."""
+        """Return the rows and columns that the tokens of an image of this size in pixels form, for models whose
+        positions have three parts (M-RoPE). None: they have positions like text."""
         return None

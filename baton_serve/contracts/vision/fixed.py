@@ -7,17 +7,17 @@ from baton_serve.contracts.vision.family import ImageFamily, Parts
 
 
 class FixedImages(ImageFamily, frozen=True):
-    """The same number of image tokens for each image."""
+    """How models read images that have the same number of tokens for each image."""
 
     count: int
 
     @property
     def is_fixed(self) -> bool:
-        """Return True: no size of an image changes the count."""
+        """Return True: the number of tokens is the same for all images."""
         return True
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the parts of any image."""
+        """Return the number of tokens, as the only part, that stand for any image."""
         return (self.count,)
 
 
@@ -34,7 +34,8 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return the family of a model. If the config states no number of tokens, each patch is one."""
+    """Return how a model with these files reads images. If its config states no number of tokens, each patch of an
+    image has one token."""
     known = msgspec.convert(facts.config, _Config)
     token_id = known.image_token_index if known.image_token_id is None else known.image_token_id
     # Configs of ViP-LLaVA state the number. Those of DeepSeek-VL do not.

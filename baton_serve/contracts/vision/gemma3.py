@@ -7,17 +7,18 @@ from baton_serve.contracts.vision.family import ImageFamily, Parts
 
 
 class Gemma3Images(ImageFamily, frozen=True):
-    """Writes the same number of tokens between two marks for each image."""
+    """How Gemma 3 models read images: the same number of tokens, between two marks, stands for each image."""
 
     parts_of_all: Parts
 
     @property
     def is_fixed(self) -> bool:
-        """Return True: pan and scan, which adds crops of wide images, is off as in transformers."""
+        """Return True: all images have the same number of tokens. Pan and scan, which adds crops of wide images, is off
+        as in transformers."""
         return True
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the parts of any image."""
+        """Return the tokens and marks that stand for any image."""
         return self.parts_of_all
 
 
@@ -33,7 +34,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return the family of a model."""
+    """Return how a Gemma 3 model with these files reads images."""
     known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
     return Gemma3Images(
         image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,

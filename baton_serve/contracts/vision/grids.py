@@ -20,7 +20,8 @@ _IMAGE_TOKENS = {"qwen3_5": 248056, "qwen3_5_moe": 248056, "glm4v": 151343, "glm
 
 
 class ImageGrid(ImageFamily, frozen=True):
-    """How a model scales images.
+    """How Qwen-VL and GLM-V models read images: they scale an image so that its pixels are between two limits, and its
+    tokens form a grid.
 
     GLM counts the pixels of an image once for each of the `frames` that its tower reads together, and enlarges images
     that are smaller than a token before anything else.
@@ -35,18 +36,19 @@ class ImageGrid(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the fewest tokens that the limits allow."""
+        """Return the smallest number of tokens that an image can have within the limits."""
         # Scaling down loses less than half of each side.
         is_safe = self.min_pixels <= self.max_pixels / 4
         return (ceil(self.min_pixels / self.frames / self.token_side**2) if is_safe else 1,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the number of tokens of the grid."""
+        """Return the number of tokens, as the only part, that stand for an image of this size in pixels."""
         grid = self.token_grid(width=width, height=height)
         return (grid.rows * grid.columns,)
 
     def token_grid(self, *, width: int, height: int) -> TokenGrid:
-        """Return the grid of an image of this size in pixels. Same as transformers' `smart_resize`."""
+        """Return the rows and columns of tokens that an image of this size in pixels becomes. Same as transformers'
+        `smart_resize`."""
         side = self.token_side
         if self.enlarges_first and (height < side or width < side):
             scale = max(side / height, side / width)
@@ -82,7 +84,8 @@ class _Processor(msgspec.Struct, frozen=True):
 
 
 def qwen(facts: ModelFacts) -> ImageFamily | None:
-    """Return the family of a Qwen model that reads images, or None if it does not scale them."""
+    """Return how a Qwen-VL model with these files reads images; None if it does not scale them, which is not
+    supported."""
     known, processor = _read(facts)
     size, limits = processor.size, _QWEN_LIMITS
     # Older folders have `min_pixels` and `max_pixels`, newer ones have the limits within `size`.
@@ -92,7 +95,8 @@ def qwen(facts: ModelFacts) -> ImageFamily | None:
 
 
 def glm(facts: ModelFacts) -> ImageFamily | None:
-    """Return the family of a GLM model that reads images, or None if it does not scale them."""
+    """Return how a GLM-V model with these files reads images; None if it does not scale them, which is not
+    supported."""
     known, processor = _read(facts)
     low, high = (
         processor.size.get(name) or limit

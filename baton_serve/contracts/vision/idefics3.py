@@ -12,7 +12,8 @@ _MAX_EDGE = 4096
 
 
 class Idefics3Images(ImageFamily, frozen=True):
-    """A fixed number of tokens for each tile of `tile` pixels; the longer side of images becomes `longest_edge`."""
+    """How Idefics 3 and SmolVLM models read images: a fixed number of tokens for each tile of `tile` x `tile` pixels.
+    An image is first scaled so that its longer side has `longest_edge` pixels."""
 
     tokens_per_tile: int
     tile: int
@@ -23,16 +24,16 @@ class Idefics3Images(ImageFamily, frozen=True):
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether images are not cut into tiles."""
+        """Return whether each image has the same number of tokens: it is not cut into tiles."""
         return not self.splits
 
     @property
     def least(self) -> Parts:
-        """Return the parts of an image without tiles."""
+        """Return the tokens and marks of an image that is not cut into tiles."""
         return (f"{self.around}{self.overview}", self.tokens_per_tile, self.around)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the parts of an image of this size."""
+        """Return the tokens and marks that stand for an image of this size in pixels."""
         rows, columns = self._grid(width, height)
         if not self.splits or (rows, columns) == (1, 1):
             return self.least
@@ -48,7 +49,7 @@ class Idefics3Images(ImageFamily, frozen=True):
         return [*found, f"\n\n{self.around}{self.overview}", self.tokens_per_tile, self.around]
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return how many rows and columns of tiles an image of this size becomes."""
+        """Return into how many rows and columns of tiles an image of this size in pixels is cut."""
         long_edge = min(self.longest_edge, _MAX_EDGE)
         # The steps and their roundings are those of transformers' processor: one formula for all of them would give
         # another grid for some sizes.
@@ -68,7 +69,8 @@ class Idefics3Images(ImageFamily, frozen=True):
 
 
 def _scaled(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Scale the longer side to `longest` pixels, and the shorter one to an even number."""
+    """Return the width and height in pixels of an image after scaling: the longer side is `longest`, the shorter one an
+    even number."""
     ratio = width / height
     if width >= height:
         short = int(longest / ratio)
@@ -104,7 +106,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return the family of a model."""
+    """Return how an Idefics 3 or SmolVLM model with these files reads images."""
     known, images = msgspec.convert(facts.config, _Config), msgspec.convert(facts.images, _Images)
     tower, tokens = known.vision_config, msgspec.convert(facts.tokenizer, _Tokens)
     return Idefics3Images(

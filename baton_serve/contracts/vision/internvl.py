@@ -8,7 +8,7 @@ from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
 
 class InternVLImages(ImageFamily, frozen=True):
-    """The tokens of all tiles in a row, between two marks."""
+    """How InternVL models read images: the tokens of all tiles in a row, between a start and an end mark."""
 
     tiles: TileRules
     tokens_per_tile: int
@@ -17,16 +17,16 @@ class InternVLImages(ImageFamily, frozen=True):
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether images are not cut into tiles."""
+        """Return whether each image has the same number of tokens: it is not cut into tiles."""
         return not self.tiles.cuts
 
     @property
     def least(self) -> Parts:
-        """Return the parts of an image of one tile."""
+        """Return the tokens and marks of an image that is one tile."""
         return (self.start, self.tokens_per_tile, self.end)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the parts of an image of this size."""
+        """Return the tokens and marks that stand for an image of this size in pixels."""
         return (self.start, self.tokens_per_tile * self.tiles.count(width=width, height=height), self.end)
 
 
@@ -41,7 +41,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return the family of a model."""
+    """Return how an InternVL model with these files reads images."""
     known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
     return InternVLImages(
         image_token_id=known.image_token_id,

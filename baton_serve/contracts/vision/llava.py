@@ -23,7 +23,7 @@ Size = tuple[int, int]
 
 
 class Llava(ImageFamily, frozen=True):
-    """How many tokens LLaVA uses for an image.
+    """How models of the LLaVA and LLaVA-NeXT families read images: how many tokens stand for an image.
 
     `tokens_per_image` is the number for one image, or with a `grid` the number for its reduced overview, to which the
     tokens of the tiles are added. `grid` lists the sizes in pixels that the tiles may form together.
@@ -36,16 +36,16 @@ class Llava(ImageFamily, frozen=True):
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether images are not cut into tiles."""
+        """Return whether each image has the same number of tokens: it is not cut into tiles."""
         return not self.grid
 
     @property
     def least(self) -> Parts:
-        """Return the parts of an image without tiles."""
+        """Return the tokens of an image that is not cut into tiles, as the smallest possible number."""
         return (self.tokens_per_image,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the number of tokens of an image with this size in pixels."""
+        """Return the number of tokens, as the only part, that stand for an image of this size in pixels."""
         if not self.grid:
             return self.least
         tall, wide = best_fit(self.grid, height, width)
@@ -71,7 +71,8 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily | None:
-    """Return the family of a model with a CLIP, SigLIP or Pixtral tower, or None."""
+    """Return how a LLaVA model with these files reads images; None if its vision tower is not CLIP, SigLIP or
+    Pixtral."""
     known = msgspec.convert(facts.config, _Config)
     tower = known.vision_config
     if tower is not None and tower.model_type == "pixtral":
@@ -94,15 +95,15 @@ def family(facts: ModelFacts) -> ImageFamily | None:
 
 
 def _stated(tower: _Tower) -> tuple[int | None, int | None]:
-    """Return image size and patch size as stated in the config, each None if missing."""
+    """Return the image size and the patch size in pixels that the config states, each None if missing."""
     return tower.image_size, tower.patch_size
 
 
 def unpadded(rows: int, columns: int, *, width: int, height: int) -> tuple[int, int]:
-    """Return how many rows and columns of an arrangement show the image: the rest are padding.
+    """Return how many rows and columns of tokens show the image, if its tiles form `rows` and `columns` of tokens: the
+    others are padding. `width` and `height` are those of the image in pixels.
 
-    The tiles are padded to the shape of the arrangement, and transformers' `unpad_image` removes the tokens of the
-    padding again.
+    The tiles are padded to their common shape, and transformers' `unpad_image` removes the tokens of the padding again.
     """
     # Padding is removed in equal parts from both sides, so an even number of rows or columns goes. Rounding to 7 digits
     # comes before `int`, which would make 23 of 23.9999999999.
@@ -114,8 +115,8 @@ def unpadded(rows: int, columns: int, *, width: int, height: int) -> tuple[int, 
 
 
 def best_fit(grid: Sequence[Size], height: int, width: int) -> Size:
-    """Return the arrangement that shows the most pixels of an image, and among equal ones the one with the least
-    padding.
+    """Return the size (height, width) of `grid` to which an image is scaled: the one that shows most of the image's
+    pixels, and among equal ones the one with the least padding.
 
     Same as transformers' `select_best_resolution`.
     """

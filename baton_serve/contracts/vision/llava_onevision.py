@@ -10,10 +10,11 @@ from baton_serve.contracts.vision.llava import Size, best_fit, unpadded
 
 
 class OneVisionImages(ImageFamily, frozen=True):
-    """An overview of `side` x `side` tokens, and tiles of which at most `max_tiles` times as many tokens stay.
+    """How LLaVA-OneVision models read images: an overview of `side` x `side` tokens, and tiles, which keep at most
+    `max_tiles` times as many tokens.
 
-    transformers reads several images of one message without tiles if they are given as a nested list. Here, as in
-    vLLM, each image is read by itself, so that what it becomes does not depend on the others.
+    transformers reads several images of one message without tiles if they are given as a nested list. Here, as in vLLM,
+    each image is read by itself, so that what it becomes does not depend on the others.
     """
 
     grid: list[Size]
@@ -24,11 +25,11 @@ class OneVisionImages(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the overview alone."""
+        """Return the number of tokens of the overview, which every image has."""
         return (self.side**2 - self.num_dropped,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the number of tokens of an image of this size."""
+        """Return the number of tokens, as the only part, that stand for an image of this size in pixels."""
         tall, wide = best_fit(self.grid, height, width)
         rows, columns = unpadded(
             self.side * (tall // self.tile), self.side * (wide // self.tile), width=width, height=height
@@ -61,7 +62,7 @@ class _Images(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return the family of a model."""
+    """Return how a LLaVA-OneVision model with these files reads images."""
     known = msgspec.convert(facts.config, _Config)
     edges = range(384, 2304 + 1, 384)
     stated = known.image_grid_pinpoints or msgspec.convert(facts.images, _Images).image_grid_pinpoints

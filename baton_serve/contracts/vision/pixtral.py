@@ -9,7 +9,8 @@ from baton_serve.contracts.vision.family import ImageFamily, Parts, UnfitImageEr
 
 
 class PixtralImages(ImageFamily, frozen=True):
-    """A token for each square of `side` pixels, and marks behind the rows unless they are empty.
+    """How Pixtral, Mistral 3 and similar models read images: one token for each square of `side` pixels, with a mark
+    behind each row unless the marks are empty.
 
     The sides of images become multiples of `patch` pixels.
     """
@@ -23,11 +24,12 @@ class PixtralImages(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the parts of the smallest image."""
+        """Return the tokens and the mark of the smallest image."""
         return (self.least_tokens, self.image_end) if self.image_end else (self.least_tokens,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the rows of an image of this size."""
+        """Return what stands for an image of this size in pixels: the number of tokens of each row, and the marks.
+        Raises `UnfitImageError` if the image is too small."""
         ratio = max(height / self.longest_edge, width / self.longest_edge)
         if ratio > 1:
             height, width = floor(height / ratio), floor(width / ratio)
@@ -66,7 +68,8 @@ class _Processor(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return the family of a model. Only LLaVA does not join neighbouring patches."""
+    """Return how a model with these files and a Pixtral tower reads images. In all such models but LLaVA, neighbouring
+    patches are joined to one token."""
     known = msgspec.convert(facts.config, _Config)
     images = msgspec.convert(facts.images, _Images)
     size = images.size or {"longest_edge": 1024}

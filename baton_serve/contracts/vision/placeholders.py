@@ -7,12 +7,14 @@ from baton_serve.contracts.vision.family import Parts
 
 
 def num_embeddings(parts: Parts) -> int:
-    """Return how many embeddings of the tower an image takes."""
+    """Return how many image tokens `parts`, which stand for one image, contain. The vision tower computes one embedding
+    for each."""
     return sum(part for part in parts if isinstance(part, int))
 
 
 def write_parts(text: str, images: Sequence[Parts], placeholder: str, image_token: str) -> str:
-    """Return the text of a prompt with the parts of each image in the place of its placeholder.
+    """Return the text of a prompt in which each image's placeholder is replaced by what stands for the image: its
+    texts, and one `image_token` for each run of image tokens.
 
     Raises `ValueError` if the text does not have one placeholder for each image.
     """
@@ -32,7 +34,7 @@ def write_parts_as_tokens(
     image_token_id: int,
     encode: Callable[[str], list[int]],
 ) -> list[int]:
-    """Return the tokens of a prompt with the parts of each image in the place of its token `placeholder_id`.
+    """Return the tokens of a prompt in which each token `placeholder_id` is replaced by what stands for its image.
 
     This is `write_parts` for a prompt whose text is not known. `encode` tokenizes each text of an image by itself, and
     each run of image tokens is one token, as `expand_runs` takes it. Raises `ValueError` if the prompt does not have
@@ -53,10 +55,11 @@ def write_parts_as_tokens(
 def expand_runs(
     token_ids: Sequence[int], images: Sequence[Parts], image_token_id: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Repeat the image tokens of a prompt whose images are written, and return it with the place of each image.
+    """Repeat the image tokens of a prompt that `write_parts` has made: each becomes the number of tokens that its run
+    has. Return the tokens, and the place of each image among them.
 
     A place is the position of an image's first image token, and the number of tokens up to and with its last one.
-    Raises `ValueError` if the tokens are not those of the images: a text contains the image token.
+    Raises `ValueError` if the prompt has other image tokens, because a text contains the image token.
     """
     runs = [(number, part) for number, parts in enumerate(images) for part in parts if isinstance(part, int)]
     if (count := token_ids.count(image_token_id)) != len(runs):
@@ -79,6 +82,6 @@ def expand_runs(
 
 
 def _check_count(num_placeholders: int, num_images: int) -> None:
-    """Raise `ValueError` unless there is one placeholder for each image."""
+    """Raise `ValueError` unless a prompt has one placeholder for each image."""
     if num_placeholders != num_images:
         raise ValueError(f"there are {num_images} images, but the prompt has {num_placeholders} image tokens")

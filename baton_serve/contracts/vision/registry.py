@@ -48,9 +48,10 @@ SERVED = "images are read by models of these types: " + ", ".join(FAMILIES)
 
 
 def image_family(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a model reads images, or None if it does not, or not in a way that is supported.
+    """Return how a model with these files reads images; None if it does not read images, or not in a way that is
+    supported.
 
-    It is None for a folder without an image processor, of which only the text can be served.
+    It is None for a folder without an image processor: only text is served then.
     """
     make = FAMILIES.get(str(facts.config.get("model_type", "")))
     try:
@@ -61,7 +62,8 @@ def image_family(facts: ModelFacts) -> ImageFamily | None:
 
 
 def why_unread(facts: ModelFacts) -> str:
-    """Return why only the text of a model with a vision tower is served; empty if it has no tower, or is read."""
+    """Return the reason, as text for the user, why a model with a vision tower is served without images; empty if it
+    has no tower or its images are read."""
     kind = str(facts.config.get("model_type", ""))
     if not facts.config.get("vision_config") or image_family(facts) is not None:
         return ""

@@ -8,7 +8,8 @@ from baton_serve.contracts.vision.facts import ModelFacts
 
 
 class TileRules(msgspec.Struct, frozen=True):
-    """How an image processor cuts images into tiles of `height` x `width` pixels, at most `max_tiles`."""
+    """How an image processor cuts an image into tiles of `height` x `width` pixels, at most `max_tiles`. With `cuts`
+    False an image is one tile."""
 
     height: int
     width: int
@@ -17,7 +18,8 @@ class TileRules(msgspec.Struct, frozen=True):
     cuts: bool = True
 
     def count(self, *, width: int, height: int) -> int:
-        """Return how many tiles an image becomes, with its overview if there are several."""
+        """Return how many tiles an image of this size in pixels becomes, including its overview if it has several
+        tiles."""
         if not self.cuts or self.max_tiles <= 1:
             return 1
         columns, rows = closest_grid(self, width, height)
@@ -37,7 +39,8 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def tile_rules(facts: ModelFacts, *, cuts: bool | None = None) -> TileRules:
-    """Return the rules of an image processor. `cuts` is the whole processor's setting, which comes first."""
+    """Return how the image processor in these files cuts images. `cuts` says whether it cuts them at all, as the
+    processor of the whole model sets it; None: its own setting counts."""
     known = msgspec.convert(facts.images, _Settings)
     return TileRules(
         height=known.size.height,
@@ -50,7 +53,8 @@ def tile_rules(facts: ModelFacts, *, cuts: bool | None = None) -> TileRules:
 
 @lru_cache(maxsize=1024)
 def closest_grid(rules: TileRules, width: int, height: int) -> tuple[int, int]:
-    """Return the columns and rows of the arrangement whose ratio of sides is closest to the image's.
+    """Return the columns and rows of tiles into which an image of this size in pixels is cut: the arrangement whose
+    ratio of sides is closest to the image's.
 
     Among equally close ones, the one with more tiles is taken if its tiles have less than twice as many pixels as the
     image. Same as transformers' `get_optimal_tiled_canvas`.
@@ -70,7 +74,8 @@ def closest_grid(rules: TileRules, width: int, height: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Return all arrangements of `least` to `most` tiles as columns and rows, fewer tiles first."""
+    """Return all arrangements of `least` to `most` tiles, each as its number of columns and of rows; arrangements with
+    fewer tiles come first."""
     sizes = range(1, most + 1)
     found = [(columns, rows) for columns in sizes for rows in sizes if least <= columns * rows <= most]
     # Sorting is stable: of equally many tiles, fewer columns come first. The choice between equally close arrangements

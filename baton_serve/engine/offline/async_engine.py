@@ -37,7 +37,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, engine: LLMEngine | PoolingQueue) -> None:
-        """Become the owner of `engine`, which `shutdown` closes, and start its thread."""
+        """Start the thread that runs `engine`. This object owns the engine from now on, and `shutdown` closes it."""
         self._model = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Notify] = {}
@@ -54,7 +54,8 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLMEngine":
-        """Load the model. Raises the same errors as `LLM()`."""
+        """Load the model in `engine_args`, and return an engine that serves coroutines. Raises the same errors as
+        `LLM()`."""
         found = open_model(engine_args)
         if found.kind == "generate":
             return cls(LLMEngine(found))
@@ -76,7 +77,8 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the whole answer so far, or what `output_kind` says, whenever there are new tokens.
+        """Yield the answer to a prompt whenever it has new tokens: the whole answer so far, or what `output_kind` asks
+        for.
 
         Closing the generator ends the request. Raises what `LLMEngine.add_request` raises, and `EngineError` if the
         request fails later or is aborted.
@@ -114,7 +116,7 @@ class AsyncLLMEngine:
         *,
         pooling_task: pooling.PoolingTask | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Yield the vectors of one input. Inputs of several coroutines are computed together.
+        """Yield the result of a pooling model for one input, once. Inputs of several coroutines are computed together.
 
         Raises `ConfigError` for a model that generates text, and `RequestError` for an input that does not fit.
         """
@@ -139,10 +141,11 @@ class AsyncLLMEngine:
         self._send_command(lambda: self._abort(request_id))
 
     async def pause_generation(self, *, mode: Literal["abort", "keep"] = "abort", clear_cache: bool = True) -> None:
-        """Run no further step until `resume_generation`; new requests wait.
+        """Run no further step until `resume_generation`; new requests wait until then.
 
-        Running requests fail with `EngineError`, or continue later with the mode `keep`. `clear_cache` forgets cached
-        prefixes, which weights that are changed meanwhile would make wrong; running requests keep theirs.
+        With mode "abort" running requests fail with `EngineError`, with "keep" they continue after the pause.
+        `clear_cache` forgets cached prefixes, because weights that are changed meanwhile would make them wrong; running
+        requests keep theirs.
         """
         if mode not in ("abort", "keep"):
             raise ConfigError(f"pause_generation: mode is {mode!r}; give abort or keep")
@@ -158,7 +161,7 @@ class AsyncLLMEngine:
         await self._call(pause)
 
     async def resume_generation(self) -> None:
-        """Run steps again after `pause_generation`."""
+        """Run steps again after `pause_generation`: requests that were kept or added meanwhile go on."""
 
         def resume() -> None:
             self._is_paused = False
@@ -166,19 +169,19 @@ class AsyncLLMEngine:
         await self._call(resume)
 
     async def is_paused(self) -> bool:
-        """Return whether `pause_generation` was called and `resume_generation` was not."""
+        """Return whether no steps run: `pause_generation` was called, and `resume_generation` was not called since."""
         return self._is_paused
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV blocks that no request uses. Return whether none is left."""
+        """Forget all cached KV blocks that no request uses. Return True if no cached block is left."""
         return await self._call(lambda: self._engine.reset_prefix_cache())
 
     async def start_profile(self) -> None:
-        """Start to record a trace, as `LLMEngine.start_profile`."""
+        """Start a recording with torch's profiler, as `LLMEngine.start_profile` does. It raises the same errors."""
         await self._call(lambda: self._engine.start_profile())
 
     async def stop_profile(self) -> None:
-        """Stop to record, and write the trace."""
+        """End the recording of `start_profile`, and write the trace. Raises `UsageError` if no recording runs."""
         await self._call(lambda: self._engine.stop_profile())
 
     async def do_log_stats(self) -> None:
@@ -186,12 +189,12 @@ class AsyncLLMEngine:
         await self._call(lambda: self._engine.do_log_stats())
 
     async def get_model_config(self) -> ModelConfig:
-        """Return the settings of the model."""
+        """Return the settings of the model, such as its dtype and longest context, under vLLM's names."""
         return await self._call(lambda: self._engine.get_model_config())
 
     @property
     def is_running(self) -> bool:
-        """True while the engine takes requests."""
+        """True while the engine accepts requests: it was not shut down and has not failed."""
         return not self._is_over
 
     @property
@@ -201,24 +204,25 @@ class AsyncLLMEngine:
 
     @property
     def errored(self) -> bool:
-        """True after the engine has failed."""
+        """True after the engine has failed with an error."""
         return self._error is not None
 
     @property
     def dead_error(self) -> EngineError:
-        """The error that requests get from an engine that takes none."""
+        """The error that callers get after the engine has failed or was shut down."""
         return EngineError("the engine was shut down" if self._error is None else f"it failed: {self._error}")
 
     async def check_health(self) -> None:
-        """Return if the engine can take requests. Raises `EngineError` if it has failed or was shut down."""
+        """Raise `EngineError` if the engine has failed or was shut down; otherwise do nothing."""
         self._check()
 
     async def get_tokenizer(self) -> Any:
-        """Return the tokenizer, of transformers."""
+        """Return the model's tokenizer, an object of transformers."""
         return self._engine.get_tokenizer()
 
     def shutdown(self) -> None:
-        """End the thread and close the engine. Running requests fail with `EngineError`. Further calls do nothing."""
+        """End the engine's thread and free the model. Running requests fail with `EngineError`. Further calls do
+        nothing."""
         self._send_command(self._stop)
         self._thread.join()
 
@@ -229,14 +233,16 @@ class AsyncLLMEngine:
             raise EngineError("the engine was shut down")
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine thread and return its result. Raises its error, or `EngineError` at the end."""
+        """Run a function in the engine thread and return its result. Raises the function's error, or `EngineError` if
+        the engine has failed or was shut down."""
         answer: _Answer[T] = _Answer()
         if not self._send_command(lambda: self._guard(lambda: answer.notify(function()), answer.notify)):
             self._check()
         return await answer.future
 
     def _guard(self, function: Callable[[], object], notify: Callable[[Exception], None]) -> None:
-        """Call a function in the engine thread. Send an error to its caller: it must not end the engine."""
+        """Call a function in the engine thread. If it raises an error, pass the error to `notify`: it must not end the
+        engine."""
         try:
             self._check()
             function()
@@ -244,7 +250,8 @@ class AsyncLLMEngine:
             notify(exc)
 
     def _send_command(self, command: Callable[[], None]) -> bool:
-        """Queue a function for the engine thread. Return False if the thread has ended."""
+        """Queue a function to be called in the engine thread. Return False if this thread has ended, so that it will
+        not be called."""
         # Without the lock a command could be queued after the thread has emptied the queue, and never run.
         with self._closing:
             if not self._is_closed:
@@ -252,7 +259,8 @@ class AsyncLLMEngine:
             return not self._is_closed
 
     def _run(self) -> None:
-        """Run commands and steps until `shutdown` or a failure, then fail what is left and close the engine."""
+        """Run the engine thread: call queued functions and run steps until `shutdown` or a failure. Then fail all
+        requests that are left and close the engine."""
         try:
             while not self._is_over:
                 self._run_commands()
@@ -275,7 +283,7 @@ class AsyncLLMEngine:
             self._model.close()
 
     def _run_commands(self) -> None:
-        """Run all queued commands. Without any request, wait for the next command."""
+        """Call all queued functions. Without any request, or while generation is paused, wait for the next function."""
         while self._is_paused or not self._has_requests() or not self._commands.empty():
             self._commands.get()()
             if self._is_over:
@@ -286,7 +294,7 @@ class AsyncLLMEngine:
         return model.has_calls if isinstance(model, PoolingQueue) else model.has_unfinished_requests()
 
     def _step(self) -> None:
-        """Run one step, and send each request its new output or its error."""
+        """Run one step, and pass each request's new output or error to its coroutine."""
         if isinstance(self._model, PoolingQueue):
             self._model.step()
             return
@@ -305,7 +313,7 @@ class AsyncLLMEngine:
             self._listeners.pop(request_id)(output)
 
     def _begin(self, request_id: str, add: Callable[[], None], notify: _Notify) -> None:
-        """Add a request. If this fails, send the error to its caller."""
+        """Add a request by calling `add`, and let `notify` get its outputs. If `add` fails, `notify` gets the error."""
 
         def begin() -> None:
             add()
@@ -314,7 +322,8 @@ class AsyncLLMEngine:
         self._guard(begin, notify)
 
     def _end(self, request_id: str, notify: _Notify) -> None:
-        """End a request whose generator was closed, unless it has ended already or another one uses its id now."""
+        """End a request whose generator was closed. Do nothing if it has ended already, or if another request uses its
+        id now."""
         if self._listeners.get(request_id) is notify:
             del self._listeners[request_id]
             self._engine.abort_request(request_id)
@@ -330,14 +339,14 @@ class AsyncLLMEngine:
 
 
 class _Answer(Generic[T]):
-    """A future of the running loop that another thread completes."""
+    """A future of the running event loop that the engine thread completes."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self._loop.create_future()
 
     def notify(self, result: T | Exception) -> None:
-        """Complete the future with a result or an error. Called in the engine thread."""
+        """Complete the future with a result or an error. The engine thread calls this."""
         with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits for the result
             self._loop.call_soon_threadsafe(self._complete, result)
 

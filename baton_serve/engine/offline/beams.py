@@ -9,12 +9,14 @@ from baton_serve.engine.offline.params import SamplingParams
 
 
 class RequestBeams:
-    """The beams of one request, and the engine's outputs for the current step of the search."""
+    """The beam search of one request. It collects the engine's outputs for all beams, and then advances the search by
+    one token."""
 
     def __init__(self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, eos: frozenset[int]) -> None:
-        """Start a search after a prompt of `num_prompt_tokens`.
+        """Start a search with these parameters after a prompt of `num_prompt_tokens` tokens, for answers of at most
+        `max_tokens`.
 
-        `eos` are the tokens that end a sequence of this model.
+        `eos` are the end-of-sequence tokens of the model.
         """
         stop_ids = frozenset(params.stop_token_ids or ())
         rules = BeamRules(
@@ -31,20 +33,18 @@ class RequestBeams:
 
     @property
     def num_alternatives(self) -> int:
-        """Number of most likely tokens that the engine must return after each beam."""
+        """How many of the most likely next tokens, with logprobs, the engine must return for each beam."""
         return max(2 * self._params.width, self._params.logprobs or 0)
 
     def running_beams(self) -> list[list[int]]:
-        """Return the tokens after the prompt of each running beam, to be continued by one token.
-
-        Empty: the search is over.
-        """
+        """Return the tokens of each beam that goes on, without the prompt. The engine computes the next token of each.
+        Empty: the search is over."""
         return [beam.token_ids for beam in self._search.running]
 
     def add_output(self, beam_index: int, answer: TokenLogprobs) -> bool:
-        """Record the engine's output after beam `beam_index`. Return True if it was the last of this step.
+        """Record the engine's next tokens for the beam with this index. Return True if all beams have theirs now.
 
-        The search has then advanced: `running_beams` returns the new beams, or nothing at the end.
+        Then the search has advanced by one token, and `running_beams` returns the new beams, or none at the end.
         """
         self._outputs[beam_index] = answer
         # The search compares all continuations, so it waits for the slowest beam.
@@ -56,7 +56,7 @@ class RequestBeams:
 
     def answers(self) -> Sequence[GeneratedSequence]:
         # The search asks for more alternatives than the caller: leave out the rest.
-        """Return the best beams, the best first. Call it when the search is over."""
+        """Return the `n` best beams as generated sequences, the best first. Call it when the search is over."""
         wanted = self._params.logprobs or 0
         return [
             GeneratedSequence(

@@ -13,12 +13,14 @@ SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "quanti
 
 
 class FlexibleArgumentParser(ArgumentParser):
-    """vLLM's parser: it accepts underscores in the names of flags, `--max_model_len 4096` as `--max-model-len 4096`."""
+    """An argument parser like vLLM's: it accepts underscores in the names of flags, such as `--max_model_len 4096` for
+    `--max-model-len 4096`."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> tuple[Namespace, list[str]]:
-        """Parse `args`, by default those of the command line, as `argparse` does."""
+        """Parse `args` as `argparse` does; None: the arguments of this process. Return the parsed values, and the
+        arguments that no flag of this parser takes."""
         import sys  # `sys.argv` is read at the call, as `argparse` does
 
         given = sys.argv[1:] if args is None else args
@@ -26,7 +28,7 @@ class FlexibleArgumentParser(ArgumentParser):
 
 
 def add_arguments(parser: ArgumentParser, names: Iterable[str]) -> ArgumentParser:
-    """Add the flag `--model` and one for each name, and return `parser`.
+    """Add the flag `--model`, and a flag for each of these arguments of an engine, to `parser`, and return it.
 
     A flag that is not given sets no attribute, so that `LLM(**vars(args))` gets only what the user has given.
     """
@@ -40,7 +42,8 @@ def add_arguments(parser: ArgumentParser, names: Iterable[str]) -> ArgumentParse
 
 
 def _kind(hint: Any) -> dict[str, Any]:
-    """Return the parameters of `add_argument` for a type. None: an argument without one, such as a dict in JSON."""
+    """Return the keyword arguments of `add_argument` for a flag with values of type `hint`. If `hint` is None or
+    another type, the value is read as JSON."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (each for each in get_args(hint) if each is not types.NoneType)
     if hint is bool:
@@ -56,7 +59,8 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return a number, a truth value or a dict that is written in JSON, else the text itself."""
+    """Return the value that `text` states in JSON, such as a number, a truth value or a dict; the text itself if it is
+    not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

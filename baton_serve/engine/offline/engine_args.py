@@ -71,7 +71,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 
 def _defaults() -> dict[str, Any]:
-    """Return the arguments of an engine but `model`, with their defaults. None stands for the engine's own choice."""
+    """Return the default of each argument of an engine but `model`, by name. None stands for the engine's own
+    choice."""
     names = {*OF_TEXT, *SOURCE, *NEUTRAL, *WITHOUT_EFFECT, *ALIASES, "swap_space"}
     entries = [entry for entry in fields(EngineConfig) if entry.name != "model"]
     # An empty dict is not shared between objects, so None stands for it.
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
 
     @dataclass(init=False)
     class _Arguments:
-        """A dataclass with the fields `model` and those of `DEFAULTS`."""
+        """The generated base of `EngineArgs`: a dataclass with the fields `model` and those of `DEFAULTS`."""
 
         def __init__(self, model: str, **options: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
@@ -99,13 +100,14 @@ else:
 
 
 class EngineArgs(_Arguments):
-    """Arguments of an engine, a dataclass: the fields of `EngineConfig` and of `ModelSource`, and vLLM's names.
+    """The arguments of an engine, as in vLLM: the fields of `EngineConfig` and of `ModelSource`, and vLLM's names for
+    them.
 
     None stands for the default. Values are checked when the engine is made.
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        """Keep the arguments. Raises `ConfigError` for an unknown one."""
+        """Keep these arguments; the others get their defaults. Raises `ConfigError` for an unknown argument."""
         if unknown := sorted(options.keys() - DEFAULTS.keys()):
             # Raise instead of ignoring a misspelled argument.
             raise ConfigError(
@@ -120,11 +122,13 @@ class EngineArgs(_Arguments):
 
     @classmethod
     def from_cli_args(cls, args: Namespace) -> "EngineArgs":
-        """Return the arguments that the flags of `add_cli_args` have set. Attributes of other flags are ignored."""
+        """Return the arguments that the user has given by flags of `add_cli_args`. Attributes of other flags are
+        ignored."""
         return cls(**{name: value for name, value in vars(args).items() if name == "model" or name in DEFAULTS})
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of the engine that differ from their defaults."""
+        """Return the arguments of the engine itself that differ from their defaults; arguments that name the model's
+        files and its tokenizer are left out."""
         others = {*OF_TEXT, *SOURCE}
         values = {name: getattr(self, name) for name in DEFAULTS if name not in others}
         # Flags give lists for tuples.
@@ -132,7 +136,7 @@ class EngineArgs(_Arguments):
         return {name: value for name, value in values.items() if value is not None and value != DEFAULTS[name]}
 
     def source(self) -> ModelSource:
-        """Return the arguments that name the model's files. Raises `ConfigError`."""
+        """Return the arguments that say where the model's files come from. Raises `ConfigError` if one is not valid."""
         if not self.model:
             raise ConfigError("LLM: model is missing; give a folder, a GGUF file, or a name on the hub")
         if callable(self.hf_overrides):
@@ -147,9 +151,9 @@ AsyncEngineArgs = EngineArgs
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """The result of opening a model's folder; no weight is loaded yet.
+    """A model whose folder was read, but no weight of it: its config, its tokenizer, and what it computes.
 
-    `tokenizer` is of transformers, or None with `skip_tokenizer_init`. `generation` has the default sampling
+    `tokenizer` is an object of transformers, or None with `skip_tokenizer_init`. `generation` has the default sampling
     parameters.
     """
 
@@ -160,7 +164,8 @@ class OpenedModel:
 
 
 def open_model(args: EngineArgs) -> OpenedModel:
-    """Read the tokenizer and the kind of a model; unpack it first if it is a single GGUF file.
+    """Find the model in `args`, and read its tokenizer and what it computes. It is downloaded if necessary, and
+    unpacked first if it is a single GGUF file.
 
     Raises `ConfigError` or `ModelError`.
     """
@@ -180,7 +185,8 @@ def open_model(args: EngineArgs) -> OpenedModel:
 
 
 def profiler_folder() -> Path:
-    """Return the folder for traces of torch's profiler, VLLM_TORCH_PROFILER_DIR. Raises `ConfigError` without it."""
+    """Return the folder for traces of torch's profiler, which the variable VLLM_TORCH_PROFILER_DIR names. Raises
+    `ConfigError` if it is not set."""
     folder = os.environ.get("VLLM_TORCH_PROFILER_DIR", "")
     if not folder:
         raise ConfigError("start_profile: set VLLM_TORCH_PROFILER_DIR to the folder for traces")
@@ -188,7 +194,8 @@ def profiler_folder() -> Path:
 
 
 def _found(source: ModelSource, *, weights: bool = True) -> str:
-    """Return the path of a model, which is downloaded or unpacked if necessary. Raises `ModelError`."""
+    """Return the path of a model, which is downloaded or unpacked if necessary. `weights` False leaves out the weights.
+    Raises `ModelError` if it cannot be found or read."""
     try:
         path = find_source(source, os.environ, weights=weights)
     except HubError as exc:
@@ -197,7 +204,8 @@ def _found(source: ModelSource, *, weights: bool = True) -> str:
 
 
 def _changed(path: str, source: ModelSource) -> str:
-    """Return the path of a model with its changed files. Raises `ModelError`."""
+    """Return the path of a model folder in which files are replaced as the arguments `source` say, such as its config.
+    Raises `ModelError` if that fails."""
     try:
         return changed_model(path, source, os.environ)
     except HubError as exc:
@@ -205,7 +213,8 @@ def _changed(path: str, source: ModelSource) -> str:
 
 
 def _config(model: str, options: dict[str, Any]) -> EngineConfig:
-    """Return the config. Raises `ConfigError` for a value that is not supported."""
+    """Return the engine's config for the model at this path, from arguments with vLLM's names. Raises `ConfigError` for
+    a value that is not supported."""
     known = {entry.name for entry in fields(EngineConfig)}
     values: dict[str, Any] = {
         "allow_long_max_model_len": allows_long_contexts(os.environ), "plugins": allowed_plugins(os.environ),
@@ -227,7 +236,8 @@ def _config(model: str, options: dict[str, Any]) -> EngineConfig:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return a value under the engine's own name for it. Raises `ConfigError` if it is not one of `CHOICES`."""
+    """Return the value of the argument `name` in the engine's own spelling, for example a dtype. Raises `ConfigError`
+    if it is not allowed."""
     if name in ("dtype", "lora_dtype"):
         # torch's dtypes print as `torch.float16`.
         value = str(value).removeprefix("torch.")
@@ -252,7 +262,8 @@ def _tokenizer(folder: str, config: EngineConfig) -> Any:
 
 
 def _generation(folder: Path, args: EngineArgs) -> GenerationDefaults:
-    """Return the sampling defaults of a model. Raises `ConfigError` if their file cannot be used."""
+    """Return the default sampling parameters of a model from its generation_config.json and from `args`. Raises
+    `ConfigError` if the file cannot be used."""
     try:
         return generation_config(folder, args.generation_config or "auto", args.override_generation_config or {})
     except ValueError as exc:
@@ -261,7 +272,7 @@ def _generation(folder: Path, args: EngineArgs) -> GenerationDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The settings of the model. `max_model_len` is in tokens, prompt and answer together."""
+    """The settings of a model, under vLLM's names. `max_model_len` is the longest prompt plus answer, in tokens."""
 
     model: str
     tokenizer: str
@@ -276,7 +287,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Over how many devices the model is split."""
+    """Over how many devices the model is split, under vLLM's names."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
@@ -289,7 +300,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineSchedulerConfig:
-    """The limits of one step, in sequences and tokens."""
+    """The limits of one step, in sequences and tokens, and the longest prompt plus answer, under vLLM's names."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -298,7 +309,7 @@ class OfflineSchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """The limits of LoRA adapters: how many in one step, and their largest rank."""
+    """The limits of LoRA adapters: how many different ones one step may have, and their largest rank."""
 
     max_loras: int
     max_lora_rank: int

@@ -29,7 +29,8 @@ from baton_serve.engine.offline.prompts import ParsedPrompt
 
 
 class ImagePrompt(NamedTuple):
-    """A tokenized prompt with its images: the spans of their tokens, and their preprocessed pixels by digest."""
+    """A tokenized prompt with its images: which spans of tokens stand for images, and the preprocessed pixels of each
+    image by its digest."""
 
     token_ids: list[int]
     media: list[MediaSpan]
@@ -37,7 +38,8 @@ class ImagePrompt(NamedTuple):
 
 
 def files_of(data: Mapping[str, Any]) -> list[bytes]:
-    """Return the image files in vLLM's `multi_modal_data`, in order. Raises `ConfigError` for anything but images."""
+    """Return the images in vLLM's `multi_modal_data` as image files, in order. Raises `ConfigError` for data other than
+    images."""
     if others := {name for name, value in data.items() if value is not None} - {"image"}:
         raise ConfigError(f"multi_modal_data: {sorted(others)[0]} is not supported; only image is")
     images = data.get("image")
@@ -47,7 +49,8 @@ def files_of(data: Mapping[str, Any]) -> list[bytes]:
 
 
 def chat_with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the messages with a part `{"type": "image"}` for each image, as chat templates expect it, and the files.
+    """Return chat messages in which each image is replaced by a part `{"type": "image"}`, as chat templates expect it,
+    and the image files in their order.
 
     Raises `ConfigError` for a part that is neither text nor an image.
     """
@@ -77,11 +80,11 @@ def add_images(
     *,
     add_special_tokens: bool,
 ) -> ImagePrompt:
-    """Read the images of a prompt and put them in the place of its placeholders.
+    """Preprocess the images of a prompt, and replace its placeholders by the tokens that stand for them.
 
-    `token_ids` are the prompt's. `tokenizer` is transformers', or None if the engine has none. Raises `ConfigError` if
-    the model does not accept images, and `RequestError` if an image cannot be read or the prompt does not have one
-    placeholder for each image.
+    `token_ids` are the prompt's. `model` says how the model reads images; None: not at all. `tokenizer` is
+    transformers', or None if the engine has none. Raises `ConfigError` if the model does not accept images, and
+    `RequestError` if an image cannot be read or the prompt does not have one placeholder for each image.
     """
     family, reader = model
     if family is None or reader is None:
@@ -107,7 +110,8 @@ def _written(
     tokenizer: Any,
     add_special_tokens: bool,
 ) -> list[int]:
-    """Return the tokens of a prompt with the texts of its images, in which a run of image tokens is one token."""
+    """Return the tokens of a prompt in which each image's placeholder is replaced by the image's text. In it each run
+    of image tokens is still a single token."""
     if not family.placeholder and all(isinstance(part, int) for parts in images for part in parts):
         return write_parts_as_tokens(token_ids, images, family.image_token_id, family.image_token_id, lambda text: [])
     if tokenizer is None:
@@ -128,7 +132,8 @@ def _written(
 
 
 def _file_of(image: object) -> bytes:
-    """Return an image of vLLM's forms as a file: a Pillow image, an array [height, width, 3], or the file's bytes."""
+    """Return an image in any form of vLLM's API as an image file: a Pillow image, an array [height, width, 3], or the
+    bytes of a file. Raises `ConfigError` for other objects."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, np.ndarray):
@@ -149,7 +154,8 @@ def _file_of(image: object) -> bytes:
 
 
 def _file_of_part(part: object) -> bytes | None:
-    """Return the image file of a part of a chat message, or None if it is text. Raises `ConfigError`."""
+    """Return the image file of one part of a chat message; None if the part is text. Raises `ConfigError` for other
+    parts."""
     match part:
         case str() | {"type": "text"}:
             return None
@@ -164,7 +170,8 @@ def _file_of_part(part: object) -> bytes | None:
 
 
 def _file_at(url: str) -> bytes:
-    """Return the image in a data URL or in a local file. Raises `ConfigError`."""
+    """Return the image file in a data: URL, or at a file: URL. Raises `ConfigError` for other URLs, or if it cannot be
+    read."""
     parsed = urlparse(url)
     try:
         if parsed.scheme == "data":

@@ -152,10 +152,10 @@ class LLM:
         pooling_task: pooling.PoolingTask | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """Return the pooled output of each input: an embedding, or the scores of classes.
+        """Return the result of a pooling model for each input: an embedding, or the scores of classes.
 
-        With the task `token_embed` each output has one row per token. Without `pooling_task` the model's first task is
-        used. Raises `ConfigError` or `RequestError`.
+        With the task `token_embed` each output has one row per token. Without `pooling_task` the first task that the
+        model supports is used. Raises `ConfigError` or `RequestError`.
         """
         params = pooling_params or PoolingParams()
         inputs = self._inputs(_parse_either(prompts, prompt_token_ids), params.truncate_prompt_tokens)
@@ -189,10 +189,11 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Return how well texts match: one to one, one to many, or in pairs.
+        """Return how well texts match. `text_1` and `text_2` are two texts, one text and a list, or two lists of equal
+        length, whose texts are paired.
 
-        A cross-encoder scores each pair; of an embedding model the score is the cosine. Raises `ConfigError` if the
-        numbers of texts do not fit, or if the model computes neither.
+        A cross-encoder scores each pair; with an embedding model the score is the cosine of the two embeddings. Raises
+        `ConfigError` if the numbers of texts do not fit, or if the model can do neither.
         """
         first, second = _paired(text_1, text_2)
         pooler = self._require_pooler()
@@ -206,32 +207,34 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine that generates text. Raises `ConfigError` for a pooling model."""
+        """The engine that generates text, with vLLM's engine interface. Raises `ConfigError` for a pooling model."""
         if not isinstance(self._engine, LLMEngine):
             raise ConfigError("this is a pooling model: use embed, classify, score or encode")
         return self._engine
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, of transformers. Raises `ConfigError` with `skip_tokenizer_init`."""
+        """Return the model's tokenizer, an object of transformers. Raises `ConfigError` with `skip_tokenizer_init`."""
         return checked_tokenizer(self._tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return vLLM's defaults, changed by the model's generation_config.json."""
+        """Return the sampling parameters of requests that give none: vLLM's defaults, changed by the model's
+        generation_config.json."""
         return default_params(self._generation.defaults)
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's counters and gauges since the start. Raises `ConfigError` for a pooling model."""
+        """Return the engine's counters and gauges, under vLLM's names. Raises `ConfigError` for a pooling model."""
         return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV blocks. Return whether none is left."""
+        """Forget all cached KV blocks. Return True if no cached block is left."""
         return self.llm_engine.reset_prefix_cache()
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Write the model to the folder `path` for `load_format="sharded_state"`, divided for the ranks of this LLM.
+        """Write the model's weights to the folder `path` in the format of `load_format="sharded_state"`, divided for
+        `tensor_parallel_size` ranks.
 
-        `pattern` has the names of the files, with `{rank}` and `{part}`, and `max_size` is their size in bytes. Raises
-        `ConfigError` or `ModelError`.
+        `pattern` is how the files are named, with `{rank}` and `{part}`; None: as in vLLM. `max_size` is the largest
+        size of a file in bytes; None: one file for each rank. Raises `ConfigError` or `ModelError`.
         """
         self.llm_engine.save_sharded_state(path, pattern, max_size)
 
@@ -252,15 +255,16 @@ class LLM:
         self.llm_engine.wake_up()
 
     def start_profile(self) -> None:
-        """Start to record a trace of torch's profiler in the folder VLLM_TORCH_PROFILER_DIR. Raises `ConfigError`."""
+        """Start a recording with torch's profiler, to be written to the folder in the variable VLLM_TORCH_PROFILER_DIR.
+        Raises `ConfigError` if it is not set or the folder cannot be made, and `UsageError` if a recording runs."""
         self.llm_engine.start_profile()
 
     def stop_profile(self) -> None:
-        """Stop to record, and write the trace. Raises `UsageError` if nothing is recorded."""
+        """End the recording of `start_profile`, and write the trace. Raises `UsageError` if no recording runs."""
         self.llm_engine.stop_profile()
 
     def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:
-        """Raise `ConfigError`: the engine does not have the worker objects of vLLM, whose methods could be called."""
+        """Raise `ConfigError`: vLLM calls a method of its worker objects here, which this engine does not have."""
         raise ConfigError(f"collective_rpc({method!r}): the engine has no vLLM workers; use the methods of `LLM`")
 
     def close(self) -> None:
@@ -285,7 +289,8 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        """Add all prompts, run the engine until they have ended, and return their outputs in the order of the prompts.
+        """Queue all prompts, run steps until all have ended, and return their outputs in the order of the prompts. The
+        other arguments are those of `generate`; `add_special_tokens` False is for texts of a chat template.
 
         Raises `RequestError` for a prompt that cannot be served, before any prompt is computed.
         """
@@ -316,7 +321,8 @@ class LLM:
         return [outputs[request_id] for request_id in ids]
 
     def _run(self, engine: LLMEngine, running: set[str], progress: PromptProgressBar) -> dict[str, RequestOutput]:
-        """Step the engine until all requests of `running` have ended. Raises the error of the first that fails."""
+        """Run steps until the requests with the ids `running` have ended, and return their outputs by id. Raises the
+        error of the first request that fails."""
         found: dict[str, RequestOutput] = {}
         while len(found) < len(running):
             stepped = engine.advance()
@@ -329,7 +335,8 @@ class LLM:
         return found
 
     def _beams(self, output: RequestOutput, *, include_end: bool) -> BeamSearchOutput:
-        """Convert an answer of `n` sequences to beams. `include_end` keeps the token that ended a beam."""
+        """Return the result of a beam search, which the engine has returned as `n` sequences. `include_end` keeps the
+        token that ended a beam."""
         sequences: list[BeamSearchSequence] = []
         for found in output.outputs:
             assert found.logprobs is not None and found.cumulative_logprob is not None
@@ -376,7 +383,8 @@ class LLM:
         self, first: Sequence[str], second: Sequence[str], truncate: int | None, shown: bool
     ) -> list[ScoringRequestOutput]:
         # Compute the embedding of a text that is in several pairs only once.
-        """Score each pair by the cosine of its embeddings."""
+        """Return the score of each pair `first[i]`, `second[i]`: the cosine of their embeddings. `truncate` cuts texts
+        to this number of tokens; `shown` shows a progress bar."""
         texts = list(dict.fromkeys([*first, *second]))
         inputs = dict(zip(texts, self._inputs([ParsedPrompt(text, None) for text in texts], truncate), strict=True))
         found = dict(zip(texts, self._pool(list(inputs.values()), "embed", PoolingParams(), shown), strict=True))
@@ -401,7 +409,8 @@ def _parse_either(prompts: Prompts | None, prompt_token_ids: list[int] | list[li
 
 
 def _paired(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return two lists of equal length; a single first text is repeated. Raises `ConfigError` for other lengths."""
+    """Return two lists of equal length, whose texts are paired; a single first text is repeated. Raises `ConfigError`
+    for other numbers of texts."""
     first = [text_1] if isinstance(text_1, str) else list(text_1)
     second = [text_2] if isinstance(text_2, str) else list(text_2)
     # One query against many documents is the usual form of reranking.

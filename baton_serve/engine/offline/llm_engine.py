@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A loaded model, with what depends on its engine. `LLMEngine.sleep` drops all of it together."""
+    """A loaded engine and the objects that use it. `LLMEngine.sleep` drops all of them together."""
 
     engine: Engine
     runner: RequestRunner
@@ -48,7 +48,8 @@ class LLMEngine:
     """
 
     def __init__(self, model: OpenedModel) -> None:
-        """Load the model. Raises `ConfigError`, `ModelError`, `CapacityError` or `AdapterError`."""
+        """Load the model that `open_model` has opened. Raises `ConfigError`, `ModelError`, `CapacityError` or
+        `AdapterError`."""
         config = model.config
         if model.kind != "generate":
             raise ConfigError("this is a pooling model: use LLM and its embed, classify, score or encode")
@@ -61,7 +62,7 @@ class LLMEngine:
         self._loaded: _Loaded | None = self._load()
 
     def _load(self) -> "_Loaded":
-        """Load the model, and build what depends on its engine."""
+        """Load the model into a new engine, and make the objects that use it."""
         config = self._config
         engine = Engine(config)
         # Adapters of `lora_modules` stay loaded, so they take slots that requests cannot use.
@@ -74,14 +75,15 @@ class LLMEngine:
 
     @property
     def _awake(self) -> "_Loaded":
-        """The loaded model. Raises `ConfigError` after `sleep`."""
+        """The loaded engine and the objects that use it. Raises `ConfigError` between `sleep` and `wake_up`."""
         if self._loaded is None:
             raise ConfigError("the engine sleeps: call wake_up first")
         return self._loaded
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
-        """Open the model's folder and load the model. Raises the same errors as `LLMEngine()`."""
+        """Open the folder of the model in `engine_args`, and load the model. Raises the same errors as
+        `LLMEngine()`."""
         return cls(open_model(engine_args))
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
@@ -97,7 +99,8 @@ class LLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue one prompt. Without `params` use the model's defaults. Lower values of `priority` run first.
+        """Queue one prompt, as in vLLM; `step` returns its outputs. Without `params` the model's defaults are used.
+        Lower values of `priority` run first.
 
         Raises `RequestError`, `ConfigError` or `AdapterError`; then the request is not added.
         """
@@ -116,9 +119,9 @@ class LLMEngine:
         priority: int = 0,
         add_special_tokens: bool = True,
     ) -> None:
-        """Queue a parsed prompt, as `add_request` does.
+        """Queue a prompt that `parse_prompts` has read; otherwise as `add_request`.
 
-        `add_special_tokens` False is for texts of a chat template, which contains the special tokens already.
+        `add_special_tokens` False is for texts of a chat template, which contain the special tokens already.
         """
         # Load first: a request that names a broken adapter must not be added.
         fingerprint = self.load_adapters([lora_request])[0]
@@ -145,18 +148,21 @@ class LLMEngine:
         self._awake.runner.add(RequestId(request_id), prepared)
 
     def load_adapters(self, asked: Sequence[LoRARequest | None]) -> list[str]:
-        """Load the adapters of a call together, and return their fingerprints ("" for None).
+        """Load the LoRA adapters that the prompts of one call use, where they are missing. Return their fingerprints,
+        in order, "" for None.
 
-        Loading one after another could evict one that the same call needs. Raises `ConfigError` or `AdapterError`.
+        Loading them one after another could evict one that the same call needs. Raises `ConfigError` or `AdapterError`.
         """
         if any(asked) and not self._config.enable_lora:
             raise ConfigError("lora_request needs enable_lora=True")
         return self._awake.adapters.fingerprints(asked)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, and return the requests with new tokens, as their `output_kind` says.
+        """Run one step, and return an output for each request that has new tokens, with the content that its
+        `output_kind` asks for.
 
-        Raises `EngineError` for a request that failed. Outputs of the others are kept and returned by the next call.
+        Raises `EngineError` for a request that failed. Outputs of the other requests are kept and returned by the next
+        call.
         """
         stepped = self.advance()
         # Build the outputs before ended requests are forgotten below.
@@ -171,45 +177,49 @@ class LLMEngine:
         return outputs
 
     def advance(self) -> StepChanges:
-        """Run one step without building outputs, for callers that use `look` and `take`."""
+        """Run one step, and return which requests have changed, without building their outputs. The caller gets these
+        by `look`, `next_output` and `take`."""
         runner = self._awake.runner
         return runner.step() if runner.has_requests else StepChanges()
 
     def look(self, request_id: str) -> RequestOutput:
-        """Return a request's output so far, and keep the request. The request must be known."""
+        """Return the output of a request so far, and keep the request. The id must be known."""
         return self._awake.runner.output(RequestId(request_id))
 
     def next_output(self, request_id: str) -> RequestOutput | None:
-        """Return what the caller of a request gets after a step, or None. The request must be known."""
+        """Return the output that the caller of a request gets after a step, by its `output_kind`; None if it gets none
+        now. The id must be known."""
         return self._awake.runner.next_output(RequestId(request_id))
 
     def take(self, request_id: str) -> RequestOutput:
-        """Return a request's output so far, and forget the request."""
+        """Return the output of a request so far, and end and forget the request. The id must be known."""
         output = self.look(request_id)
         self.abort_request(request_id)
         return output
 
     def abort_request(self, request_id: str | Sequence[str]) -> None:
-        """End requests in any state. Ids that are unknown or have ended are ignored."""
+        """End the requests with these ids, in any state, and drop their outputs. Ids that are unknown or have ended are
+        ignored."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
             # A sleeping engine has no requests.
             if self._loaded is not None:
                 self._loaded.runner.forget(RequestId(one))
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has something to do or to report."""
+        """Return whether requests are running, or `step` has outputs or errors left to return."""
         return self.get_num_unfinished_requests() > 0 or bool(self._outputs or self._failures)
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that have not ended."""
+        """Return the number of requests that were added and have not ended."""
         return 0 if self._loaded is None else self._loaded.runner.num_requests
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV blocks that no request uses. Return whether none is left."""
+        """Forget all cached KV blocks that no request uses. Return True if no cached block is left."""
         return self._awake.engine.reset_prefix_cache()
 
     def sleep(self) -> None:
-        """Free the memory of the weights and the KV cache until `wake_up`. Raises `UsageError` if a request runs."""
+        """Free the memory of the weights and of the KV cache until `wake_up`. Raises `UsageError` if a request is
+        running."""
         if self.has_unfinished_requests():
             raise UsageError("sleep: requests are running; finish or abort them first")
         # Forgotten first: the engine holds the tensors, and must not be used any more even if `close` fails.
@@ -218,25 +228,26 @@ class LLMEngine:
             loaded.engine.close()
 
     def wake_up(self) -> None:
-        """Load the model again after `sleep`. Do nothing if it is loaded."""
+        """Load the model again after `sleep`, from its files. Do nothing if it is loaded."""
         if self._loaded is None:
             self._loaded = self._load()
 
     def is_sleeping(self) -> bool:
-        """Return whether `sleep` was called and `wake_up` was not."""
+        """Return whether the model is not loaded: `sleep` was called, and `wake_up` was not called since."""
         return self._loaded is None
 
     def start_profile(self) -> None:
-        """Start to record a trace of torch's profiler in the folder VLLM_TORCH_PROFILER_DIR. Raises `ConfigError`."""
+        """Start a recording with torch's profiler, to be written to the folder in the variable VLLM_TORCH_PROFILER_DIR.
+        Raises `ConfigError` if it is not set or the folder cannot be made, and `UsageError` if a recording runs."""
         self._awake.engine.start_profile(profiler_folder())
 
     def stop_profile(self) -> None:
-        """Stop to record, and write the trace. Raises `UsageError` if nothing is recorded."""
+        """End the recording of `start_profile`, and write the trace. Raises `UsageError` if no recording runs."""
         logger.info("wrote the trace %s", self._awake.engine.stop_profile())
 
     @property
     def model_executor(self) -> "LLMEngine":
-        """The object whose `save_sharded_state` vLLM's programs call: this engine."""
+        """This engine itself, because vLLM's programs call `llm_engine.model_executor.save_sharded_state`."""
         return self
 
     def get_metrics(self) -> list[Metric]:
@@ -255,7 +266,7 @@ class LLMEngine:
         )
 
     def get_model_config(self) -> ModelConfig:
-        """Return the settings of the model."""
+        """Return the settings of the model, such as its dtype and longest context, under vLLM's names."""
         config = self._config
         return ModelConfig(
             model=config.model,
@@ -270,14 +281,14 @@ class LLMEngine:
         )
 
     def get_parallel_config(self) -> ParallelConfig:
-        """Return over how many devices the model is split."""
+        """Return over how many devices the model is split, by tensor and by pipeline parallelism."""
         config = self._config
         return ParallelConfig(
             tensor_parallel_size=config.tensor_parallel_size, pipeline_parallel_size=config.pipeline_parallel_size
         )
 
     def get_scheduler_config(self) -> OfflineSchedulerConfig:
-        """Return the limits of a step."""
+        """Return how many sequences and tokens one step may have, under vLLM's names."""
         limits = self._awake.engine.limits
         return OfflineSchedulerConfig(
             max_num_seqs=limits.max_num_seqs,
@@ -286,20 +297,21 @@ class LLMEngine:
         )
 
     def get_lora_config(self) -> LoRAConfig | None:
-        """Return the limits of LoRA adapters, or None without `enable_lora`."""
+        """Return how many LoRA adapters one step may have and their largest rank, or None without `enable_lora`."""
         config = self._config
         return LoRAConfig(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, of transformers. Raises `ConfigError` with `skip_tokenizer_init`."""
+        """Return the model's tokenizer, an object of transformers. Raises `ConfigError` with `skip_tokenizer_init`."""
         return checked_tokenizer(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
-        """Return vLLM's defaults, changed by the model's generation_config.json."""
+        """Return the sampling parameters of requests that give none: vLLM's defaults, changed by the model's
+        generation_config.json."""
         return default_params(self._generation.defaults)
 
     def close(self) -> None:
-        """Free the model and its memory."""
+        """Free the model and its memory. No other method may be called after it."""
         if self._loaded is not None:
             self._loaded.engine.close()
 

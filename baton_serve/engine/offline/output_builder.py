@@ -10,7 +10,7 @@ from baton_serve.engine.offline.params import SamplingParams
 
 
 class IncrementalTokenizer(Protocol):
-    """The part of a transformers tokenizer that `StopSearch` uses."""
+    """The method of a transformers tokenizer that `StopSearch` calls."""
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool
@@ -18,16 +18,15 @@ class IncrementalTokenizer(Protocol):
 
 
 class StopMatch(NamedTuple):
-    """A stop string that was found, and the text before it; with `include_stop_str_in_output`, the text up
-    to its end.
-    """
+    """A stop string that was found (`matched`), and the text of the answer before it; with `include_stop_str_in_output`
+    the text includes the stop string."""
 
     text: str
     matched: str
 
 
 class StopSearch:
-    """Searches the growing text of one sequence for stop strings."""
+    """Searches the text of one sequence for stop strings while its tokens arrive."""
 
     def __init__(
         self, stops: Sequence[str], *, include: bool, tokenizer: IncrementalTokenizer, skip_special_tokens: bool
@@ -45,7 +44,8 @@ class StopSearch:
         """
 
     def push(self, token_id: int) -> StopMatch | None:
-        """Append a token, and return the earliest stop string in the text, or None."""
+        """Append the next token of the sequence. Return the stop string that begins first in the text, or None if there
+        is none yet."""
         self._ids.append(token_id)
         known, grown = self._decode(self._prefix, self._read), self._decode(self._prefix, len(self._ids))
         # An incomplete UTF-8 character decodes to U+FFFD. Wait for the token that completes it.
@@ -75,9 +75,9 @@ _BROKEN = "�"
 
 @dataclass(slots=True)
 class GeneratedSequence:
-    """The tokens of one sequence so far. `token_ids` include the token that ended it.
+    """The tokens that one sequence has so far. `token_ids` include the token that ended it.
 
-    `search` is None if the request has no stop strings; `stop` is the one that was found.
+    `search` looks for stop strings, None if the request has none; `stop` is the stop string that was found.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -94,13 +94,13 @@ class GeneratedSequence:
 
 
 class OutputBuilder:
-    """Builds outputs with the tokenizer. One for all requests of an engine."""
+    """Builds the outputs of requests, with the texts of their tokens. One object serves all requests of an engine."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def begin(self, params: SamplingParams) -> GeneratedSequence:
-        """Return an empty sequence, with a search for stop strings if there are any."""
+        """Return a new sequence without tokens for a request with these parameters."""
         if not params.stops:
             return GeneratedSequence()
         search = StopSearch(
@@ -112,10 +112,10 @@ class OutputBuilder:
         return GeneratedSequence(search=search)
 
     def completions(self, answers: Sequence[GeneratedSequence], params: SamplingParams) -> list[CompletionOutput]:
-        """Return the outputs of the `n` best sequences.
+        """Return the outputs of the `n` best of these sequences, which belong to one request.
 
-        If more than `n` were generated, the most likely come first, and the list is empty until all have ended: until
-        then the choice could change.
+        If there are more than `n`, the most likely come first, and the list is empty until all have ended: until then
+        the choice could change.
         """
         chosen = list(answers)
         if params.use_beam_search or len(chosen) > params.n:
@@ -127,18 +127,19 @@ class OutputBuilder:
         return [self._completion(index, answer, params) for index, answer in enumerate(chosen)]
 
     def logprobs_by_token(self, token: TokenLogprobs) -> dict[int, Logprob]:
-        """Return the logprobs of the chosen token and of the most likely ones, by token id."""
+        """Return the logprobs, ranks and texts of the chosen token and of the most likely tokens at its position, by
+        token id."""
         return {
             entry.token_id: Logprob(entry.logprob, entry.rank, self._decoded(entry.token_id))
             for entry in [token.chosen, *token.top]
         }
 
     def _decoded(self, token_id: int) -> str | None:
-        """Return the text of a token, or None with `skip_tokenizer_init`."""
+        """Return the text of a single token, or None with `skip_tokenizer_init`."""
         return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
     def _completion(self, index: int, answer: GeneratedSequence, params: SamplingParams) -> CompletionOutput:
-        """Build the output of one sequence."""
+        """Return the output of one sequence. `index` is its number in the request's outputs."""
         # `stop_reason` is None if the model's own end of sequence ended the text, as in vLLM.
         stop_token = answer.stop_token_id
         reason: int | str | None = stop_token if stop_token in (params.stop_token_ids or ()) else None
@@ -156,7 +157,8 @@ class OutputBuilder:
         )
 
     def _text(self, answer: GeneratedSequence, params: SamplingParams) -> str:
-        """Return the text of a sequence. While it runs, leave out the end that may still change."""
+        """Return the text of a sequence. While it is running, leave out the last characters, which may become a stop
+        string or change with the next token."""
         if not params.detokenize:
             return ""
         if answer.stop is not None:

@@ -28,7 +28,7 @@ Logprobs = list[dict[int, Logprob]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated sequence. `token_ids` include the token that ended it; `text` does not.
+    """One generated sequence of a request. `token_ids` include the token that ended it; `text` does not.
 
     `finish_reason` is None while the sequence is running. `stop_reason` is the stop string or stop token that ended it.
     """
@@ -44,9 +44,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """The answer to one prompt.
+    """The answer to one prompt, which may still be incomplete.
 
-    `outputs` has one entry for each of the `n` sequences; `finished`: all of them have ended.
+    `outputs` has one entry for each of the `n` sequences; `finished` says that all of them have ended.
     """
 
     request_id: str
@@ -60,7 +60,8 @@ class RequestOutput:
 
 
 def new_part(output: RequestOutput, before: RequestOutput | None) -> RequestOutput:
-    """Return what `output` adds to an earlier output of its request: text, tokens and their logprobs."""
+    """Return the text, tokens and logprobs that `output` has in addition to `before`, the earlier output of the same
+    request (None: everything is new)."""
     if before is None:
         return output
     earlier = {one.index: one for one in before.outputs}
@@ -81,9 +82,10 @@ def _new_tokens(now: CompletionOutput, before: CompletionOutput | None) -> Compl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchSequence:
-    """One beam.
+    """One beam of a beam search.
 
-    `tokens` and `text` begin with the prompt; `cum_logprob` sums over the tokens after it, with the end token.
+    `tokens` and `text` begin with the prompt; `cum_logprob` is the sum of the logprobs of the tokens after it, with the
+    end token.
     """
 
     tokens: list[int]
@@ -97,7 +99,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """The beams of one prompt, the best first."""
+    """The beams that were found for one prompt, the best first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -118,14 +120,15 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """How well two texts match."""
+    """The score of a pair of texts: how well they match."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """The vectors that the model returns for one input: `data` is float32, a vector or one row for each token."""
+    """The result of a pooling model for one input: `data` is float32, one vector, or a matrix with one row for each
+    token."""
 
     data: Tensor
 
@@ -154,7 +157,7 @@ PoolingRequestOutput = VectorRequestOutput[PoolingOutput]
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A number that only grows."""
+    """A metric whose number only grows, under vLLM's name."""
 
     name: str
     value: int
@@ -162,7 +165,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A number at this moment."""
+    """A metric whose number is that of this moment, under vLLM's name."""
 
     name: str
     value: float
@@ -172,7 +175,7 @@ Metric = Counter | Gauge
 
 
 def engine_metrics(stats: EngineStats) -> list[Metric]:
-    """Return counters and gauges of an engine. Counters are sums since its start.
+    """Return the metrics of an engine under vLLM's names. Counters are sums since its start.
 
     The use of the KV cache is the share of blocks that sequences hold, from 0 to 1.
     """

@@ -44,8 +44,8 @@ Beams follow the model's own probabilities, so nothing may change these.
 
 
 class RequestOutputKind(Enum):
-    """The content of the outputs of a running request: each has the whole answer so far, or the new part of it, or the
-    only output has the whole answer at the end."""
+    """Which content each output of a running request has: CUMULATIVE: the whole answer so far; DELTA: what is new since
+    the last output; FINAL_ONLY: the whole answer, in a single output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -100,9 +100,10 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        """Check combinations that do not depend on the model. The engine checks ranges when the request is added.
+        """Check which parameters may be set together. Ranges of values are checked when the request is added to the
+        engine.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` for a combination that is not possible.
         """
         if self.guided_decoding is not None and self.structured_outputs is not None:
             raise ConfigError("SamplingParams: set structured_outputs or guided_decoding, its older name, not both")
@@ -125,7 +126,8 @@ class SamplingParams:
             raise ConfigError("SamplingParams: bad_words has an empty word")
 
     def _check_beams(self) -> None:
-        """Check parameters that need or exclude beam search. Raises `ConfigError`."""
+        """Check that parameters of beam search are set only for beam search, and no parameters that exclude it. Raises
+        `ConfigError`."""
         if self.early_stopping not in (True, False, "never"):
             raise ConfigError(f"SamplingParams: early_stopping is {self.early_stopping!r}; give True, False or 'never'")
         for name, neutral in (WITHOUT_BEAMS if self.use_beam_search else BEAM_SEARCH_ONLY).items():
@@ -141,18 +143,20 @@ class SamplingParams:
 
     @property
     def form(self) -> StructuredOutputsParams | None:
-        """The form that the answer must have, or None for free text."""
+        """The structured output that the answer must follow (`structured_outputs` or `guided_decoding`), or None for
+        free text."""
         return self.structured_outputs or self.guided_decoding
 
     def clone(self) -> "SamplingParams":
-        """Return a deep copy, which shares the logits processors: these may be large or hold state."""
+        """Return a deep copy of these parameters. The logits processors are not copied but shared: they may be large or
+        hold state."""
         processors = self.logits_processors
         return deepcopy(self, {id(processors): processors})
 
     def update_from_generation_config(
         self, generation_config: Mapping[str, Any], model_eos_token_id: int | None = None
     ) -> None:
-        """Add the end-of-sequence tokens that a model's generation_config.json states to `stop_token_ids`.
+        """Add the end-of-sequence tokens that a model's generation_config.json states to `stop_token_ids`, as in vLLM.
 
         With `ignore_eos` they are not added. `model_eos_token_id` is left out, because it ends an answer in any case.
         """
@@ -163,7 +167,8 @@ class SamplingParams:
             self.stop_token_ids = sorted(ends | set(self.stop_token_ids or ()))
 
     def processors(self) -> tuple[LogitsProcessor, ...]:
-        """Return the logits processors as functions of (prompt token ids, generated token ids, scores)."""
+        """Return the logits processors, each as a function of (prompt token ids, generated token ids, scores) that
+        returns scores."""
         return tuple(_with_prompt(process) for process in self.logits_processors or ())
 
     @property
@@ -174,10 +179,10 @@ class SamplingParams:
     def resolved(
         self, *, seed: int, room: int, grammar: str | None = None, bad_words: Sequence[list[int]] = ()
     ) -> sampling.SamplingSpec:
-        """Return the parameters in the engine's own form.
+        """Return these parameters in the form that the engine takes.
 
         `seed` is used if the request has none. `room` is the number of tokens that the context leaves for the answer.
-        `grammar` is that of `form`, and `bad_words` are the tokens of the words.
+        `grammar` is the written grammar of `form`, and `bad_words` are the words as token sequences.
         """
         return sampling.SamplingSpec(
             seed=seed if self.seed is None else self.seed,
@@ -206,7 +211,8 @@ class SamplingParams:
 
 
 def _with_prompt(process: Callable[..., Any]) -> LogitsProcessor:
-    """Return a processor as a function that also gets the prompt, which processors with two parameters do not take."""
+    """Return a logits processor as a function of three arguments: prompt token ids, generated token ids and scores. A
+    processor with two parameters does not get the prompt."""
     try:
         takes_prompt = len(inspect.signature(process).parameters) == 3
     except (TypeError, ValueError):  # a built-in function without a signature
@@ -226,14 +232,14 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values. Raises `ConfigError`."""
+        """Check the values. Raises `ConfigError` if one is not supported."""
         if self.beam_width < 1:
             raise ConfigError(f"BeamSearchParams: beam_width is {self.beam_width}; it must be at least 1")
         if self.temperature != 0.0:
             raise ConfigError("BeamSearchParams: temperature is not 0; beams follow the model's own probabilities")
 
     def sampling(self) -> SamplingParams:
-        """Return the same search as `SamplingParams`."""
+        """Return the `SamplingParams` of a request that does this beam search."""
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -249,7 +255,7 @@ class BeamSearchParams:
 
 @dataclass(slots=True, kw_only=True)
 class PoolingParams:
-    """Parameters of embeddings and scores. None uses the model's default."""
+    """Parameters of embeddings and scores, as in vLLM. None takes the model's default."""
 
     dimensions: int | None = None
     normalize: bool | None = None

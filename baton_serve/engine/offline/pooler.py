@@ -17,7 +17,7 @@ from baton_serve.engine.pooling.engine import PoolingEngine
 
 
 class OfflinePooler:
-    """Tokenizes inputs and computes their vectors. Owned by `LLM`; it does not close the engine."""
+    """Tokenizes texts and computes their embeddings or scores with a pooling engine. Its owner closes the engine."""
 
     def __init__(self, engine: PoolingEngine, tokenizer: Any) -> None:
         self.engine = engine
@@ -25,10 +25,8 @@ class OfflinePooler:
         self._num_requests = 0
 
     def inputs(self, prompts: Sequence[ParsedPrompt], truncate: int | None) -> list[pooling.PoolingInput]:
-        """Tokenize prompts.
-
-        Cut them on the right to `truncate` tokens, with special tokens kept; -1: to the model's limit.
-        """
+        """Return prompts as tokenized inputs. `truncate` is the number of tokens to which each is cut on the right,
+        with special tokens kept; -1: the longest input of the model; None: not cut."""
         texts = [prompt.text for prompt in prompts if prompt.text is not None]
         read = iter(self._tokenized(texts, None, truncate))
         limit = self._limit(truncate)
@@ -38,7 +36,8 @@ class OfflinePooler:
         ]
 
     def pairs(self, first: Sequence[str], second: Sequence[str], truncate: int | None) -> list[pooling.PoolingInput]:
-        """Tokenize pairs of texts as the model's tokenizer joins them. Truncation cuts the longer text first."""
+        """Return the pairs `first[i]`, `second[i]` as tokenized inputs, as the model's tokenizer joins two texts.
+        `truncate` is as in `inputs`; the longer text of a pair is cut first."""
         return self._tokenized(first, second, truncate)
 
     def pool(
@@ -48,7 +47,8 @@ class OfflinePooler:
         params: PoolingParams,
         bar: PromptProgressBar,
     ) -> list[Tensor]:
-        """Compute one float32 tensor for each input, in their order.
+        """Compute the results of these inputs, in their order: float32 tensors, a vector or a matrix with one row per
+        token each. `bar` counts the computed inputs.
 
         Raises `RequestError` if the model does not support the task or an input, and `EngineError` if computing failed.
         """
@@ -103,7 +103,8 @@ class OfflinePooler:
         ]
 
     def _limit(self, truncate: int | None) -> int | None:
-        """Return the number of tokens to cut to, or None. Raises `ConfigError` for 0 or more than the model takes."""
+        """Return the number of tokens to which inputs are cut, or None for no cut; -1 stands for the longest input of
+        the model. Raises `ConfigError` for 0 or for more than that."""
         if truncate is None:
             return None
         longest = self.engine.max_model_len

@@ -15,7 +15,8 @@ from baton_serve.engine.offline.prompts import ParsedPrompt
 
 @dataclass(frozen=True, slots=True)
 class WaitingInput:
-    """One input of a coroutine. `notify` is called once, with its output or its error."""
+    """One input that a coroutine has passed to `AsyncLLMEngine.encode`. `notify` is called once, with the input's
+    output or error."""
 
     request_id: str
     prompt: ParsedPrompt
@@ -25,10 +26,11 @@ class WaitingInput:
 
 
 class PoolingQueue:
-    """Collects calls and computes them. Not thread-safe. Owned by `AsyncLLMEngine`, which calls `close` at the end."""
+    """Collects the inputs of several coroutines, to compute them together with a pooling model. Not thread-safe.
+    `AsyncLLMEngine` owns it and calls `close` at the end."""
 
     def __init__(self, pooler: OfflinePooler) -> None:
-        """Become the owner of the engine of `pooler`."""
+        """`pooler` computes the inputs; `close` closes its engine."""
         self._pooler = pooler
         self._calls: list[WaitingInput] = []
 
@@ -37,21 +39,21 @@ class PoolingQueue:
         return bool(self._calls)
 
     def add(self, call: WaitingInput) -> None:
-        """Queue a call for the next step."""
+        """Queue an input, to be computed by the next call of `step`."""
         self._calls.append(call)
 
     def remove(self, request_id: str) -> None:
-        """Forget a call that has not been computed. An unknown id is ignored."""
+        """Drop the queued input with this id. An unknown id, or one whose input was computed already, is ignored."""
         self._calls = [call for call in self._calls if call.request_id != request_id]
 
     def step(self) -> None:
-        """Compute all queued calls, those of equal parameters together."""
+        """Compute all queued inputs, those with equal parameters together, and notify their callers."""
         calls, self._calls = sorted(self._calls, key=_kind), []
         for _, group in groupby(calls, key=_kind):
             self._compute(list(group))
 
     def close(self) -> None:
-        """Free the model and its memory. Queued calls fail."""
+        """Free the model and its memory. The callers of queued inputs get an `EngineError`."""
         calls, self._calls = self._calls, []
         for call in calls:
             call.notify(EngineError("the engine was shut down"))
@@ -84,5 +86,5 @@ class PoolingQueue:
 
 
 def _kind(call: WaitingInput) -> str:
-    """Return a key that is equal for calls that can be computed together. Prompts of text and of ids are mixed."""
+    """Return a key that is equal for inputs which can be computed together: they have equal tasks and parameters."""
     return f"{call.task} {call.params}"

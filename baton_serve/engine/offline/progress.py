@@ -7,7 +7,8 @@ from tqdm import tqdm
 
 
 class PromptProgressBar:
-    """A tqdm bar over `total` prompts that also shows the rates of prompt and generated tokens."""
+    """A tqdm bar that counts answered prompts, of `total`, and shows the rates of prompt tokens and generated
+    tokens."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._started = time.monotonic()
@@ -15,7 +16,7 @@ class PromptProgressBar:
         self._bar = tqdm(total=total, desc="Processed prompts", disable=not shown, dynamic_ncols=True)
 
     def done(self, num_read: int, num_written: int = 0) -> None:
-        """Advance the bar by one prompt with `num_read` prompt tokens and `num_written` generated tokens."""
+        """Count one answered prompt, which had `num_read` prompt tokens and `num_written` generated tokens."""
         self._num_read += num_read
         self._num_written += num_written
         # The clock may not have advanced since the start if everything was cached.

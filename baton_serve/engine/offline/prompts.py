@@ -8,14 +8,14 @@ from baton_serve.engine.offline.params import SamplingParams
 
 
 class TextPrompt(TypedDict):
-    """A text, as vLLM's dict form. `multi_modal_data` may have images."""
+    """A prompt as a text, in vLLM's dict form. `multi_modal_data` may have images."""
 
     prompt: str
     multi_modal_data: NotRequired[dict[str, Any]]
 
 
 class TokensPrompt(TypedDict):
-    """A list of token ids, as vLLM's dict form. `multi_modal_data` may have images."""
+    """A prompt as token ids, in vLLM's dict form. `multi_modal_data` may have images."""
 
     prompt_token_ids: list[int]
     multi_modal_data: NotRequired[dict[str, Any]]
@@ -26,7 +26,8 @@ Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
 
 class ParsedPrompt(NamedTuple):
-    """One prompt: exactly one of `text` and `token_ids` is set. `images` are the image files, in the prompt's order."""
+    """A prompt in one form for all callers: exactly one of `text` and `token_ids` is set. `images` are the image files,
+    in the prompt's order."""
 
     text: str | None
     token_ids: list[int] | None
@@ -34,7 +35,8 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompts(prompts: Prompts) -> list[ParsedPrompt]:
-    """Return the prompts of any accepted form as a list. Raises `ConfigError` for anything else."""
+    """Return prompts in any form of vLLM's API (texts, token ids, dicts; one or several) as a list. Raises
+    `ConfigError` for anything else."""
     if isinstance(prompts, (str, dict)):
         return [_one(prompts)]
     given = list(prompts)
@@ -45,16 +47,17 @@ def parse_prompts(prompts: Prompts) -> list[ParsedPrompt]:
 
 
 def checked_tokenizer(tokenizer: Any) -> Any:
-    """Return the tokenizer of an engine. Raises `ConfigError` if it has none."""
+    """Return `tokenizer` itself. Raises `ConfigError` if it is None, because the engine was started with
+    `skip_tokenizer_init`."""
     if tokenizer is None:
         raise ConfigError("skip_tokenizer_init: there is no tokenizer; leave it out, or give token ids")
     return tokenizer
 
 
 def without_text(prompt: ParsedPrompt, params: SamplingParams) -> SamplingParams:
-    """Return the parameters of a request to an engine without a tokenizer, whose answer has token ids alone.
+    """Return the parameters of a request to an engine without a tokenizer: the answer has token ids and no text.
 
-    Raises `ConfigError` for a text, and for parameters that need one.
+    Raises `ConfigError` if the prompt is a text, or if a parameter needs a tokenizer.
     """
     if prompt.token_ids is None:
         raise ConfigError("skip_tokenizer_init: the engine has no tokenizer; give prompt_token_ids instead of a text")

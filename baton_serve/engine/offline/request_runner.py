@@ -27,10 +27,10 @@ from baton_serve.engine.offline.structured import GrammarWriter
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A tokenized prompt with its parameters.
+    """A tokenized prompt with everything that its request needs.
 
     Lower values of `priority` run first. `lora` is an adapter's fingerprint; "": none. `media` are the spans of image
-    tokens, and `pixels` the images.
+    tokens, and `pixels` the preprocessed images.
     """
 
     text: str | None
@@ -45,7 +45,8 @@ class PreparedPrompt:
 
 @dataclass(slots=True)
 class StepChanges:
-    """The results of one step: requests with new output, those of them that have ended, and requests that failed."""
+    """The requests that one step has changed: `changed` have new output, `ended` are those of them that have ended, and
+    `failed` have ended with an error."""
 
     changed: dict[RequestId, None] = field(default_factory=dict)
     ended: list[RequestId] = field(default_factory=list)
@@ -54,9 +55,9 @@ class StepChanges:
 
 @dataclass(slots=True)
 class _Request:
-    """One request of the caller.
+    """One request of the caller of `LLMEngine`, while it runs.
 
-    `engine_ids` are the ids of its running requests on the engine: one, or one for each beam.
+    `engine_ids` are the ids of its requests on the engine: one, or in a beam search one for each beam.
     """
 
     prompted: PreparedPrompt
@@ -72,12 +73,13 @@ class _Request:
 
     @property
     def has_ended(self) -> bool:
-        """True once all sequences have ended."""
+        """True when all sequences of the request have ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
 
 class RequestRunner:
-    """Runs the requests of one `LLMEngine`. Beam search turns a request into several short ones on the engine."""
+    """Runs the requests of one `LLMEngine` on its engine, and collects their tokens. In a beam search one request
+    becomes several short ones on the engine."""
 
     def __init__(self, engine: Engine, tokenizer: Any, *, seed: int) -> None:
         self._engine = engine
@@ -96,11 +98,11 @@ class RequestRunner:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests that have not ended."""
+        """The number of requests that were added and not forgotten."""
         return len(self._requests)
 
     def add(self, request_id: RequestId, prompted: PreparedPrompt) -> None:
-        """Add a request. Raises `RequestError` if it can never be served; then nothing is left of it."""
+        """Add a request to the engine. Raises `RequestError` if it can never be served; then nothing of it is kept."""
         # The engine would raise only after the first request with this id was replaced here.
         if request_id in self._requests:
             raise RequestError("invalid", f"request id {request_id!r} is already in use")
@@ -151,7 +153,7 @@ class RequestRunner:
         return stepped
 
     def output(self, request_id: RequestId) -> RequestOutput:
-        """Return the output of a request so far."""
+        """Return the output that a request has so far. The id must be known."""
         request = self._requests[request_id]
         prompted, logprobs = request.prompted, request.prompt_logprobs
         named = self._output_builder.logprobs_by_token
@@ -167,7 +169,8 @@ class RequestRunner:
         )
 
     def next_output(self, request_id: RequestId) -> RequestOutput | None:
-        """Return the next output of a request for its caller, by its `output_kind`. None: there is nothing to send."""
+        """Return the output that a request's caller gets after a step, by its `output_kind`; None if it gets none
+        now."""
         request, output = self._requests[request_id], self.output(request_id)
         match request.prompted.params.output_kind:
             case RequestOutputKind.CUMULATIVE:
@@ -179,13 +182,14 @@ class RequestRunner:
                 return new_part(output, before)
 
     def forget(self, request_id: RequestId) -> None:
-        """End a request in any state. An unknown id is ignored."""
+        """End a request in any state, and drop its tokens. An unknown id is ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._cancel_on_engine(request)
 
     def _grammar(self, params: SamplingParams) -> str | None:
-        """Return the compiled form of an answer, or None for free text. Raises `ConfigError` or `RequestError`."""
+        """Return the grammar of a request's structured output, after compiling it; None for free text. Raises
+        `ConfigError` or `RequestError` if it is not valid."""
         if params.form is None:
             return None
         grammar = self._grammar_writer.write(params.form)
@@ -194,7 +198,8 @@ class RequestRunner:
         return grammar
 
     def _submit(self, request_id: RequestId, request: _Request) -> None:
-        """Send the engine a request, or one for each running beam. Raises `RequestError`."""
+        """Add a request to the engine; in a beam search, one request for each beam that goes on. Raises
+        `RequestError`."""
         request.num_steps += 1
         if request.beams is None:
             self._add_to_engine(request_id, request, request_id, 0, [], request.sampling)
@@ -215,7 +220,8 @@ class RequestRunner:
         generated: list[int],
         params_on_engine: sampling.SamplingSpec,
     ) -> None:
-        """Send the engine one request: the prompt, followed by the tokens `generated` for a beam."""
+        """Add one request to the engine, under the id `engine_id`: the prompt, followed by the tokens `generated` of
+        beam `number`."""
         layout, prompted = self._engine.layout, request.prompted
         token_ids = prompted.token_ids + generated
         work = Work(
@@ -241,7 +247,8 @@ class RequestRunner:
         self._origins[engine_id] = (request_id, number)
 
     def _take(self, output: SequenceOutput, stepped: StepChanges) -> None:
-        """Record an output of the engine. When a step of a beam search is complete, start the next."""
+        """Record new tokens from the engine for the request that they belong to. In a beam search, start the next token
+        when all beams have theirs."""
         request_id, number = self._origins[output.request_id]
         request = self._requests[request_id]
         if request.beams is None:
@@ -261,7 +268,8 @@ class RequestRunner:
         stepped.changed[request_id] = None
 
     def _extend(self, output: SequenceOutput, request: _Request) -> None:
-        """Append new tokens to a sequence, and end it at a stop string."""
+        """Append new tokens to a sequence of a request. If they complete a stop string, end the sequence, also on the
+        engine."""
         answer = request.answers[output.sequence]
         if answer.finish_reason is not None:
             return  # the step was running already when a stop string ended the text
@@ -277,13 +285,13 @@ class RequestRunner:
         answer.finish_reason, answer.stop_token_id = output.finish_reason, output.stop_token_id
 
     def _fail(self, request_id: RequestId, error: EngineError, stepped: StepChanges) -> None:
-        """Forget a request and report its error instead of its output."""
+        """Forget a request, and put its error into `stepped` instead of its output."""
         self.forget(request_id)
         stepped.changed.pop(request_id, None)
         stepped.failed[request_id] = error
 
     def _cancel_on_engine(self, request: _Request) -> None:
-        """Cancel the engine's requests for one request of the caller."""
+        """End all requests on the engine that belong to this request of the caller."""
         for engine_id in request.engine_ids:
             self._engine.cancel(engine_id)
             self._origins.pop(engine_id, None)
@@ -291,7 +299,8 @@ class RequestRunner:
 
 
 def _sampling_of_beams(given: sampling.SamplingSpec, num_alternatives: int, *, is_first: bool) -> sampling.SamplingSpec:
-    """Return the parameters for one token after a beam, with its most likely alternatives."""
+    """Return the parameters of an engine's request for the next token of a beam: it returns the `num_alternatives` most
+    likely tokens. `is_first` says that the search begins, when prompt logprobs are computed."""
     return msgspec.structs.replace(
         given,
         max_tokens=1,
@@ -304,7 +313,8 @@ def _sampling_of_beams(given: sampling.SamplingSpec, num_alternatives: int, *, i
 
 
 def _ends_text(output: SequenceOutput, answer: GeneratedSequence, token_id: int, min_tokens: int) -> bool:
-    """Return whether this token completes a stop string, after at least `min_tokens` tokens."""
+    """Append a token to a sequence's search for stop strings. Return whether it completes one, and more than
+    `min_tokens` tokens are generated."""
     if answer.search is None or token_id == output.stop_token_id:
         return False
     stop = answer.search.push(token_id)
@@ -315,7 +325,8 @@ def _ends_text(output: SequenceOutput, answer: GeneratedSequence, token_id: int,
 
 
 def _tokens_of_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
-    """Return the token sequences that spell each word, at the beginning of a text and after a space, as vLLM does."""
+    """Return the token sequences that spell each of these words, at the beginning of a text and after a space, as vLLM
+    does for `bad_words`."""
     found: list[list[int]] = []
     for word in words:
         first, later = (tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip()))

@@ -9,7 +9,7 @@ from baton_serve.engine.model.lora.loaded import LoadedAdapters
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Names the adapter that a prompt uses. `lora_path` is a folder as PEFT writes it.
+    """Names the LoRA adapter that a prompt uses, as in vLLM. `lora_path` is a folder as PEFT writes it.
 
     `lora_int_id` and `lora_name` must each stand for the same adapter in all requests.
     """
@@ -19,7 +19,7 @@ class LoRARequest:
     lora_path: str
 
     def __post_init__(self) -> None:
-        """Check the fields. Raises `ConfigError`."""
+        """Check the fields. Raises `ConfigError` if one is not valid."""
         if self.lora_int_id < 1:
             raise ConfigError(f"LoRARequest: lora_int_id is {self.lora_int_id}; it must be at least 1")
         if not (self.lora_name and self.lora_path):
@@ -31,7 +31,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class RequestedAdapters:
-    """Loads adapters at their first use, and unloads the least recently used one if there are more than `most`."""
+    """Loads LoRA adapters when a prompt first uses them. At most `most` stay loaded; the least recently used one is
+    unloaded for another."""
 
     def __init__(self, adapters: LoadedAdapters, *, most: int) -> None:
         self._adapters = adapters
@@ -41,9 +42,10 @@ class RequestedAdapters:
         self._fingerprints: dict[LoRARequest, str] = {}
 
     def fingerprints(self, asked: Sequence[LoRARequest | None]) -> list[str]:
-        """Load the missing adapters, and return the fingerprint of each; "" for None.
+        """Load the adapters of one call that are not loaded, and return the fingerprint of each, in order; "" for None.
 
-        Raises `ConfigError` or `AdapterError`.
+        Raises `ConfigError` if the call needs too many adapters or a name stands for two, and `AdapterError` if one
+        cannot be loaded.
         """
         if (count := len({one for one in asked if one is not None})) > self._most:
             raise ConfigError(
@@ -56,7 +58,7 @@ class RequestedAdapters:
         return ["" if one is None else self._fingerprint(one) for one in asked]
 
     def _fingerprint(self, asked: LoRARequest) -> str:
-        """Load an adapter if it is missing, and return its fingerprint."""
+        """Load this adapter if it is not loaded, and return its fingerprint."""
         if asked in self._loaded:
             return self._fingerprints[asked]
         # Unloaded adapters count too: under the same name, cached KV of another adapter would be found.

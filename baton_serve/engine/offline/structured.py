@@ -40,7 +40,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        """Check that exactly one form is set. Raises `ConfigError`."""
+        """Check that exactly one kind of structured output is set. Raises `ConfigError` otherwise."""
         if self.structural_tag is not None:
             raise ConfigError("structural_tag is supported by a server (`baton serve`), not by the offline API")
         forms = {"json": self.json, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
@@ -52,7 +52,8 @@ class StructuredOutputsParams:
             )
 
     def expression(self, lark: Lark) -> str:
-        """Return the expression of a grammar that the answer must match. Raises `ConfigError` for an invalid value."""
+        """Return an expression in the grammar `lark` that matches the allowed answers. Raises `ConfigError` for an
+        invalid value."""
         if self.regex is not None:
             return lark.regex(self.regex)
         if self.choice is not None:
@@ -70,13 +71,13 @@ class StructuredOutputsParams:
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams(StructuredOutputsParams):
-    """vLLM's older name of `StructuredOutputsParams`. `backend` has no effect: there is only one."""
+    """vLLM's older name of `StructuredOutputsParams`. `backend` has no effect, because there is only one backend."""
 
     backend: str | None = None
 
 
 class GrammarWriter:
-    """Writes the grammars of requests for one model's tokenizer."""
+    """Writes the grammars of requests with structured output, for the tokenizer of one model."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.ends: Collection[int] = frozenset()
@@ -84,7 +85,8 @@ class GrammarWriter:
         self._tokenizer = tokenizer
 
     def write(self, params: StructuredOutputsParams) -> str:
-        """Return the text of a grammar for the engine; it is not compiled yet. Raises `ConfigError`."""
+        """Return the text of the grammar for a request's structured output, as the engine takes it; it is not compiled
+        yet. Raises `ConfigError` if it is not valid or too large."""
         try:
             return self._written(params, {})
         except UnconvertedGbnfError as exc:
@@ -97,7 +99,7 @@ class GrammarWriter:
             return self._written(params, {exc.gbnf: lark})
 
     def pieces(self, text: str) -> Sequence[str | int]:
-        """Split a text into special tokens, as ids, and the text between them."""
+        """Divide a text into its special tokens, as ids, and the text between them."""
         found: list[str | int] = []
         start = 0
         encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
@@ -125,7 +127,8 @@ class GrammarWriter:
 
 
 def _schema(value: str | dict[str, Any] | type) -> Mapping[str, Any]:
-    """Return a JSON schema from its text, a dict or a pydantic model. Raises `ConfigError`."""
+    """Return a JSON schema that is given as a dict, as its text, or as a pydantic model. Raises `ConfigError` for
+    anything else."""
     if isinstance(value, type):
         if not hasattr(value, "model_json_schema"):
             raise ConfigError(f"structured_outputs: json is the class {value.__name__}, which is no pydantic model")
