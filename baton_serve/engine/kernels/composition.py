@@ -27,8 +27,8 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight
 
 @dataclass(frozen=True, slots=True)
 class ComposedAttention:
-    """Implements `AttentionBackend` by several others. Steps with longer chunks go to `prefill`, also for their
-    sequences with one token.
+    """Implements `AttentionBackend` by several other backends, one for each kind of work. A step in which any sequence
+    has more than one new token goes to `prefill` as a whole.
     """
 
     storing: AttentionBackend
@@ -50,8 +50,8 @@ class ComposedAttention:
 
 @dataclass(frozen=True, slots=True)
 class ComposedLayers:
-    """Implements `LayerKernels` by several others. A packed weight can be read by the implementation that packed it
-    only, so all products come from one.
+    """Implements `LayerKernels` by several other implementations, one for each operation. A packed weight can be read
+    only by the implementation that packed it, so all matrix products come from one.
     """
 
     products: LayerKernels

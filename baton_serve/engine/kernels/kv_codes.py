@@ -17,13 +17,13 @@ from them.
 
 
 def is_coded(cache: Tensor) -> bool:
-    """Return whether a KV cache is quantized to one-byte values (codes) with scales."""
+    """Return whether a KV cache is quantized to one byte for each element (float8 or int8 codes with scales)."""
     return cache.dtype in MAX_CODE_VALUE
 
 
 def scales_of(cache: Tensor) -> Tensor:
-    """Return the scales of a quantized KV cache as a view of the layer's cache, bfloat16 [num_blocks, 2, num_kv_heads,
-    block_tokens].
+    """Return the scales of a quantized KV cache as a view of the same memory, bfloat16 [num_blocks, 2, num_kv_heads,
+    block_tokens]. `cache` is one layer's view.
     """
     words = cache.view(torch.bfloat16)
     shape, strides = cache.shape[:4], words.stride()
@@ -32,7 +32,9 @@ def scales_of(cache: Tensor) -> Tensor:
 
 
 def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize rows [..., head_dim]. Return the one-byte values in `dtype` and their scales, bfloat16 [...]."""
+    """Quantize rows [..., head_dim] with one scale for each row. Return (codes in `dtype`, scales in bfloat16
+    [...]).
+    """
     wide, largest = rows.float(), MAX_CODE_VALUE[dtype]
     scales = (wide.abs().amax(dim=-1) * (1.0 / largest)).to(torch.bfloat16)
     # Divide by the scale as it is stored: the reader multiplies with the rounded one.
@@ -43,8 +45,8 @@ def encode(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def write(cache: Tensor, plane: int, blocks: Tensor, offsets: Tensor, rows: Tensor) -> None:
-    """Quantize rows [num_tokens, num_kv_heads, head_dim] and write them to these blocks and offsets of K (`plane` 0) or
-    V (`plane` 1).
+    """Write rows [num_tokens, num_kv_heads, head_dim] to K (`plane` 0) or V (`plane` 1) of one layer's cache view, at
+    the given block and offset of each token. They are quantized if the cache is.
     """
     # One plane at a time: with latent attention both planes are the same memory, which torch cannot index as a whole.
     if not is_coded(cache):
@@ -56,8 +58,8 @@ def write(cache: Tensor, plane: int, blocks: Tensor, offsets: Tensor, rows: Tens
 
 
 def read(cache: Tensor, tables: Tensor) -> Tensor:
-    """Return the dequantized content of whole blocks, float32 [*tables.shape, 2, num_kv_heads, block_tokens, head_dim].
-    `tables` holds block numbers.
+    """Return the content of whole KV blocks as float32 [*tables.shape, 2, num_kv_heads, block_tokens, head_dim],
+    dequantized if the cache is quantized. `tables` holds block numbers.
     """
     if not is_coded(cache):
         return cache[tables].float()

@@ -22,9 +22,10 @@ PACKAGE = "vllm_xpu_kernels"
 
 
 class LibraryAttention:
-    """Implements `AttentionBackend` with `scaled_dot_product_attention` for chunks of prompts, over gathered K and V.
+    """Implements `AttentionBackend` with torch's `scaled_dot_product_attention` for chunks of prompts, over K and V
+    that are gathered from their blocks. Plain torch (the twin) does everything else.
 
-    It reads the lengths of sequences on the host, so that graphs cannot capture it. Everything else is the twin's.
+    It reads the lengths of sequences on the host, so graphs cannot capture it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,9 @@ class LibraryAttention:
 
 
 def _attend_one(query: Tensor, cache: Tensor, length: int, table: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attend for the new tokens [num_tokens, num_heads, head_dim] of one sequence of `length` tokens."""
+    """Return attention of one sequence for its new tokens, [num_tokens, num_heads, head_dim]. The sequence has `length`
+    tokens in the KV blocks `table`.
+    """
     blocks = kv_codes.read(cache, table[: -(-length // cache.shape[3])].long())
     keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(query.dtype).unbind(0)
     positions = torch.arange(length - len(query), length, device=query.device)[:, None]
@@ -72,10 +75,12 @@ def _attend_one(query: Tensor, cache: Tensor, length: int, table: Tensor, spec: 
 
 
 class PackageLayers:
-    """The operations of `LayerKernels` that `vllm-xpu-kernels` has in the same form: norms, and SiLU times a factor."""
+    """The operations of `LayerKernels` that the package `vllm-xpu-kernels` also has: RMSNorm, and SiLU(gate) * up."""
 
     def __init__(self, import_module: Callable[[str], Any] = importlib.import_module) -> None:
-        """Import the package, which registers its operations with torch. Raises whatever its import raises."""
+        """Import the package, which registers its operations with torch. Raises whatever the import of the package
+        raises.
+        """
         import_module(f"{PACKAGE}._C")
         self._operations: Any = torch.ops._C
 

@@ -17,7 +17,8 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """A ragged batch: sequence `s` owns the query rows `query_starts[s]:query_starts[s + 1]`.
+    """The sequences of a step for attention, whose tokens lie one after another without padding: sequence `s` owns the
+    query rows `query_starts[s]:query_starts[s + 1]`.
 
     Row `i` of a sequence has the position `context_len - query_len + i`. Chunks of prompts and single decode tokens can
     be mixed freely. A sequence without new tokens is allowed and yields nothing.
@@ -60,8 +61,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The stacked weights of one layer's experts. An expert computes down(silu(gate) * up). With `limit` both are
-    clamped and it computes down((up + 1) * gate * sigmoid(alpha * gate)), as in gpt-oss.
+    """The stacked weights of the experts of one mixture-of-experts layer. An expert computes down(silu(gate) * up). If
+    `limit` is set, gate and up are clamped to it, and the expert computes down((up + 1) * gate * sigmoid(alpha *
+    gate)), as in gpt-oss.
     """
 
     gate_up: Tensor | StackedWeight  # [num_experts, 2 * width, hidden]
@@ -93,17 +95,19 @@ class Norm:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether this is an RMSNorm as Llama's, the only kind that fused kernels compute."""
+        """Return whether this is an RMSNorm that multiplies by its weight, as Llama's: the only kind that fused kernels
+        compute.
+        """
         return not self.is_centered and not self.has_offset
 
 
 @dataclass(frozen=True, slots=True)
 class NewHeads:
-    """A layer's new queries, keys and values as their product left them: `heads` [num_tokens, num_heads + 2 *
-    num_kv_heads, head_dim].
+    """A layer's new queries, keys and values as the QKV projection has computed them, side by side: `heads`
+    [num_tokens, num_heads + 2 * num_kv_heads, head_dim].
 
-    Queries and keys still need the plain norms of each head, if the model has any, and then the rotation by cos and
-    sin [num_tokens, rotary_dim]. Only the first half of the columns of cos and sin is read.
+    Queries and keys still need the plain norms of each head, if the model has any, and then the rotation by cos and sin
+    [num_tokens, rotary_dim]. Only the first half of the columns of cos and sin is read.
     """
 
     heads: Tensor
@@ -113,8 +117,9 @@ class NewHeads:
 
 
 class AttentionBackend(Protocol):
-    """The interface of attention. `cache` is one layer's strided view [num_blocks, 2, num_kv_heads, block_tokens,
-    head_dim] of the block-major tensor. An implementation must not keep a tensor after it returns.
+    """The interface of attention kernels. `cache` is one layer's strided view [num_blocks, 2, num_kv_heads,
+    block_tokens, head_dim] of the KV cache, in which all layers of a block lie together. An implementation must not
+    keep a tensor after it returns.
     """
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
@@ -122,25 +127,28 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
-        """Return attention of query [num_tokens, num_heads, head_dim], causal over the stored K and V: [num_tokens,
-        num_heads, value_dim] of the same dtype.
+        """Return causal attention of `query` [num_tokens, num_heads, head_dim] over the keys and values in the cache,
+        which include those of the new tokens: [num_tokens, num_heads, value_dim] of the same dtype.
         """
         ...
 
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
-        """For sequences with one new token each: apply the norms and the rotation to the new heads, write K and V to
-        `meta.slots`, and compute attention. Return [num_tokens, num_heads, head_dim]; `new` is not changed. Return
-        None, and do nothing, if no single kernel does all of it faster than separate steps.
+        """For sequences with one new token each, in one kernel: apply norms and rotation to the new heads, write K and
+        V to `meta.slots`, and return attention [num_tokens, num_heads, head_dim]. `new` is not changed.
+
+        Return None, with nothing done, if no single kernel does all of it faster than separate steps.
         """
         ...
 
 
 def no_work() -> None:
-    """Do nothing, where a function is expected."""
+    """Do nothing. It is the default where a caller may pass a function."""
 
 
 class PackedWeight(Protocol):
-    """A weight in the order in which the kernels of one device read it. Only these kernels read its parts."""
+    """A weight matrix in the order in which the kernels of one device read it. Its fields are known to these kernels
+    only.
+    """
 
     @property
     def outputs(self) -> int: ...
@@ -154,8 +162,8 @@ Weight: TypeAlias = Tensor | QuantizedWeight | PackedWeight
 
 
 class PreparedActivations(Protocol):
-    """Activations in the form in which one device's kernels multiply them by one kind of weight. Only these kernels
-    read its parts.
+    """The input of a matrix product in the form in which one device's kernels multiply it by one kind of weight, for
+    example quantized. Its fields are known to these kernels only.
     """
 
     @property
@@ -171,7 +179,7 @@ Activations: TypeAlias = Tensor | PreparedActivations
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The weight and the bias of one matrix product."""
+    """The weight and the bias (None: none) of one linear layer, or of several that are joined."""
 
     weight: Weight
     bias: Tensor | None
@@ -183,8 +191,8 @@ GROUP_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class SlotWeights:
-    """The LoRA matrices of one product in all adapter slots, padded with zeros to one rank. They are multiplied in
-    their own dtype, which may differ from the model's.
+    """The LoRA matrices of all adapter slots for one fused product, padded with zeros to one rank. They are multiplied
+    in their own dtype, which may differ from the model's.
 
     A product may consist of up to three parts side by side, such as query, key and value, which have `down` matrices of
     their own.
@@ -198,9 +206,10 @@ class SlotWeights:
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """The adapter slot of each row of a step, and groups of rows with one slot, all int64. Slot -1 means no adapter.
+    """The LoRA adapter slot of each token of a step, and groups of tokens with the same slot, all int64. Slot -1 means
+    no adapter.
 
-    A group has up to `GROUP_ROWS` rows. If the step has no more than that, each slot has one group.
+    A group has up to `GROUP_ROWS` tokens. If the step has no more than that, each slot has one group.
     """
 
     slots: Tensor  # [num_tokens]
@@ -209,28 +218,37 @@ class SlotRows:
 
 
 class AdapterKernels(Protocol):
-    """Adds the products of LoRA adapters in two steps. Their work depends on shapes only, so graphs can capture it."""
+    """Kernels that add the products of several LoRA adapters to a linear layer's output: `shrink` multiplies by the
+    first matrix, `expand` by the second. Their work depends on shapes only, so graphs can capture it.
+    """
 
     def low_rank(self, x: Tensor, weights: SlotWeights) -> Tensor:
-        """Return memory for the result of `shrink` for x [num_tokens, inputs], not filled."""
+        """Allocate memory for the result of `shrink` for x [num_tokens, inputs], and return it without filling it."""
         ...
 
     def shrink(self, low: Tensor, x: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
-        """Multiply x by `down` of each row's slot, and store the result in `low`, in the order that `expand` reads."""
+        """Multiply each token of `x` by the `down` matrices of its adapter slot, and store the result in `low`, in the
+        order that `expand` reads.
+        """
         ...
 
     def expand(self, output: Tensor, low: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
-        """Multiply `low` by `up`, and add the result to `output` [num_tokens, outputs]."""
+        """Multiply `low`, the result of `shrink`, by the `up` matrices of each token's adapter slot, and add the
+        product to `output` [num_tokens, outputs].
+        """
         ...
 
 
 class LayerKernels(Protocol):
-    """The interface of the operations in a layer besides attention: matrix products, norms, activation, rotation and
-    experts. Methods that combine several operations need one pass over memory. Modules and objects can implement it.
+    """The interface of the operations in a decoder layer besides attention: matrix products, norms, activations,
+    rotation and experts. Methods that combine several operations save passes over memory. Modules and objects can
+    implement it.
     """
 
     def pack(self, weight: QuantizedWeight) -> Weight:
-        """Return the weight in the form that `linear` reads fastest. The caller must not use the given one any more."""
+        """Return a quantized weight in the form that `linear` reads fastest. The given object must not be used
+        afterwards, since its memory may be taken over.
+        """
         ...
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -240,7 +258,9 @@ class LayerKernels(Protocol):
         ...
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """Return the rows `token_ids` [...] of a quantized `weight` as numbers [..., inputs]."""
+        """Return the rows `token_ids` [...] of a quantized embedding table `weight`, dequantized to `dtype`, [...,
+        inputs].
+        """
         ...
 
     def rms_norm(
@@ -252,7 +272,7 @@ class LayerKernels(Protocol):
         residual: Tensor | None = None,
         unit_offset: bool = False,
     ) -> Tensor:
-        """Return the norm of x [..., hidden], with the same shape.
+        """Return the RMSNorm of x [..., hidden], with the same shape.
 
         With `residual`, the norm is that of x + residual, and this sum is stored in `residual`. The result is rounded
         to x's dtype before it is multiplied by `weight`, as Llama does. `unit_offset` multiplies by 1 + weight and
@@ -261,12 +281,14 @@ class LayerKernels(Protocol):
         ...
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Return a norm of any kind of x [..., hidden], with the same shape. A LayerNorm rounds once."""
+        """Return the norm of x [..., hidden], with the same shape: an RMSNorm of any kind, or a LayerNorm, which rounds
+        once.
+        """
         ...
 
     def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-        """Return a plain norm of x [num_tokens, hidden] in the form in which `linear` reads it fastest for the weight
-        `then`.
+        """Return the plain RMSNorm of x [num_tokens, hidden], or of x + `residual`, which becomes that sum. The result
+        is in the form that `linear` reads fastest for the weight `then`.
         """
         ...
 
@@ -280,30 +302,32 @@ class LayerKernels(Protocol):
         *,
         before_norm: Callable[[], None] = no_work,
     ) -> Activations:
-        """Return the plain norm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`. The
-        result is in the form in which `linear` reads it fastest for the weight `then`.
+        """Add the product of `x` with `product` to `residual` [num_tokens, outputs] in place, and return the plain
+        RMSNorm of the sum, in the form that `linear` reads fastest for the weight `then` (None: a plain tensor).
 
-        `before_norm` is called after the product and before `residual` is read, which it may change.
+        `before_norm` is called after the product and before `residual` is read; it may change `residual`.
         """
         ...
 
     def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
-        """Return silu(gate) * up, in which `gate_up` computes gate and up from x. The result is in the form in which
-        `linear` reads it fastest for the weight `then`.
+        """Return silu(gate) * up, where the joined weight `gate_up` computes gate and up from x. The result is in the
+        form that `linear` reads fastest for the weight `then`.
         """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up [..., width] of [..., 2 * width], in which the gate comes first."""
+        """Return silu(gate) * up, [..., width], for `gate_up` [..., 2 * width], in which the gate comes first."""
         ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return gelu(gate) * up like `silu_mul`, with the approximation of GELU by tanh."""
+        """Return gelu(gate) * up, [..., width], for `gate_up` [..., 2 * width], in which the gate comes first. GELU is
+        approximated by tanh.
+        """
         ...
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return cos and sin times `scaling`, both float32 [num_tokens, 2 * half] with two equal halves, for positions
-        int64 [num_tokens] and frequencies float32 [half] in radians per token.
+        """Return (cos, sin) of the angles position * frequency, times `scaling`, both float32 [num_tokens, 2 * half]
+        with two equal halves. `positions` is int64 [num_tokens]; `frequencies` is float32 [half] in radians per token.
         """
         ...
 
@@ -330,23 +354,23 @@ class LayerKernels(Protocol):
     def route(
         self, logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token: the largest of the softmax of logits [num_tokens, num_experts].
+        """Choose `top_k` experts for each token: those with the largest softmax of logits [num_tokens, num_experts].
 
-        Return their weights, float32, and numbers, int32, both [num_tokens, top_k + num_shared]. `renormalize` scales
-        the weights of the chosen to a sum of 1. All tokens also get the `num_shared` experts behind the others, with
-        the weight 1; with `has_gate` it is the sigmoid of one more column of `logits`.
+        Return (weights float32, numbers int32) of the experts, both [num_tokens, top_k + num_shared]. `renormalize`
+        scales the weights of the chosen to a sum of 1. All tokens also get the `num_shared` experts behind the others,
+        with the weight 1; with `has_gate` it is the sigmoid of one more column of `logits`.
         """
         ...
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        """Return the weighted sum of the experts that each token chose, with the shape of x [num_tokens, hidden]."""
+        """Return the weighted sum of the outputs of each token's experts, with the shape of x [num_tokens, hidden].
+        `weights` and `chosen` are results of `route`.
+        """
         ...
 
 
 class RowLayer(Protocol):
-    """The weights of one decoder layer, as `RowKernel` (all layers in one kernel) takes them. A weight that the layer
-    does not have is None.
-    """
+    """The weights of one decoder layer, as `RowKernel` reads them. A weight that the layer does not have is None."""
 
     @property
     def input_norm(self) -> Norm: ...
@@ -365,14 +389,14 @@ class RowLayer(Protocol):
 
 
 class RowKernel(Protocol):
-    """Computes all layers of a decoder for one token of one sequence (a batch with a single row) in a single kernel."""
+    """Computes all layers of a decoder in a single kernel, for a step of one token of one sequence."""
 
     def __call__(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
     ) -> bool:
-        """Pass `residual` [1, hidden] through all layers and write its K and V to `meta.slots`. Return False, and
-        change nothing, if the kernel does not support this step.
+        """Compute all layers in place in `residual` [1, hidden], the token's embedding, and write its K and V to
+        `meta.slots`. Return False, with nothing done, if the kernel does not support this step.
 
-        `rotation` holds cos and sin, float32 [1, head_dim]; `caches` holds each layer's view.
+        `rotation` is (cos, sin), float32 [1, head_dim]; `caches` are the layers' views of the KV cache.
         """
         ...

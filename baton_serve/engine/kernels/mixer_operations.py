@@ -22,7 +22,7 @@ LOG_RATE = -2.0
 
 @dataclass(frozen=True, slots=True)
 class ComposedMixers:
-    """Implements `MixerKernels` by several others."""
+    """Implements `MixerKernels` by several other implementations, one for each operation."""
 
     convolutions: MixerKernels
     delta_rules: MixerKernels
@@ -59,7 +59,9 @@ _Run = Callable[[MixerKernels], tuple[Tensor, ...]]
 
 
 def mixer_operations(shapes: ProofShapes, device: torch.device) -> list[Operation[MixerKernels]]:
-    """Return the operations that a model with these shapes needs."""
+    """Return the comparisons with plain torch for the operations of linear and latent attention that a model with these
+    shapes needs.
+    """
     draw, own, tolerance = Draw(device, shapes.dtype), shapes.mixers, shapes.tolerance
     found: list[Operation[MixerKernels]] = []
     if own.num_heads:

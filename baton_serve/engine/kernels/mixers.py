@@ -14,7 +14,9 @@ from baton_serve.engine.kernels.metadata import Norm
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """The sequences of a step, and where their states are."""
+    """The sequences of a step, whose tokens lie one after another without padding, and the slots of their recurrent
+    states.
+    """
 
     starts: Tensor
     """int32 [num_seqs + 1]: prefix sums of tokens. A sequence without tokens is allowed, and its state stays."""
@@ -55,7 +57,9 @@ class DeltaHeads:
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """The inputs of a layer of latent attention, as its products left them."""
+    """The inputs of a layer of latent attention (MLA) for the tokens of a step, as its projections have computed
+    them.
+    """
 
     latents: Tensor
     """[num_tokens, rank + rotary size]: the latent before its norm, and the part of the key that rotates."""
@@ -72,7 +76,9 @@ class LatentRows:
 
 @dataclass(frozen=True, slots=True)
 class MixerShapes:
-    """The shapes of a model's mixers, as far as kernels depend on them; 0 for what the model does not have."""
+    """The sizes of a model's linear attention and latent attention (MLA), as far as kernels depend on them; 0 for what
+    the model does not have.
+    """
 
     num_key_heads: int = 0
     num_heads: int = 0
@@ -91,7 +97,9 @@ NO_MIXERS = MixerShapes()
 
 
 class MixerKernels(Protocol):
-    """The operations of token mixers. Modules and objects can implement it."""
+    """The interface of the kernels for linear attention, and for the parts of latent attention (MLA) besides attention
+    itself. Modules and objects can implement it.
+    """
 
     def convolve(
         self,
@@ -103,16 +111,17 @@ class MixerKernels(Protocol):
         *,
         has_silu: bool,
     ) -> Tensor:
-        """Return the causal convolution of each channel of x [num_tokens, num_channels], of the same shape.
+        """Return the causal convolution of each channel of x [num_tokens, num_channels], of the same shape, with SiLU
+        applied if `has_silu`.
 
-        `weight` is [num_channels, taps]. `states` [num_slots, num_channels, taps] are the last inputs of each sequence
-        in x's dtype, which it brings up to date.
+        `weight` is [num_channels, taps]. `states` [num_slots, num_channels, taps] holds the last inputs of each
+        sequence in x's dtype; those of the step's sequences are updated.
         """
         ...
 
     def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
-        """Compute the gated delta rule and return [num_tokens, num_heads, value_size]. It changes `states`, float32
-        [num_slots, num_heads, key_size, value_size].
+        """Compute the gated delta rule for the tokens of a step, and return [num_tokens, num_heads, value_size]. The
+        recurrent states of its sequences are updated in `states`, float32 [num_slots, num_heads, key_size, value_size].
         """
         ...
 
@@ -127,8 +136,8 @@ class MixerKernels(Protocol):
         ...
 
     def latent_rows(self, rows: LatentRows, query: Tensor) -> Tensor:
-        """Return the rows of the cache, [num_tokens, 1, rank + rotary size]: the norm of each latent, and the rotated
-        part of the key. Store the rotated part of each query head at the end of `query`, [num_tokens, num_heads, rank +
-        rotary size].
+        """Return the rows that the KV cache stores, [num_tokens, 1, rank + rotary size]: the norm of each latent, and
+        the rotated part of the key. Also store the rotated part of each query head at the end of `query`, [num_tokens,
+        num_heads, rank + rotary size].
         """
         ...

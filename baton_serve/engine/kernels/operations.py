@@ -52,7 +52,7 @@ WHOLE_ROW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """The format of a model's quantized weights."""
+    """The format of quantized weights: codes, group size, dtype of scales, and whether there are zero points."""
 
     codebook: Codebook
     group: int
@@ -66,7 +66,7 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class ProofShapes:
-    """The shapes of a model on one device, as far as kernels depend on them."""
+    """The shapes of a model's part on one device with which its kernels are compared with plain torch."""
 
     dtype: torch.dtype
     hidden: int
@@ -97,13 +97,17 @@ class ProofShapes:
 
     @property
     def key(self) -> str:
-        """Return everything that distinguishes these shapes from others."""
+        """Return a text that is different for different shapes and attention rules, to find the results of earlier
+        comparisons.
+        """
         every = (self, *self.others)
         return repr([(replace(one, specs=(), others=()), [_kind_of(spec) for spec in one.specs]) for one in every])
 
 
 def different_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
-    """Return one of each kind of attention rules, with windows that are cut to `WINDOW`."""
+    """Return one of each kind of attention rules among those of a model's layers. Sliding windows are cut to `WINDOW`
+    tokens.
+    """
     kinds: dict[object, AttentionSpec] = {}
     for spec in specs:
         window = None if spec.sliding_window is None else min(spec.sliding_window, WINDOW)
@@ -113,14 +117,18 @@ def different_specs(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]
 
 
 def _kind_of(spec: AttentionSpec) -> tuple[object, ...]:
-    """Return everything by which rules differ; of sinks and slopes, only whether there are any."""
+    """Return a key that is equal for attention rules that kernels treat alike. Of sinks and ALiBi slopes it contains
+    only whether the layer has them.
+    """
     return tuple(
         isinstance(value, Tensor) or value for value in (getattr(spec, field.name) for field in fields(AttentionSpec))
     )
 
 
 def random_weight(form: WeightFormat, outputs: int, inputs: int, draw: "Draw") -> QuantizedWeight:
-    """Return a quantized weight in which all codes occur, the negative ones too."""
+    """Return a random quantized weight [outputs, inputs] of the given format, in which all codes that kernels must read
+    can occur.
+    """
     bits = code_bits(form.codebook)
     codes = draw.codes((outputs, inputs), bits)
     if form.codebook == "int8":
@@ -140,22 +148,24 @@ def random_weight(form: WeightFormat, outputs: int, inputs: int, draw: "Draw") -
 
 
 class Draw:
-    """Draws random inputs on the host, so that they are equal for all devices, and moves them to `device`."""
+    """Draws random inputs for comparisons on the host, so that they are equal for all devices, and moves them to
+    `device`.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._generator = torch.Generator().manual_seed(7)
 
     def normal(self, *shape: int) -> Tensor:
-        """Return normal numbers, float32."""
+        """Return normally distributed random numbers of this shape, float32 on the device."""
         return torch.randn(shape, generator=self._generator).to(self.device)
 
     def values(self, *shape: int) -> Tensor:
-        """Return normal numbers in the model's dtype."""
+        """Return normally distributed random numbers of this shape in the model's dtype, on the device."""
         return self.normal(*shape).to(self.dtype)
 
     def codes(self, shape: tuple[int, ...], bits: int) -> Tensor:
-        """Return numbers of some bits, uint8."""
+        """Return random codes of this shape from 0 to 2 ** bits - 1, uint8 on the device."""
         return torch.randint(0, 1 << bits, shape, generator=self._generator, dtype=torch.uint8).to(self.device)
 
     def order(self, count: int) -> list[int]:
@@ -165,7 +175,9 @@ class Draw:
 
 
 class CacheBatch:
-    """Sequences with random KV. `tensor` is a cache of two layers; block 0 belongs to no sequence."""
+    """A KV cache of two layers with random content, `tensor`, and sequences in it, by which attention kernels are
+    compared with plain torch. `new_tokens` are the sequences' numbers of new tokens. Block 0 belongs to no sequence.
+    """
 
     def __init__(self, shapes: ProofShapes, new_tokens: Sequence[int], draw: Draw) -> None:
         block = shapes.block_tokens
@@ -194,16 +206,22 @@ class CacheBatch:
         self._fill(draw)
 
     def layer(self, tensor: Tensor, number: int) -> Tensor:
-        """Return the view of a layer as kernels get it."""
+        """Return the view of layer `number` (0 or 1) of a cache like `self.tensor`, in the shape that attention kernels
+        get.
+        """
         return tensor[:, number, :, :, : self._block].expand(-1, 2, -1, -1, -1)
 
     def new_rows(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return random K and V [num_tokens, num_kv_heads, head_dim]; one tensor for latents."""
+        """Return random K and V for the new tokens, both [num_tokens, num_kv_heads, head_dim]; for latent attention
+        both are the same tensor.
+        """
         key = draw.values(self.num_tokens, self._shapes.num_kv_heads, self._shapes.head_dim)
         return key, key if self._shapes.num_planes == 1 else draw.values(*key.shape)
 
     def read(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers in both layers of a cache: a kernel must also leave the other layer as it was."""
+        """Return the content of both layers of a cache like `self.tensor` as numbers. Both are compared, because a
+        kernel must leave the other layer as it was.
+        """
         blocks = torch.arange(len(tensor), device=tensor.device)
         return kv_codes.read(self.layer(tensor, 0), blocks), kv_codes.read(self.layer(tensor, 1), blocks)
 
@@ -217,8 +235,8 @@ class CacheBatch:
 
 
 def attention_operations(shapes: ProofShapes, device: torch.device) -> list[Operation[AttentionBackend]]:
-    """Return the operations of `AttentionBackend`: `KV store`, `fused decode attention`, and decode, prefill and mixed
-    attention for each kind of rules.
+    """Return the comparisons for attention kernels: `KV store`, and for each kind of attention rules decode, prefill
+    and mixed attention and `fused decode attention`.
     """
     draw = Draw(device, shapes.dtype)
     batches = {kind: CacheBatch(shapes, kind, draw) for kind in (DECODE, PREFILL, MIXED)}
@@ -236,7 +254,7 @@ def attention_operations(shapes: ProofShapes, device: torch.device) -> list[Oper
 
 
 def described(spec: AttentionSpec) -> str:
-    """Return the rules of attention in words, as the end of a list."""
+    """Return the attention rules in words, to be put at the end of a list, such as ", window 48, sinks"."""
     parts = [
         f"window {spec.sliding_window}" if spec.sliding_window else "",
         "soft cap" if spec.softcap else "",
@@ -247,7 +265,9 @@ def described(spec: AttentionSpec) -> str:
 
 
 def layer_operations(shapes: ProofShapes, device: torch.device) -> list[Operation[LayerKernels]]:
-    """Return the operations of `LayerKernels`."""
+    """Return the comparisons with plain torch for all operations of `LayerKernels` that a model with these shapes
+    needs.
+    """
     draw, hidden, tolerance = Draw(device, shapes.dtype), shapes.hidden, shapes.tolerance
     kind = _kind(shapes.dtype)
     found = [
@@ -273,7 +293,7 @@ def layer_operations(shapes: ProofShapes, device: torch.device) -> list[Operatio
 
 
 def argmax_operations(shapes: ProofShapes, device: torch.device) -> list[Operation[Argmax]]:
-    """Return the operation of the function that finds the largest logits."""
+    """Return the comparison with plain torch for the function that finds the largest logit of each row."""
     # Float32, because equal values are frequent in bfloat16, and the columns of equal values differ by implementation.
     logits = Draw(device, shapes.dtype).normal(3, min(shapes.vocab_size, 20000))
 
@@ -326,7 +346,9 @@ def _fused_decode(
 def _separate_decode(
     attention: ReferenceAttention, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
-    """Compute `attend_new` in the twin's separate steps."""
+    """Compute what `AttentionBackend.attend_new` specifies in separate steps of plain torch: norms, rotation and store,
+    attention.
+    """
     assert new.query_norm is not None and new.key_norm is not None
     num_kv_heads = cache.shape[2]
     num_heads = new.heads.shape[1] - 2 * num_kv_heads
@@ -395,7 +417,9 @@ def _rotary_store(shapes: ProofShapes, draw: Draw) -> Callable[[LayerKernels], t
 
 
 class _Weights:
-    """A random weight of one format, packed once for each implementation, as a model's weights are."""
+    """A random weight of one format for comparisons. It is packed once for each implementation, as a model's weights
+    are.
+    """
 
     def __init__(self, outputs: int, inputs: int, form: WeightFormat | None, draw: Draw) -> None:
         self._plain: Tensor | QuantizedWeight = (
@@ -406,7 +430,9 @@ class _Weights:
         self._packed: dict[int, Weight] = {}
 
     def of(self, kernels: LayerKernels) -> Weight:
-        """Return the weight as `kernels` read it."""
+        """Return the weight in the form that the implementation `kernels` has packed, or an unquantized weight as it
+        is.
+        """
         if isinstance(self._plain, Tensor):
             return self._plain
         if id(kernels) not in self._packed:
@@ -432,7 +458,9 @@ def _product(hidden: int, form: WeightFormat | None, draw: Draw) -> Callable[[La
 
 
 def _fused_products(hidden: int, form: WeightFormat | None, draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, ...]]:
-    """Return an MLP between two norms, in which each product reads the form that the step before it prepared."""
+    """Return the comparison for products that are combined with other operations: an MLP between two norms, in which
+    each product reads the form that the step before it has prepared.
+    """
     rows, residual = draw.values(ROWS, hidden), draw.values(ROWS, hidden)
     up, down = _Weights(2 * WIDTH, hidden, form, draw), _Weights(hidden, WIDTH, form, draw)
     norm = Norm(draw.values(hidden).abs(), EPS)

@@ -36,7 +36,7 @@ REMEDY = "please report it: baton doctor --report"
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[K]):
-    """An operation with fixed random inputs, for implementations of the interface `K`."""
+    """One comparison: an operation with fixed random inputs, which implementations of the interface `K` compute."""
 
     name: str
     shape: str
@@ -48,7 +48,9 @@ class Operation(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class KernelCandidate(Generic[K]):
-    """An implementation of the interface `K`. `make` may raise: the package that it is from may not fit the device."""
+    """An implementation of the interface `K` that may be used if its results are right. `make` returns it, or raises
+    if, for example, its package does not fit the device.
+    """
 
     name: str
     make: Callable[[], K]
@@ -60,7 +62,7 @@ class KernelCandidate(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Made(Generic[K]):
-    """A candidate that was made: its implementation, or the reason why there is none."""
+    """A candidate after its `make` was called: its implementation, or the reason why there is none."""
 
     candidate: KernelCandidate[K]
     kernels: K | None
@@ -68,15 +70,18 @@ class Made(Generic[K]):
 
 
 class Prover:
-    """Proves operations on one device. With `is_timed` the fastest of the right implementations is chosen."""
+    """Compares kernels with plain torch on one device. With `is_timed`, the fastest of the right implementations is
+    chosen; otherwise the first.
+    """
 
     def __init__(self, device: torch.device, *, is_timed: bool) -> None:
         self._device = device
         self._is_timed = is_timed
 
     def prove(self, operation: Operation[K], twin: K, candidates: Sequence[Made[K]]) -> list[KernelVerdict]:
-        """Compare each of `candidates`, in order of preference, with the twin. Return their verdicts, of which at most
-        one is chosen. Candidates that do not have the operation have no verdict.
+        """Compare each of `candidates`, in order of preference, with `twin`, the implementation in plain torch. Return
+        their verdicts, at most one of which is marked as chosen. Candidates that do not have the operation get no
+        verdict.
         """
         having = [one for one in candidates if not one.candidate.only or operation.name in one.candidate.only]
         if not having:
@@ -116,13 +121,14 @@ class Prover:
         )
 
     def _spoil_free_memory(self, like: Sequence[Tensor]) -> None:
-        """Fill memory of the sizes of the results with NaN, and free it again: the allocator gives the same memory to
-        the next run, in which a kernel that leaves a part unwritten, or starts a sum there, then gives NaN."""
+        """Fill memory of the sizes of `like` with NaN, and free it. The allocator gives it to the next results, so that
+        a kernel that leaves a part of its result unwritten, or adds to it, returns NaN.
+        """
         spoiled = [torch.full_like(one, math.nan) for one in like if one.is_floating_point() and one.element_size() > 1]
         del spoiled
 
     def _time(self, operation: Operation[K], made: K) -> float:
-        """Return the shortest time of a run in seconds."""
+        """Return the shortest of several measured times of the operation with the implementation `made`, in seconds."""
         times = []
         for _ in range(TIMED_RUNS):
             devices.synchronize(self._device)
@@ -134,8 +140,8 @@ class Prover:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a fraction of the largest number of `expected`; infinity if there is NaN, or if
-    the shapes differ.
+    """Return the largest difference between two tensors as a fraction of the largest number of `expected`; infinity if
+    there is NaN, or if the shapes differ.
     """
     if found.shape != expected.shape:
         return math.inf
@@ -146,7 +152,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def make_candidates(candidates: Iterable[KernelCandidate[K]]) -> list[Made[K]]:
-    """Make the implementations. One that cannot be made is replaced by the reason."""
+    """Call `make` of each candidate. If it raises, the result has the reason instead of an implementation."""
     made: list[Made[K]] = []
     for one in candidates:
         try:
@@ -157,7 +163,7 @@ def make_candidates(candidates: Iterable[KernelCandidate[K]]) -> list[Made[K]]:
 
 
 def warn_of_wrong(verdicts: Sequence[KernelVerdict]) -> None:
-    """Log each wrong implementation, with what serves instead of it."""
+    """Log a warning for each implementation that is not right, with the name of the one that is used instead."""
     chosen = {verdict.operation: verdict.candidate for verdict in verdicts if verdict.is_chosen}
     for verdict in verdicts:
         if not verdict.is_right:
@@ -173,7 +179,9 @@ def warn_of_wrong(verdicts: Sequence[KernelVerdict]) -> None:
 
 
 def _choose(judged: Sequence[tuple[Made[K], KernelVerdict]]) -> list[KernelVerdict]:
-    """Mark the implementation to use: the first right one, unless a later one is clearly faster."""
+    """Return the verdicts of one operation with the implementation to use marked: the first right one, unless a later
+    one is at least 10 % faster.
+    """
     best: KernelVerdict | None = None
     for one, verdict in judged:
         is_better = best is None or (not one.candidate.is_last and _is_faster(verdict, best))

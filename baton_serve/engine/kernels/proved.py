@@ -66,8 +66,8 @@ _SOURCES = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class KernelCandidates:
-    """The implementations that an engine may use on a device, each kind in order of preference. The twins serve where
-    none is right.
+    """The kernels that an engine may use on a device, each kind in order of preference. Plain torch (the twins) serves
+    where none gives right results.
     """
 
     attention: tuple[KernelCandidate[AttentionBackend], ...] = ()
@@ -80,7 +80,9 @@ class KernelCandidates:
 
 @dataclass(frozen=True, slots=True)
 class ProvedKernels:
-    """The kernels of an engine, and how they were chosen."""
+    """The kernels that an engine uses, after they were compared with plain torch, and the verdicts of the
+    comparison.
+    """
 
     attention: AttentionBackend
     layers: LayerKernels
@@ -102,9 +104,11 @@ def prove_kernels(
     folder: Path | None,
     is_timed: bool | None = None,
 ) -> ProvedKernels:
-    """Prove the candidates, or read the verdicts of an earlier proof from `folder` (None: always prove), and return
-    the kernels to use. Log a warning for each that is wrong. `is_timed` says whether the fastest right one is chosen;
-    None: except on hosts, where C++ is faster than plain torch.
+    """Compare the candidates with plain torch and return the kernels to use. If `folder` has the verdicts of an earlier
+    comparison with the same shapes, device and sources, these are used (None: always compare). Log a warning for each
+    wrong kernel.
+
+    `is_timed` says whether the fastest right kernel is chosen, not the first; None: on accelerators, but not on CPUs.
     """
     made = (
         make_candidates(candidates.attention),
@@ -138,7 +142,7 @@ def prove_kernels(
 
 
 def proof_folder() -> Path | None:
-    """Return the folder of kept verdicts, or None if this user has no home folder."""
+    """Return the folder in which the verdicts of kernel comparisons are kept; None if this user has no home folder."""
     try:
         return process_cache_folder() / "proofs"
     except RuntimeError:
@@ -163,7 +167,9 @@ def _prove(prover: Prover, operations: Iterable[Operation[K]], twin: K, made: Se
 
 
 class _Choice:
-    """Finds the chosen implementation of an operation. One that is wrong for some of its shapes is not used for any."""
+    """Finds the implementation that the verdicts have chosen for an operation. An implementation that is wrong for some
+    shapes of an operation is not used for it at all.
+    """
 
     def __init__(self, verdicts: Sequence[KernelVerdict]) -> None:
         wrong = {(one.operation, one.candidate) for one in verdicts if not one.is_right}
@@ -177,12 +183,13 @@ class _Choice:
         self._proved = {one.operation for one in verdicts}
 
     def name(self, operation: str) -> str:
-        """Return the name of the implementation that serves this operation; "" for one that was not proved, because
-        the model does not have it."""
+        """Return the name of the implementation that serves this operation. Return "" if it was not compared, because
+        the model does not have the operation.
+        """
         return self._names.get(operation, TWIN if operation in self._proved else "")
 
     def of(self, operation: str, made: Sequence[Made[K]]) -> K | None:
-        """Return the implementation that serves this operation; None for the twin."""
+        """Return the implementation that serves this operation; None if plain torch does. `made` are the candidates."""
         name = self.name(operation)
         return next((one.kernels for one in made if one.candidate.name == name), None)
 
@@ -223,14 +230,18 @@ def _mixers(chosen: _Choice, made: Sequence[Made[MixerKernels]]) -> MixerKernels
 
 
 def _mixes(chosen: _Choice, verdicts: Sequence[KernelVerdict]) -> bool:
-    """Return whether what serves prompts is right for mixed steps too."""
+    """Return whether the kernel that serves prompts also gives right results for steps in which other sequences
+    decode.
+    """
     # Mixed steps have more than one new token per sequence, so they go to what serves prompts.
     name = chosen.name("prefill attention")
     return not any(v.operation == MIXED and v.candidate == name and not v.is_right for v in verdicts)
 
 
 def _read(file: Path | None) -> list[KernelVerdict] | None:
-    """Return the verdicts of an earlier proof; None if there are none."""
+    """Return the verdicts that an earlier comparison has written to `file`; None if there are none or `file` is
+    None.
+    """
     if file is None:
         return None
     try:
@@ -240,7 +251,7 @@ def _read(file: Path | None) -> list[KernelVerdict] | None:
 
 
 def _write(file: Path | None, verdicts: Sequence[KernelVerdict]) -> None:
-    """Keep the verdicts for later starts, if the folder can be written."""
+    """Write the verdicts of a comparison to `file` for later starts. A folder that cannot be written is ignored."""
     if file is None:
         return
     # A home folder that is read-only or full costs the next start a proof, nothing else.
@@ -270,7 +281,9 @@ def _proof_key(made: Sequence[Made[Any]], shapes: ProofShapes, device: torch.dev
 
 
 def _described(made: Made[Any]) -> str:
-    """Return the name of a candidate and of its class or module, which may be another one in a later start."""
+    """Return a text that identifies a candidate: its name and that of its class or module, which a later version may
+    change.
+    """
     kernels = made.kernels
     where = getattr(kernels, "__name__", None) or f"{type(kernels).__module__}.{type(kernels).__qualname__}"
     return f"{made.candidate.name} {where} {made.error}"
@@ -289,7 +302,9 @@ def _triton_version() -> str:
 
 @functools.cache
 def _fingerprint() -> str:
-    """Return the hash of the sources of all kernels, in Python and C++."""
+    """Return a hash of the source files of all kernels, in Python and C++: kernels are compared again when one
+    changes.
+    """
     digest = hashlib.sha256()
     for path in sorted(_SOURCES.rglob("*")):
         if path.suffix in {".py", ".cpp", ".h"}:

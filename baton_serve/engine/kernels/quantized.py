@@ -37,7 +37,7 @@ NF4_VALUES = (
 
 
 def code_bits(codebook: Codebook) -> int:
-    """Return the number of bits of a code."""
+    """Return the number of bits of a code in this format, 4, 6 or 8."""
     return {"int8": 8, "fp8_e4m3": 8, "fp8_e5m2": 8, "fp6": 6}.get(codebook, 4)
 
 
@@ -79,12 +79,12 @@ class QuantizedWeight:
 
     @property
     def outputs(self) -> int:
-        """Return the number of rows."""
+        """Return the number of outputs, which are the rows of the matrix."""
         return self.codes.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Return the size of all tensors in bytes."""
+        """Return the size of codes, scales and zeros together, in bytes."""
         return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
 
     @property
@@ -104,7 +104,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """The quantized weights of all experts of one layer, of equal shape, concatenated along their outputs."""
+    """The quantized weights of all experts of one layer, as a single matrix: the experts' outputs are concatenated."""
 
     weight: QuantizedWeight
     count: int
@@ -119,8 +119,8 @@ class StackedWeight:
 
 
 def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Return one weight with the outputs of all parts, or None if they differ in codebook, group, dtype of scales or
-    use of zeros.
+    """Join quantized weights along their outputs. Return None if they differ in codebook, group, dtype of scales or use
+    of zeros.
     """
     first = parts[0]
     kinds = {(p.codebook, p.inputs, p.group, p.scales.dtype, p.zeros is None) for p in parts}
@@ -167,7 +167,9 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [outputs, inputs] of four or six bits into int32 [outputs, words], as the module describes."""
+    """Pack uint8 codes [outputs, inputs] of four or six bits into int32 words [outputs, words], as the kernels read
+    them.
+    """
     outputs, inputs = codes.shape
     stretches = -(-inputs // STRETCH)
     padded = torch.nn.functional.pad(codes, (0, stretches * STRETCH - inputs))
@@ -185,7 +187,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
-    """Return the codes of packed words, uint8 [outputs, padded inputs]."""
+    """Return the codes of packed words, uint8 [outputs, inputs padded to a multiple of 128]. It is the inverse of
+    `pack_codes`.
+    """
     per_stretch = LOW_WORDS if bits == 4 else LOW_WORDS + HIGH_WORDS
     stretches = words.view(len(words), -1, per_stretch)
     codes = torch.empty((*stretches.shape[:2], 8, 16), dtype=torch.uint8, device=words.device)
@@ -200,5 +204,5 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
-    """Concatenate tensors as bytes, which works for float8 too."""
+    """Concatenate tensors along their first dimension, as bytes if torch cannot do it with their dtype (float8)."""
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)

@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 def kernel_candidates(device: torch.device, dtype: torch.dtype) -> KernelCandidates:
-    """Return the implementations to prove for an engine: Baton's own, and on devices those of libraries. Call it once
-    for an engine, as it may compile kernels.
+    """Return the kernels that an engine may use on a device, before they are compared with plain torch: Baton's own,
+    and on accelerators those of libraries. Call it once for an engine, as it may compile kernels.
     """
     own_attention, own_layers = attention_backend(device, dtype), layer_kernels(device, dtype)
     name = "C++" if device.type == "cpu" else "Triton"
@@ -78,8 +78,8 @@ def _package_layers() -> LayerKernels:
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Return the fastest attention implementation for a device. Call it once for an engine: it may compile kernels, and
-    it logs a warning if only the slow implementation in plain torch (the twin) is available.
+    """Return Baton's fastest attention implementation for a device. Call it once for an engine: it may compile kernels,
+    and it logs a warning if only the slow implementation in plain torch (the twin) is available.
     """
     if device.type == "cpu":
         return _cpu_attention(dtype)
@@ -97,8 +97,8 @@ def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBack
 
 
 def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
-    """Return the fastest implementations of `LayerKernels` for a device. Call it once for an engine, after
-    `attention_backend`, which logs the warning for both.
+    """Return Baton's fastest implementation of `LayerKernels` for a device; plain torch if nothing faster exists. Call
+    it once for an engine, after `attention_backend`, which logs the warning for both.
     """
     if device.type != "cpu":
         return _triton_layers()
@@ -113,8 +113,8 @@ def layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKernels:
 def row_kernel(
     device: torch.device, layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
 ) -> RowKernel | None:
-    """Return a kernel that computes all layers of a decoder for a single row, or None if there is none that is faster
-    than separate kernels and known to be safe on this device.
+    """Return a kernel that computes all layers of a decoder for a step of one token. Return None if this device or
+    model has no such kernel that is known to be safe and faster than separate kernels.
     """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None
@@ -124,7 +124,9 @@ def row_kernel(
 
 
 def adapter_kernels(device: torch.device) -> AdapterKernels:
-    """Return the kernels that add the products of LoRA adapters in slots."""
+    """Return the kernels that add the products of LoRA adapters: Triton's on accelerators that have it, otherwise plain
+    torch.
+    """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return reference_layers
     kernels: AdapterKernels = importlib.import_module("baton_serve.engine.kernels.triton.adapters")

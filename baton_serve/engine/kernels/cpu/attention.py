@@ -17,7 +17,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 class _AttendArguments(ctypes.Structure):
-    """`AttendArguments` of src/attention.cpp, field by field."""
+    """Mirrors the C struct `AttendArguments` of src/attention.cpp, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "cache", "output")),
@@ -32,7 +32,9 @@ class _AttendArguments(ctypes.Structure):
 
 
 class CpuAttention:
-    """Implements `AttentionBackend`. `library` is the result of `load_kernels`."""
+    """Implements `AttentionBackend` by C++ kernels. `library` is the result of `load_kernels`. Plain torch computes
+    what the library does not support.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.baton_attend

@@ -33,20 +33,21 @@ take 1 to 2 times the time of one, or 4 times.
 
 
 class KernelsUnavailableError(Exception):
-    """The C++ library cannot be built on this machine; the message says why. The caller uses the implementations in
-    plain torch (the twins).
+    """The C++ library of CPU kernels cannot be built on this machine; the message says why. The caller uses the
+    implementations in plain torch (the twins).
     """
 
 
 @functools.cache
 def load_kernels(cache: Path | None = None, compiler: str | None = None, *, widens: bool | None = None) -> ctypes.CDLL:
-    """Return the library of the CPU kernels. A process has only one, because it has a state (src/turns.cpp).
+    """Return the C++ library of CPU kernels, which is compiled at the first call on a machine. A process loads only
+    one, because the library has state (src/turns.cpp).
 
-    `cache` defaults to `kernels` in the folder of caches; if it cannot be used, a temporary directory is used.
-    `widens` states whether bf16 is multiplied as float32; None uses what the build measures to be faster. Only tests
-    set it.
+    `cache` is the folder for compiled libraries; None: `kernels` in Baton's cache folder. If it cannot be used, the
+    library is compiled for this process only. `widens` states whether bf16 is multiplied as float32; None uses what the
+    build measures to be faster. Only tests set it.
 
-    Raises `KernelsUnavailableError`.
+    Raises `KernelsUnavailableError` if it cannot be compiled.
     """
     compiler = compiler or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -99,7 +100,9 @@ def _build(compiler: str, output: Path, widens: bool | None) -> None:
 
 
 def _pair_cost(compiler: str, beside: Path) -> float:
-    """Measure the time of a bf16 dot product relative to that of a float32 multiply-add."""
+    """Return the measured time of a bf16 dot-product instruction, relative to that of a float32 multiply-add. The test
+    program is compiled next to the file `beside`.
+    """
     probe = beside.with_suffix(".probe.so")
     try:
         _compile(compiler, [str(_PROBE)], probe)
@@ -140,7 +143,9 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _compiler_identity(compiler: str) -> tuple[str, ...]:
-    """Return path, size and date of the compiler. It is not started for its version, which would take longer."""
+    """Return path, size and modification time of the compiler, which identify its version. The compiler is not run,
+    since that would take longer. Raises `KernelsUnavailableError` if it does not exist.
+    """
     try:
         real = Path(compiler).resolve()
         stat = real.stat()
@@ -150,7 +155,9 @@ def _compiler_identity(compiler: str) -> tuple[str, ...]:
 
 
 def _cpu_flags() -> str:
-    """Return the lines of /proc/cpuinfo that determine what -march=native means."""
+    """Return the lines of /proc/cpuinfo, such as the CPU's flags, on which the machine code for -march=native
+    depends.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:

@@ -18,7 +18,7 @@ _NOTHING = _AfterLayer()
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one decoder layer in the form that the C++ library reads."""
+    """The packed weights, norms and attention rules of one decoder layer, as the C++ library reads them."""
 
     input_norm: Norm | None
     attention_norm: Norm | None
@@ -37,7 +37,9 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderRules:
-    """The rules that all layers of a decoder share. All norms have one kind and epsilon."""
+    """The properties that all layers of a decoder share, such as the activation. All norms are of one kind and have one
+    epsilon.
+    """
 
     num_kv_heads: int
     final_norm: Norm
@@ -51,13 +53,13 @@ class DecoderRules:
 
 
 class _Norm(ctypes.Structure):
-    """`NormWeights` of src/decoder.cpp, field by field."""
+    """Mirrors the C struct `NormWeights` of src/decoder.cpp, field by field."""
 
     _fields_ = (("weight", _POINTER), ("bias", _POINTER))
 
 
 class _Layer(ctypes.Structure):
-    """`DecoderLayer` of src/decoder.cpp, field by field."""
+    """Mirrors the C struct `DecoderLayer` of src/decoder.cpp, field by field."""
 
     _fields_ = (
         *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
@@ -72,7 +74,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """`StepArguments` of src/decoder.cpp, field by field."""
+    """Mirrors the C struct `StepArguments` of src/decoder.cpp, field by field."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
@@ -95,8 +97,8 @@ class _Step(ctypes.Structure):
 
 
 class CpuDecoder:
-    """Computes all layers of a decoder by one call of the C++ library. It keeps the weights alive, and scratch memory
-    for the longest step so far.
+    """Computes all layers of a decoder and its logits by one call of the C++ library. It keeps the weights alive, and
+    scratch memory for the longest step so far.
     """
 
     def __init__(
@@ -133,12 +135,13 @@ class CpuDecoder:
         after_layer: Callable[[int], None] | None = None,
         added: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Run a step and return its logits [num_logits, vocabulary]. Raises what `after_layer` raises.
+        """Compute a step and return its logits [num_logits, vocabulary] for the tokens `logit_rows` (None: all). Raises
+        what `after_layer` raises.
 
-        `residual` holds the embeddings [num_tokens, hidden] and is overwritten. `rotation` holds cos and sin, float32
-        [num_rotations, num_tokens, rotary_dim / 2]; `caches` holds each layer's view; `after_layer` is described in
-        `StepInputs`. `added` are rows, int64 [count], and what is added to them behind the first layers, bf16
-        [num_layers, count, hidden].
+        `residual` holds the embeddings [num_tokens, hidden] and is overwritten. `rotation` is (cos, sin), both float32
+        [num_rotations, num_tokens, rotary_dim / 2]; `caches` are the layers' views of the KV cache; `after_layer` is
+        described in `StepInputs`. `added` is (rows, features): int64 [count], and bf16 [num_layers, count, hidden],
+        which are added to these rows of the outputs of the first layers (DeepStack).
         """
         step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
         self._point_at(caches)
@@ -208,7 +211,9 @@ class CpuDecoder:
 
 
 class _Calls:
-    """`after_layer` as a C function. An exception cannot pass through C, so it is stored and raised after the call."""
+    """Wraps the Python function `after_layer` as a C function. An exception cannot pass through C, so it is stored in
+    `error`, and the caller raises it after the call.
+    """
 
     def __init__(self, after_layer: Callable[[int], None] | None) -> None:
         self.error: BaseException | None = None

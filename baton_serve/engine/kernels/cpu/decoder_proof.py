@@ -41,7 +41,9 @@ Step = Callable[[Tensor, Rotation, list[Tensor], AttentionMetadata, Tensor | Non
 
 @dataclass(frozen=True, slots=True)
 class SmallLayer:
-    """The weights of one layer, not packed. The norms are those of `DecoderLayer`."""
+    """The weights of one layer of a small random decoder, not packed, for comparing the C++ decoder with plain torch.
+    The norms are named as in `DecoderLayer`.
+    """
 
     input_norm: Norm | None
     attention_norm: Norm | None
@@ -58,7 +60,7 @@ class SmallLayer:
 
 @dataclass(frozen=True, slots=True)
 class SmallDecoder:
-    """The weights of a small decoder."""
+    """A small random decoder, by which the C++ decoder is compared with plain torch."""
 
     layers: Sequence[SmallLayer]
     rules: DecoderRules
@@ -68,7 +70,9 @@ class SmallDecoder:
 
 @dataclass(frozen=True, slots=True)
 class DecoderKind:
-    """The differences of a kind of decoders. The norms are before or behind attention and the MLP, or both."""
+    """In which points a kind of decoders, such as Gemma's, differs from Llama's. The norms are before or behind
+    attention and the MLP, or both.
+    """
 
     label: str
     has_norms_before: bool = True
@@ -91,13 +95,13 @@ OTHER_KINDS = (
 
 
 class DecoderKernel(Protocol):
-    """Makes a function that computes all layers of a decoder."""
+    """Makes, from a small decoder's weights, a function that computes a step of all its layers."""
 
     def __call__(self, decoder: SmallDecoder) -> Step: ...
 
 
 class PackedDecoder:
-    """Implements `DecoderKernel` in C++."""
+    """Implements `DecoderKernel` by the C++ library, which computes all layers in one call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -132,7 +136,9 @@ class PackedDecoder:
 
 
 class TwinDecoder:
-    """Computes a decoder step by step in plain torch. The class itself implements `DecoderKernel`."""
+    """Computes all layers of a small decoder in plain torch, as the reference for the C++ decoder. The class itself
+    implements `DecoderKernel`.
+    """
 
     def __init__(self, decoder: SmallDecoder) -> None:
         self._decoder = decoder
@@ -179,8 +185,8 @@ class TwinDecoder:
 
 
 def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
-    """Return the operation `decoder` for plain weights of all kinds of decoders, and for each of the model's formats
-    that can be packed.
+    """Return the comparisons for the C++ decoder: with unquantized weights for all kinds of decoders, and with Llama's
+    kind for each of the model's weight formats that can be packed.
     """
     host = torch.device("cpu")
     # Few heads: the call is the same for more, and packing them would take most of the time.

@@ -28,7 +28,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 class _NormArguments(ctypes.Structure):
-    """`NormArguments` of src/layers.cpp, field by field."""
+    """Mirrors the C struct `NormArguments` of src/layers.cpp, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input", "weight", "bias", "input_weight", "input_bias", "residual", "output")),
@@ -39,7 +39,7 @@ class _NormArguments(ctypes.Structure):
 
 
 class _GateArguments(ctypes.Structure):
-    """`GateArguments` of src/layers.cpp, field by field."""
+    """Mirrors the C struct `GateArguments` of src/layers.cpp, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("gate", "up", "output")),
@@ -49,7 +49,7 @@ class _GateArguments(ctypes.Structure):
 
 
 class _StoreArguments(ctypes.Structure):
-    """`StoreArguments` of src/layers.cpp, field by field."""
+    """Mirrors the C struct `StoreArguments` of src/layers.cpp, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value", "cos", "sin", "cache", "slots")),
@@ -64,20 +64,24 @@ class _StoreArguments(ctypes.Structure):
 
 
 def norm_kind(norm: Norm) -> int:
-    """Return the number of a norm's kind in the C++ sources."""
+    """Return the number by which the C++ sources name the kind of a norm: 0 RMSNorm, 1 RMSNorm times 1 + weight, 2
+    LayerNorm.
+    """
     return 2 if norm.is_centered else int(norm.has_offset)
 
 
 def reads_cache(cache: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the C++ library can read and write this layer's KV cache for activations of `dtype`."""
+    """Return whether the C++ library supports the dtype and strides of this layer's view of the KV cache, for
+    activations of `dtype`.
+    """
     if cache.dtype in KV_CODES:  # the scales follow the codes of a head
         return cache.stride(4) == 1 and cache.stride(3) == cache.shape[4]
     return cache.dtype == dtype and cache.stride(4) == 1
 
 
 class KvStore:
-    """A call that writes K and V to their slots of the cache. With a rotation, it first rotates the key, and the query
-    in place.
+    """Calls the C++ function that writes K and V to the KV cache, and that can apply rotary embeddings to query and key
+    before.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -93,7 +97,10 @@ class KvStore:
         rotated: tuple[Tensor, Tensor, Tensor] | None = None,
         interleaved: bool = False,
     ) -> bool:
-        """`rotated`: query, cos and sin. False: nothing was done, the library has no code for such tensors."""
+        """Write `key` and `value` to the positions `slots` of `cache`. `rotated` is (query, cos, sin): then the query
+        is rotated in place, and the key before it is stored. Return False, with nothing done, if the library does not
+        support these tensors.
+        """
         dtype = DTYPE_CODES.get(key.dtype)
         rows = (key, value) if rotated is None else (key, value, rotated[0])
         if dtype is None or not reads_cache(cache, key.dtype):
@@ -134,8 +141,8 @@ class KvStore:
 
 
 class CpuLayers:
-    """Implements `LayerKernels`. `library` is the result of `load_kernels`; `dtype` is that of the
-    model's activations.
+    """Implements `LayerKernels` by C++ kernels. `library` is the result of `load_kernels`; `dtype` is that of the
+    model's activations. Plain torch computes what the library does not support.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -207,7 +214,9 @@ class CpuLayers:
         return twin.norm(x, norm) if output is None else output
 
     def _normed(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor | None:
-        """Return the norm of x, or None, with nothing done, if the library has no code for such tensors."""
+        """Return the norm of x, or of x + `residual`, which becomes that sum. Return None, with nothing done, if the
+        library does not support these tensors.
+        """
         dtype = DTYPE_CODES.get(x.dtype)
         operands = [part for part in (norm.weight, norm.bias, residual) if part is not None]
         contiguous = residual is None or residual.is_contiguous()
@@ -241,7 +250,9 @@ class CpuLayers:
         return twin.gelu_mul(gate_up) if output is None else output
 
     def _gated(self, gate_up: Tensor, activation: int) -> Tensor | None:
-        """Return the activation of the gate times up, or None if the library has no code for the dtype."""
+        """Return activation(gate) * up of `gate_up` [..., 2 * width], or None if the library does not support its
+        dtype. `activation` is the number that the C++ sources give it.
+        """
         dtype, width = DTYPE_CODES.get(gate_up.dtype), gate_up.shape[-1] // 2
         if dtype is None:
             return None
@@ -284,6 +295,8 @@ class CpuLayers:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Return [..., size] as [rows, size] with contiguous rows; copy only if the layout requires it."""
+    """Return a tensor [..., size] as [rows, size] whose rows are contiguous. It is copied only if its strides require
+    it.
+    """
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

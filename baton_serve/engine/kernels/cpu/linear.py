@@ -25,8 +25,8 @@ _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight in the order in which the C++ products read it; implements `PackedWeight`. For a quantized weight,
-    `scales` and `zeros` are float32 [groups, padded outputs] and `table` is bf16.
+    """A weight matrix in the order in which the C++ products read it; implements `PackedWeight`. For a quantized
+    weight, `scales` and `zeros` are float32 [groups, padded outputs], and `table` (bf16) has the values of the codes.
     """
 
     words: Tensor
@@ -41,7 +41,7 @@ class Matrix:
 
 
 class PackedMatrix(ctypes.Structure):
-    """`PackedMatrix` of src/linear.h, field by field."""
+    """Mirrors the C struct `PackedMatrix` of src/linear.h, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("words", "bias", "scales", "zeros", "table")),
@@ -50,16 +50,16 @@ class PackedMatrix(ctypes.Structure):
 
 
 def has_packed_linear(library: ctypes.CDLL) -> bool:
-    """Return whether this CPU has the instructions that the packed products need: products of bf16 pairs and byte
-    look-ups.
+    """Return whether this CPU has the instructions that the C++ products of packed weights need: dot products of bf16
+    pairs, and byte look-ups.
     """
     return bool(library.baton_has_packed_linear())
 
 
 def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, takes_turns: bool = False) -> Matrix:
-    """Concatenate the matrices `parts`, each bf16 [outputs, inputs] with an even number of inputs, along their outputs,
-    and return them in packed order. The parts are not kept. With `takes_turns`, the rows of two parts alternate as in
-    `gated`.
+    """Join the matrices `parts`, each bf16 [outputs, inputs] with an even number of inputs, along their outputs, and
+    return them in the order of the C++ products. The parts are not kept. With `takes_turns`, the rows of the two parts
+    gate and up alternate in runs of 16, as in `gated`.
     """
     inputs, outputs = parts[0].shape[1], sum(len(part) for part in parts)
     parts = [part if part.stride() == (inputs, 1) else part.contiguous() for part in parts]
@@ -76,7 +76,7 @@ def pack(library: ctypes.CDLL, parts: Sequence[Tensor], bias: Tensor | None, *, 
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Return whether the C++ products support this weight; otherwise the twin computes it."""
+    """Return whether the C++ products support this quantized weight; otherwise plain torch multiplies by it."""
     is_cut_well = weight.group >= weight.inputs or weight.group in (32, 64) or weight.group % 128 == 0
     if weight.inputs % 4 or not is_cut_well:
         return False
@@ -86,10 +86,11 @@ def can_pack(weight: QuantizedWeight) -> bool:
 def pack_codes(
     library: ctypes.CDLL, parts: Sequence[QuantizedWeight], bias: Tensor | None, *, takes_turns: bool = False
 ) -> Matrix:
-    """Pack `parts`, which have the same codebook, inputs and groups, into one matrix, one above the other. The parts
-    are not kept. Call it only if `can_pack` is True for each.
+    """Join the quantized weights `parts`, which have the same format, inputs and groups, along their outputs, and pack
+    them for the C++ products. The parts are not kept. Call it only if `can_pack` is True for each.
 
-    `takes_turns` interleaves the upper and the lower half of the outputs, and of `bias`, in the order of `gated`.
+    `takes_turns` says that the outputs are gate and up, one after the other: they, and `bias`, are interleaved as in
+    `gated`.
     """
     first, outputs, threads = parts[0], sum(part.outputs for part in parts), torch.get_num_threads()
     with one_thread():
@@ -113,14 +114,14 @@ def pack_codes(
 
 
 def gated(rows: Tensor) -> Tensor:
-    """Return the matrices gate and up, which are given one above the other, with their rows alternating in runs of 16,
-    so that one pass computes a gate and its up value together.
+    """Return the rows of two matrices, gate and up, which `rows` holds one above the other, alternating in runs of 16.
+    So one pass computes a gate and its up value together.
     """
     return rows.view(2, -1, PANEL // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def embed(matrix: Matrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of an embedding table with codes of eight bits as numbers [len(rows), inputs]."""
+    """Return the rows `rows` of a packed eight-bit embedding table, dequantized to `dtype`, [len(rows), inputs]."""
     assert matrix.bits == 8 and matrix.scales is not None and matrix.table is not None
     place = rows % PANEL
     words = matrix.words.view(-1, matrix.inputs // 2, 4, 2, 4, 2)
@@ -135,7 +136,7 @@ def embed(matrix: Matrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_argument(matrix: Matrix) -> PackedMatrix:
-    """Return the C structure of a matrix. Its pointers are valid as long as `matrix` exists."""
+    """Return the C struct of a packed matrix. Its pointers are valid only as long as `matrix` exists."""
 
     def at(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
@@ -154,7 +155,7 @@ def as_argument(matrix: Matrix) -> PackedMatrix:
 
 
 class PackedLinear:
-    """Multiplies activations by packed weights. `library` is the result of `load_kernels`."""
+    """Multiplies activations by packed weights in C++. `library` is the result of `load_kernels`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.baton_linear
@@ -162,7 +163,9 @@ class PackedLinear:
         self._function.restype = ctypes.c_int
 
     def __call__(self, x: Tensor, matrix: Matrix) -> Tensor:
-        """Multiply x, bf16 [num_tokens, inputs], by a matrix. Return [num_tokens, outputs]."""
+        """Return x, bf16 [num_tokens, inputs], times a packed matrix: [num_tokens, outputs]. Raises `MemoryError` if
+        scratch memory cannot be allocated.
+        """
         x = x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
         # The library stores pairs of outputs, so rows have an even length.
         output = torch.empty((len(x), matrix.outputs + matrix.outputs % 2), dtype=x.dtype)
@@ -181,7 +184,7 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _columns(per_output: Tensor) -> Tensor:
-    """Return [outputs, groups] as float32 [groups, padded outputs]."""
+    """Return numbers [outputs, groups] in the order of the C++ products: float32 [groups, padded outputs]."""
     return _padded(per_output.float()).T.contiguous()
 
 
@@ -193,7 +196,9 @@ def _pack_codes(
     words: Tensor,
     num_threads: int,
 ) -> None:
-    """Let the library write the codes at the addresses `rows` to `words`. `shape`: inputs, and bits of a code."""
+    """Call the C++ function that reads rows of codes at the addresses `rows` and writes them to `words` in packed
+    order. `shape` is (inputs, bits of a code); `meaning` maps each code to the one that products read; None: to itself.
+    """
     addresses = np.ascontiguousarray(rows, dtype=np.uintp)
     library.baton_pack_codes.argtypes = [_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT]
     library.baton_pack_codes.restype = None
@@ -202,15 +207,18 @@ def _pack_codes(
 
 
 def _joined(parts: Sequence[Tensor], order: Tensor | None) -> Tensor:
-    """Join tensors [outputs, ...], and bring the outputs into an order."""
+    """Join tensors [outputs, ...] along their outputs, and return the outputs in the given `order`; None: as they
+    are.
+    """
     joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
     return joined if order is None else joined[order]
 
 
 def _tables(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor]:
-    """Return the code that products read for each code, uint8, or None for the same, and the table of their values.
+    """Return (mapping, table) for a weight's format: the code that products read for each stored code, uint8, or None
+    if it is the same, and the bf16 values of the codes that products read.
 
-    Products read nibbles, or a sign and a place in a table of 128 magnitudes.
+    Products read four-bit codes, or a sign and a place in a table of 128 magnitudes.
     """
     if code_bits(weight.codebook) == 4:
         values = torch.tensor(code_values(weight.codebook))

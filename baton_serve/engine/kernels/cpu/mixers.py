@@ -13,7 +13,9 @@ from baton_serve.engine.kernels.reference import mixers as twin
 
 
 class CpuMixers:
-    """Implements `MixerKernels`. `library` is the result of `load_kernels`."""
+    """Implements `MixerKernels` by C++ kernels for steps of one token, and by plain torch for all others. `library` is
+    the result of `load_kernels`.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._steps = CpuRecurrentSteps(library)

@@ -19,7 +19,7 @@ MIN_PARALLEL_ELEMENTS = 1 << 16
 
 
 class _DeltaArguments(ctypes.Structure):
-    """`DeltaArguments` of src/arguments.h, field by field."""
+    """Mirrors the C struct `DeltaArguments` of src/arguments.h, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value", "decay", "beta", "states", "slots", "output")),
@@ -31,7 +31,7 @@ class _DeltaArguments(ctypes.Structure):
 
 
 class _StateSpaceArguments(ctypes.Structure):
-    """`StateSpaceArguments` of src/arguments.h, field by field."""
+    """Mirrors the C struct `StateSpaceArguments` of src/arguments.h, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input", "input_map", "output_map", "step", "decay")),
@@ -43,7 +43,7 @@ class _StateSpaceArguments(ctypes.Structure):
 
 
 class _ConvolutionArguments(ctypes.Structure):
-    """`ConvolutionArguments` of src/arguments.h, field by field."""
+    """Mirrors the C struct `ConvolutionArguments` of src/arguments.h, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input", "weight", "bias", "states", "slots", "output")),
@@ -54,26 +54,32 @@ class _ConvolutionArguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """One state of a layer for some sequences: the rows `slots` of `states` [num_slots, *shape]."""
+    """The recurrent states that one layer has for the sequences of a step: the rows `slots` of `states` [num_slots,
+    *shape], which a kernel changes in place.
+    """
 
     states: Tensor
     slots: Tensor  # int64 [num_seqs]
 
     def to(self, *_: object, **__: object) -> "SlotState":
-        """Return the state itself: modules convert new states to float32, which these are already."""
+        """Return the object itself, whatever the arguments are: modules convert states to float32, which these are
+        already.
+        """
         return self
 
     def load(self) -> Tensor:
-        """Return a copy of this step's states, gathered from their slots, [sequences, *shape]."""
+        """Return a copy of the sequences' states, gathered from their slots, [num_seqs, *shape]."""
         return self.states.index_select(0, self.slots)
 
     def store(self, states: Tensor) -> None:
-        """Copy new states, [sequences, *shape], into the slots of this step's sequences."""
+        """Copy new states of the sequences, [num_seqs, *shape], into their slots."""
         self.states.index_copy_(0, self.slots, states.to(self.states.dtype))
 
 
 class CpuRecurrentSteps:
-    """Computes one token of recurrent layers. `library` is the result of `load_kernels`."""
+    """Computes layers with recurrent states for one token of each sequence in C++, and updates the states in their
+    slots. `library` is the result of `load_kernels`.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._delta = library.baton_delta_step
@@ -86,10 +92,12 @@ class CpuRecurrentSteps:
     def delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: SlotState, normalizes: bool
     ) -> Tensor | None:
-        """Compute the gated delta rule (https://arxiv.org/abs/2412.06464) and return [num_seqs, num_heads, value_size].
+        """Compute one step of the gated delta rule (https://arxiv.org/abs/2412.06464), update `state`, and return the
+        output [num_seqs, num_heads, value_size]. Return None, with nothing done, if the dtypes are not supported.
 
         `query` and `key` are [num_seqs, num_key_heads, key_size], `value` [num_seqs, num_heads, value_size]. `decay` is
-        the logarithm for each head or, for KDA, for each channel of the key.
+        the logarithm for each head or, for KDA, for each channel of the key. `normalizes` scales queries and keys to
+        length 1.
         """
         num_seqs, num_heads, value_size = value.shape
         dtype = DTYPE_CODES.get(value.dtype)
@@ -127,7 +135,8 @@ class CpuRecurrentSteps:
     def state_space(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: SlotState
     ) -> Tensor | None:
-        """Compute Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) and return [num_seqs, num_heads, head_dim].
+        """Compute one step of Mamba-2's recurrence (https://arxiv.org/abs/2405.21060), update `state`, and return the
+        output [num_seqs, num_heads, head_dim]. Return None, with nothing done, if the dtypes are not supported.
 
         `x` is [num_seqs, num_heads, head_dim], `dt` [num_seqs, num_heads] after its bias and softplus, `a` and `d`
         [num_heads], `b` and `c` [num_seqs, num_groups, state_size].
@@ -167,9 +176,10 @@ class CpuRecurrentSteps:
     def convolution(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, state: SlotState, *, has_silu: bool
     ) -> Tensor | None:
-        """Compute a causal convolution of each channel for `x` [num_seqs, num_channels], and return the same shape.
+        """Compute a causal convolution of each channel for one new token, `x` [num_seqs, num_channels], and return the
+        same shape. Return None, with nothing done, if the dtypes are not supported.
 
-        `weight` is [num_channels, taps]. The state is the last `taps` inputs.
+        `weight` is [num_channels, taps]. `state`, which is updated, holds the last `taps` inputs.
         """
         dtype = DTYPE_CODES.get(x.dtype)
         parts = [x, weight, state.states] if bias is None else [x, weight, state.states, bias]
@@ -198,12 +208,14 @@ class CpuRecurrentSteps:
 
 
 def time_steps(dt: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the time steps of a state space, float32."""
+    """Return the time steps of a state-space layer (Mamba), softplus(dt + bias), in float32."""
     return functional.softplus(dt.float() if bias is None else dt.float() + bias.float())
 
 
 def _heads(x: Tensor) -> Tensor:
-    """Return `x` [num_seqs, heads, size] with contiguous heads; the stride between sequences may be larger."""
+    """Return `x` [num_seqs, heads, size] so that the heads of a sequence are contiguous, as the C++ library reads them.
+    It is copied only if its strides require it.
+    """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 

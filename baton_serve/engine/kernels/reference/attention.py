@@ -17,7 +17,7 @@ _MAX_SCORES = 1 << 24
 
 
 class ReferenceAttention:
-    """Implements `AttentionBackend` in plain torch."""
+    """Implements `AttentionBackend` in plain torch, as the specification and test oracle of all other backends."""
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
         block_tokens = cache.shape[3]
@@ -54,7 +54,9 @@ class ReferenceAttention:
 
 
 def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attend for sequences with one query token each: a single gather serves the whole batch."""
+    """Return attention for sequences with one query token each, over the K and V that a single gather of their blocks
+    returns.
+    """
     num_seqs, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
     keys, values = _gather(cache, tables)  # [num_seqs, num_kv_heads, tokens, head_dim]
@@ -74,7 +76,9 @@ def _decode(query: Tensor, cache: Tensor, contexts: Tensor, tables: Tensor, spec
 def _prefill(
     query: Tensor, cache: Tensor, context_len: int, table: Tensor, spec: AttentionSpec, seen_ends: Tensor | None
 ) -> Tensor:
-    """Attend for the new tokens of one sequence, in slices of rows so that the memory for scores stays bounded."""
+    """Return attention for the new tokens of one sequence of `context_len` tokens, in slices of tokens so that the
+    memory for scores stays bounded. `seen_ends` is that of `AttentionMetadata`.
+    """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[2]
     keys, values = _gather(cache, table[None, : -(-context_len // cache.shape[3])])
@@ -100,7 +104,9 @@ def _prefill(
 
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of the tables' blocks, each float32 [num_seqs, num_kv_heads, tokens, head_dim]."""
+    """Return (K, V) of the KV blocks `tables` [num_seqs, blocks], each float32 [num_seqs, num_kv_heads, tokens,
+    head_dim].
+    """
     blocks = kv_codes.read(cache, tables.long())  # [num_seqs, blocks, 2, num_kv_heads, block_tokens, head_dim]
     keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)
     return keys, values
@@ -118,7 +124,9 @@ def _capped(scores: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax over the last dimension. A sink takes part of the probability, and its column is dropped."""
+    """Return the softmax over the last dimension. `sinks` are additional scores, which take a part of the probability
+    but get no column in the result.
+    """
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     column = sinks.to(scores).expand(*scores.shape[:-1], 1)

@@ -11,7 +11,7 @@ from baton_serve.engine.kernels.quantized import StackedWeight, dequantize
 def route(
     logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token; see `LayerKernels.route`."""
+    """Choose the experts of each token in plain torch, as `LayerKernels.route` specifies."""
     num_experts = logits.shape[1] - has_gate
     weights, chosen = logits[:, :num_experts].float().softmax(dim=-1).topk(top_k, dim=-1)
     if renormalize:
@@ -22,7 +22,9 @@ def route(
 def with_shared(
     weights: Tensor, chosen: Tensor, logits: Tensor, num_shared: int, *, has_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Append the experts of all tokens to the chosen ones; see `LayerKernels.route`."""
+    """Append the `num_shared` experts that all tokens use to the chosen experts, with their weights, as
+    `LayerKernels.route` specifies. Return (weights, chosen).
+    """
     if not num_shared:
         return weights, chosen
     num_experts = logits.shape[1] - has_gate
@@ -33,8 +35,8 @@ def with_shared(
 
 
 def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """Return the weighted sum of each token's experts; see `LayerKernels.mix`. Rows are sorted by expert once, so that
-    only experts with rows are computed.
+    """Return the weighted sum of each token's experts in plain torch, as `LayerKernels.mix` specifies. Tokens are
+    sorted by expert once, and only experts that some token has chosen are computed.
     """
     top_k, count_of_all = chosen.shape[1], experts.num_experts
     numbers = chosen.flatten()
@@ -58,7 +60,9 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
 
 
 def activated(gate_up: Tensor, experts: Experts) -> Tensor:
-    """Apply an expert's activation to gate_up [rows, 2 * width]. Return [rows, width]."""
+    """Return the activation of `gate_up` [rows, 2 * width] by the rules of these experts, such as silu(gate) * up:
+    [rows, width].
+    """
     gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if experts.is_interleaved else gate_up.chunk(2, dim=-1)
     if experts.limit is None:
         return functional.silu(gate) * up

@@ -34,18 +34,18 @@ __all__ = [
 
 
 def pack(weight: QuantizedWeight) -> Weight:
-    """Return the weight as it is: plain torch reads the codes in their own order."""
+    """Return a quantized weight unchanged: plain torch reads the codes in their own order."""
     return weight
 
 
 def embed(token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Return rows of a quantized embedding table as numbers; see `LayerKernels.embed`."""
+    """Return rows of a quantized embedding table as numbers in plain torch, as `LayerKernels.embed` specifies."""
     assert isinstance(weight, QuantizedWeight)
     return quantized.dequantize_rows(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
 
 
 def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Return x times the weight; see `LayerKernels.linear`."""
+    """Return x [num_tokens, inputs] times the weight, plus the bias, in plain torch: [num_tokens, outputs]."""
     assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
         return quantized.linear(x, weight, bias)
@@ -54,19 +54,23 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def low_rank(x: Tensor, weights: SlotWeights) -> Tensor:
-    """Return memory for the result of `shrink`; see `AdapterKernels.low_rank`."""
+    """Return uninitialized memory for the result of `shrink`, as `AdapterKernels.low_rank` specifies."""
     return x.new_empty((x.shape[0], weights.down.shape[1]), dtype=torch.float32)
 
 
 def shrink(low: Tensor, x: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
-    """Multiply each row by its slot's `down`; see `AdapterKernels.shrink`. Every slot multiplies all rows."""
+    """Multiply each token by the `down` matrices of its adapter slot in plain torch, as `AdapterKernels.shrink`
+    specifies. All tokens are multiplied by all slots, and the others' products are dropped.
+    """
     for slot, down in enumerate(weights.down):
         multiplied = functional.linear(x.to(down.dtype).float(), down.float())
         low.copy_(torch.where((rows.slots == slot)[:, None], multiplied, low))
 
 
 def expand(output: Tensor, low: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
-    """Add the product of each row with its slot's `up`; see `AdapterKernels.expand`. It is rounded once."""
+    """Add the product of each token's row of `low` with the `up` matrices of its adapter slot to `output` in plain
+    torch, as `AdapterKernels.expand` specifies. The product is rounded once.
+    """
     wide, rank, starts = output.float(), weights.up.shape[2], (0, *weights.ends[:-1])
     rounded = low.to(weights.up.dtype).float()
     for slot, up in enumerate(weights.up):
@@ -87,7 +91,7 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, unit_offset: bool = False
 ) -> Tensor:
-    """Return the RMSNorm of x; see `LayerKernels.rms_norm`. `residual` is updated in place."""
+    """Return the RMSNorm of x in plain torch, as `LayerKernels.rms_norm` specifies. `residual` is updated in place."""
     if residual is not None:
         residual += x
         x = residual
@@ -99,7 +103,7 @@ def rms_norm(
 
 
 def norm(x: Tensor, norm: Norm) -> Tensor:
-    """Return a norm of any kind; see `LayerKernels.norm`."""
+    """Return an RMSNorm or LayerNorm of x in plain torch, as `LayerKernels.norm` specifies."""
     if not norm.is_centered:
         return rms_norm(x, norm.weight, norm.eps, unit_offset=norm.has_offset)
     centered = functional.layer_norm(x.float(), x.shape[-1:], eps=norm.eps) * norm.weight.float()
@@ -107,7 +111,9 @@ def norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-    """Return the RMSNorm of x; see `LayerKernels.norm_for`. `residual` is updated in place."""
+    """Return the RMSNorm of x in plain torch, as `LayerKernels.norm_for` specifies. `residual` is updated in place;
+    `then` is ignored.
+    """
     return rms_norm(x, norm.weight, norm.eps, residual=residual)
 
 
@@ -120,31 +126,33 @@ def linear_norm(
     *,
     before_norm: Callable[[], None] = no_work,
 ) -> Activations:
-    """Return the RMSNorm of a product and `residual`, which is updated in place; see `LayerKernels.linear_norm`."""
+    """Return the RMSNorm of a product plus `residual`, which is updated in place, in plain torch; see
+    `LayerKernels.linear_norm`.
+    """
     output = linear(x, product.weight, product.bias)
     before_norm()
     return rms_norm(output, norm.weight, norm.eps, residual=residual)
 
 
 def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
-    """Return `silu_mul` of a product; see `LayerKernels.gated_linear`."""
+    """Return silu(gate) * up of a product that computes both, in plain torch; see `LayerKernels.gated_linear`."""
     return silu_mul(linear(x, gate_up.weight, gate_up.bias))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up; see `LayerKernels.silu_mul`."""
+    """Return silu(gate) * up in plain torch, as `LayerKernels.silu_mul` specifies."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Return gelu(gate) * up; see `LayerKernels.gelu_mul`."""
+    """Return gelu(gate) * up in plain torch, as `LayerKernels.gelu_mul` specifies."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh") * up
 
 
 def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the positions; see `LayerKernels.rotation`."""
+    """Return (cos, sin) for rotary embeddings in plain torch, as `LayerKernels.rotation` specifies."""
     halves = positions[:, None].float() * frequencies
     angles = torch.cat((halves, halves), dim=-1)
     return angles.cos() * scaling, angles.sin() * scaling
@@ -160,7 +168,9 @@ def rotary_store(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Rotate queries and keys, and store K and V; see `LayerKernels.rotary_store`. `query` is updated in place."""
+    """Rotate `query` in place, and write the rotated K, and V, to the KV cache in plain torch; see
+    `LayerKernels.rotary_store`.
+    """
     query.copy_(_rotated(query, rotation, interleaved=interleaved))
     kept = slots >= 0
     blocks, offsets = slots[kept] // cache.shape[3], slots[kept] % cache.shape[3]
@@ -169,7 +179,9 @@ def rotary_store(
 
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
-    """Return x rotated in float32. The dimensions beyond the rotary ones are not changed."""
+    """Return x [num_tokens, heads, head_dim] after rotary embedding, computed in float32. Dimensions beyond the rotary
+    ones stay unchanged.
+    """
     half = rotation[0].shape[-1] // 2
     cos, sin = (part[:, None, :half].float() for part in rotation)
     result = x.float()

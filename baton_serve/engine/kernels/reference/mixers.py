@@ -21,7 +21,9 @@ LENGTH_EPS = 1e-6
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, sequences: PackedSequences, *, has_silu: bool
 ) -> Tensor:
-    """Return the causal convolution of each channel; see `MixerKernels.convolve`."""
+    """Return the causal convolution of each channel in plain torch, as `MixerKernels.convolve` specifies. `states` are
+    updated.
+    """
     output = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     taps = weight.shape[1]
     for rows, slots in _batches(sequences):
@@ -36,7 +38,9 @@ def convolve(
 
 
 class _Parts(NamedTuple):
-    """The inputs of the delta rule for sequences of equal length, all float32 [num_seqs, num_heads, length, ...]."""
+    """The inputs of the gated delta rule for sequences of equal length, all float32 [num_seqs, num_heads, length,
+    ...].
+    """
 
     query: Tensor
     key: Tensor
@@ -46,7 +50,9 @@ class _Parts(NamedTuple):
 
 
 def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
-    """Compute the gated delta rule; see `MixerKernels.delta_rule`. Long sequences run in chunks."""
+    """Compute the gated delta rule in plain torch, as `MixerKernels.delta_rule` specifies. `states` are updated;
+    sequences with several tokens run in chunks.
+    """
     shape = (len(heads.qkv), heads.num_heads, heads.value_size)
     output = torch.zeros(shape, dtype=heads.qkv.dtype, device=heads.qkv.device)
     for rows, slots in _batches(sequences):
@@ -58,17 +64,19 @@ def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) ->
 
 
 def gated_norm(x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of x times silu(gate); see `MixerKernels.gated_norm`."""
+    """Return the RMSNorm of x times silu(gate) in plain torch, as `MixerKernels.gated_norm` specifies."""
     return (rms_norm(x, norm.weight, norm.eps) * functional.silu(gate.float())).to(x.dtype)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x times sigmoid(gate); see `MixerKernels.sigmoid_gate`."""
+    """Return x times sigmoid(gate) in plain torch, as `MixerKernels.sigmoid_gate` specifies."""
     return x * torch.sigmoid(gate)
 
 
 def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
-    """Return the rows of the cache; see `MixerKernels.latent_rows`."""
+    """Return the rows that the KV cache of latent attention stores, in plain torch, as `MixerKernels.latent_rows`
+    specifies. `query` is updated.
+    """
     size = rows.rotation[0].shape[1]
     latent, key = rows.latents[:, :-size], rows.latents[:, -size:]
     query[..., -size:] = _rotated(rows.query[..., -size:], rows)
@@ -78,7 +86,9 @@ def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, rows: LatentRows) -> Tensor:
-    """Return x [num_tokens, num_heads, size] rotated in float32."""
+    """Return x [num_tokens, num_heads, size] after rotary embedding by the cos and sin of `rows`, computed in
+    float32.
+    """
     wide, half = x.float(), x.shape[-1] // 2
     cos, sin = (part[:, None, :half] for part in rows.rotation)
     first, second = (wide[..., ::2], wide[..., 1::2]) if rows.is_interleaved else wide.chunk(2, dim=-1)
@@ -87,8 +97,8 @@ def _rotated(x: Tensor, rows: LatentRows) -> Tensor:
 
 
 def _batches(sequences: PackedSequences) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Iterate over sequences of equal length, as rows of the step and slots: all of one token at once, or each longer
-    one by itself. Padding is left out.
+    """Iterate over batches of sequences of equal length, each as (tokens of the step, slots of the states): all
+    sequences with one token together, or each longer one by itself. Padding is left out.
     """
     if sequences.max_len == 1:
         rows = (sequences.slots >= 0).nonzero()[:, 0]
@@ -104,7 +114,7 @@ def _batches(sequences: PackedSequences) -> Iterator[tuple[Tensor | slice, Tenso
 
 def _parts(heads: DeltaHeads, rows: Tensor | slice, num_seqs: int) -> _Parts:
     def split(x: Tensor, count: int) -> Tensor:
-        """Return columns as heads, float32 [num_seqs, num_heads, length, size]."""
+        """Divide the columns of `x` into `count` heads: float32 [num_seqs, num_heads, length, size]."""
         parted = x.view(num_seqs, -1, count, x.shape[1] // count).transpose(1, 2).float()
         return parted if count == heads.num_heads else parted.repeat_interleave(heads.num_heads // count, dim=1)
 
@@ -126,7 +136,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _one_step(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output [num_seqs, num_heads, 1, value_size] of one token and the new state."""
+    """Compute the gated delta rule for one token of each sequence. Return (output [num_seqs, num_heads, 1, value_size],
+    the new state).
+    """
     state = state * parts.decay[..., None].exp()
     delta = (parts.value - parts.key @ state) * parts.beta[..., None]
     state = state + parts.key.transpose(-1, -2) @ delta
@@ -134,7 +146,8 @@ def _one_step(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_chunks(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [num_seqs, num_heads, length, value_size] and the last state (section 3.3 of the paper).
+    """Compute the gated delta rule for several tokens, chunk by chunk. Return (outputs [num_seqs, num_heads, length,
+    value_size], the last state), as in section 3.3 of the paper.
 
     Within a chunk the updates of the state depend on each other through a triangular system of equations.
     """

@@ -32,7 +32,7 @@ INTERPRETED_PROCESSORS = 8
 
 @dataclass(frozen=True, slots=True)
 class ShrinkTiles:
-    """Tile sizes of `shrink`."""
+    """Tile sizes of the Triton kernel `shrink`, which multiplies by the first LoRA matrices."""
 
     ranks: int  # rows of `down` for one program
     step: int  # inputs
@@ -41,8 +41,8 @@ class ShrinkTiles:
 
 
 def shrink_tiles(*, processors: int, num_slots: int, width: int, rank: int, inputs: int) -> ShrinkTiles:
-    """Return the tiles for slots of `width` rows of `down` in all parts: parts of the inputs until every processor has
-    work.
+    """Return the tile sizes of `shrink` for `num_slots` slots, each with `width` rows of `down` matrices: the inputs
+    are divided among programs until every processor of the device has work.
     """
     ranks, step = min(rank, MAX_TILE_RANKS), min(LARGEST_STEP, max(16, padded(inputs)))
     programs, splits = num_slots * (width // ranks), 1
@@ -52,7 +52,7 @@ def shrink_tiles(*, processors: int, num_slots: int, width: int, rank: int, inpu
 
 
 def low_rank(x: Tensor, weights: SlotWeights) -> Tensor:
-    """Return memory for the result of `shrink`, float32 [splits, num_tokens, parts * rank]; see
+    """Return uninitialized memory for the result of `shrink`, float32 [splits, num_tokens, parts * rank]; see
     `AdapterKernels.low_rank`.
     """
     width = weights.down.shape[1]
@@ -60,7 +60,9 @@ def low_rank(x: Tensor, weights: SlotWeights) -> Tensor:
 
 
 def shrink(low: Tensor, x: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
-    """Store the products with `down` in `low`, sorted by slot; see `AdapterKernels.shrink`."""
+    """Multiply each token by the `down` matrices of its adapter slot, and store the products in `low`, sorted by slot;
+    see `AdapterKernels.shrink`.
+    """
     assert x.stride(1) == 1
     width, inputs = weights.down.shape[1:]
     tiles = _tiles(x, weights)
@@ -88,7 +90,9 @@ def shrink(low: Tensor, x: Tensor, weights: SlotWeights, rows: SlotRows) -> None
 
 
 def expand(output: Tensor, low: Tensor, weights: SlotWeights, rows: SlotRows) -> None:
-    """Add the products of `low` with `up` to `output`; see `AdapterKernels.expand`."""
+    """Add the products of `low` with the `up` matrices of each token's adapter slot to `output`; see
+    `AdapterKernels.expand`.
+    """
     assert output.stride(1) == 1
     rank, end = weights.up.shape[2], weights.ends[-1]
     first, second = (*weights.ends, end, end)[:2]
@@ -234,10 +238,10 @@ def _expand_kernel(  # noqa: PLR0913
 
 @triton.jit
 def _rows(order, group, groups_stride, num_rows, tile_rows: tl.constexpr, is_whole: tl.constexpr):
-    """Return the positions of a group's rows in `low`, the rows, and which of them exist.
+    """Return (positions in `low`, tokens, mask of existing tokens) for a group of tokens with the same adapter slot.
 
-    If all rows of a step fit into one tile, they are all read, in their order: selecting the slot's rows first would
-    delay the reads.
+    If all tokens of a step fit into one tile, they are all read, in their order: selecting the slot's tokens first
+    would delay the reads.
     """
     position = tl.arange(0, tile_rows)
     if is_whole:
@@ -251,7 +255,7 @@ def _rows(order, group, groups_stride, num_rows, tile_rows: tl.constexpr, is_who
 
 @triton.jit
 def _live(slots, row, present, slot, is_whole: tl.constexpr):
-    """Return which rows have this slot."""
+    """Return the mask of the tokens `row` whose adapter slot is `slot`."""
     live = present
     if is_whole:
         live = tl.load(slots + row, present, other=-1) == slot

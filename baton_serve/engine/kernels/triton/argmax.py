@@ -20,8 +20,8 @@ _PART = 2048
 
 
 def argmax(logits: Tensor, out: Tensor) -> Tensor:
-    """Write the column of each row's largest value to `out`, int64 [rows]. `logits` is [rows, columns] with floats of
-    at most 32 bits.
+    """Write the column of the largest value of each row to `out`, int64 [rows], and return `out`. `logits` is [rows,
+    columns] with floats of at most 32 bits. A row with NaN gets the number of columns.
     """
     found = part_keys(logits)
     (rows, columns), parts = logits.shape, found.shape[2]
@@ -30,8 +30,8 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
 
 
 def part_keys(logits: Tensor) -> Tensor:
-    """Divide each row into parts, and return int32 [2, rows, parts]: the largest value of each part, as an integer that
-    sorts like the float, and the lowest column that holds it.
+    """Divide each row of logits into parts, and return int32 [2, rows, parts]: the largest value of each part, as an
+    integer that sorts like the float, and the lowest column that holds it.
     """
     assert logits.dtype.itemsize <= 4
     if logits.stride(1) != 1:

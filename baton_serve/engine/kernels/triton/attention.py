@@ -37,15 +37,15 @@ MAX_STORED_DIM = 1024
 
 
 class TritonAttention:
-    """Implements `AttentionBackend`.
+    """Implements `AttentionBackend` by Triton kernels. Plain torch (the twin) computes what they do not support.
 
-    Rows of a cache view must be contiguous from the plane dimension on. Padding sequences of a graph have a context
-    length of 0, and its padding tokens have negative slots.
+    Each block of a cache view must be contiguous. Padding sequences of a graph have a context length of 0, and its
+    padding tokens have negative slots.
     """
 
     def __init__(self, device: torch.device | None = None, *, limits: DeviceLimits | None = None) -> None:
-        """Create the backend for a device (default: the current accelerator), whose limits are queried unless they are
-        given.
+        """Create the backend for a device; None: the current accelerator. `limits` are the device's limits for tile
+        sizes; None: they are queried.
         """
         if limits is None:
             device = device or torch.accelerator.current_accelerator()
@@ -94,7 +94,9 @@ class TritonAttention:
         return decode_new(new, cache, meta, spec, self.tiles(new.heads, cache, len(new.heads))[0])
 
     def tiles(self, query: Tensor, cache: Tensor, num_seqs: int = 1) -> tuple[DecodeTiles, PrefillTiles]:
-        """Return the tile sizes that this device uses for these shapes."""
+        """Return (tile sizes for decode, tile sizes for prefill) that this device uses for a query and cache of these
+        shapes.
+        """
         head_bytes = padded(query.shape[2]) * query.element_size()
         return (
             decode_tiles(
@@ -109,21 +111,21 @@ class TritonAttention:
 
 
 def _has_singles(query: Tensor, meta: AttentionMetadata) -> bool:
-    """Return whether sequences with one new token may be in a batch."""
+    """Return whether the step may have sequences with exactly one new token, which the decode kernel computes."""
     # If all sequences have the same number of new tokens, more than one, then no sequence has a single one.
     are_equal = query.shape[0] == meta.context_lens.shape[0] * meta.max_query_len
     return meta.max_query_len == 1 or (meta.has_singles and not are_equal)
 
 
 def _splits_rows(cache: Tensor) -> bool:
-    """Return whether blocks begin within a row of this layer, because other layers have heads of another size. The
-    kernels count in whole rows.
+    """Return whether the stride of a block is not a multiple of this layer's head_dim, because other layers have heads
+    of another size. The kernels do not support that, since they count in whole rows.
     """
     return cache.stride(0) % cache.shape[4] != 0
 
 
 def _has_one_plane(cache: Tensor) -> bool:
-    """Return whether K and V are one memory (latent attention). The kernels would read V where a second
-    plane begins.
+    """Return whether K and V of this layer are the same memory (latent attention). Kernels for two planes would read
+    wrong memory as V.
     """
     return cache.stride(1) == 0

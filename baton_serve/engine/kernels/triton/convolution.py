@@ -21,14 +21,18 @@ MAX_PADDED_SEQS = 256
 
 
 def padded_seqs(num_seqs: int) -> int:
-    """Return the number of sequences for which kernels are compiled that look for a token's sequence."""
+    """Return `num_seqs` rounded up to one of few sizes, for which the kernels that search the sequence of a token are
+    compiled.
+    """
     return 16 if num_seqs <= 16 else max(MAX_PADDED_SEQS, padded(num_seqs))
 
 
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, sequences: PackedSequences, *, has_silu: bool
 ) -> Tensor:
-    """Return the causal convolution of each channel; see `MixerKernels.convolve`."""
+    """Return the causal convolution of each channel, and update `states`, by a Triton kernel; see
+    `MixerKernels.convolve`.
+    """
     assert x.stride(1) == 1 and states.stride(2) == 1 and states.stride(1) == states.shape[2]
     (num_tokens, channels), taps = x.shape, weight.shape[1]
     num_seqs, is_single = sequences.slots.shape[0], sequences.max_len == 1
@@ -157,7 +161,7 @@ def _keep_kernel(  # noqa: PLR0913
     taps: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Store the last inputs of each sequence in its slot."""
+    """Store the last inputs of each sequence, the state of the convolution, in the sequence's slot."""
     seq = tl.program_id(0)
     channel = tl.program_id(1) * columns + tl.arange(0, columns)
     slot = tl.load(slots + seq)

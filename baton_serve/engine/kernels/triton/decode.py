@@ -41,7 +41,9 @@ def decode(
     spec: AttentionSpec,
     tiles: DecodeTiles,
 ) -> None:
-    """Compute the rows of `output` that belong to sequences with exactly one new token."""
+    """Compute paged attention for the sequences that have exactly one new token, and write it to their rows of
+    `output`. Other rows stay as they are.
+    """
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     scaled = is_coded(cache)
@@ -98,7 +100,9 @@ def decode(
 
 
 def most_splits(meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles) -> int:
-    """Return the largest number of parts (splits) into which the context of any sequence in the batch is divided."""
+    """Return the largest number of splits (parts computed in parallel) into which the context of a sequence of this
+    batch is cut.
+    """
     longest = meta.max_context_len
     if spec.sliding_window is not None:
         # The first split begins at a multiple of `min_split`, up to `min_split` tokens before the window.
@@ -115,8 +119,9 @@ def combine(
     tiles: DecodeTiles,
     align: int,
 ) -> None:
-    """Combine the results of all splits of a context in `output`: `partial` [num_seqs, num_heads, num_splits, head_dim]
-    and `stats` [..., 2]. `align` must be the one that was passed to `cut`.
+    """Merge the results of the splits of each sequence's context, and write them to `output`. `partial` is [num_seqs,
+    num_heads, num_splits, head_dim]; `stats`, [..., 2], are largest scores and sums of weights. `align` must be the one
+    that was passed to `cut`.
     """
     num_seqs, num_heads, num_splits, head_dim = partial.shape
     if num_splits == 1:
@@ -294,8 +299,8 @@ def store_split(  # noqa: PLR0913
     head_dim: tl.constexpr,
     sunk: tl.constexpr,
 ):
-    """Store the result of one KV head's queries, `head` [rows], from one split: the final result if it is the only
-    split, otherwise the partial one.
+    """Store the attention result of one KV head's queries, `head` [rows], over one split of the context: to `output` if
+    it is the only split, otherwise to `partial` and `stats`.
     """
     row, dim = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     mask = (row < group)[:, None] & (dim < head_dim)[None, :]
@@ -335,8 +340,8 @@ def attend_split(  # noqa: PLR0913
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Compute attention over one split. Return the result before the division by the sum of weights [rows, dims], this
-    sum [rows], and the largest score [rows].
+    """Compute attention of one KV head's queries over one split of the context. Return (result before the division by
+    the sum of weights [rows, dims], this sum [rows], the largest score [rows]).
     """
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]
@@ -388,7 +393,9 @@ def _combine_kernel(  # noqa: PLR0913
     window: tl.constexpr,
     sunk: tl.constexpr,
 ):
-    """Merge the splits of one head of one sequence. Their order is fixed, so that results are reproducible."""
+    """Merge the splits of one head of one sequence into its row of `output`. Their order is fixed, so that results are
+    reproducible.
+    """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(query_starts + seq).to(tl.int64)
     context, after = tl.load(context_lens + seq), tl.load(query_starts + seq + 1)

@@ -47,8 +47,8 @@ def attend_codes(  # noqa: PLR0913, PLR0915
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Compute attention over one split of a quantized cache. Return the result before the division [rows, dims], the
-    sum of weights [rows], and the peak [rows]: the exponent by which both are scaled down.
+    """Compute attention of one KV head's queries over one split of the context in a quantized cache. Return (result
+    before the division [rows, dims], the sum of weights [rows], the exponent [rows] by which both are scaled down).
     """
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]
@@ -119,13 +119,13 @@ def attend_codes(  # noqa: PLR0913, PLR0915
 
 @triton.jit
 def _scale_of(words, step):
-    """Return one of the two bfloat16 scales of each word: that of an even or of an odd token."""
+    """Return one of the two bfloat16 scales in each 32-bit word as float32: that of an even or of an odd token."""
     return tl.where(step % 2 == 1, words & -0x10000, words << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _power_of_two(number):
-    """Return the largest power of two up to a float32 number; division by it is exact. For zero it is a
+    """Return the largest power of two that is not above a float32 number; division by it is exact. For zero return a
     very small one.
     """
     return (tl.maximum(number, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

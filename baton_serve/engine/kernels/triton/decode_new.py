@@ -18,8 +18,8 @@ from baton_serve.engine.kernels.triton.tiles import DecodeTiles, padded
 
 
 def fits(new: NewHeads, cache: Tensor, meta: AttentionMetadata) -> bool:
-    """Return whether `decode_new` supports these heads and this cache: one new token for each sequence, and a cache
-    that is not quantized.
+    """Return whether `decode_new` supports these heads and this cache: each sequence has one new token, and the cache
+    is not quantized.
     """
     num_tokens, num_seqs = new.heads.shape[0], meta.context_lens.shape[0]
     is_plain = not is_coded(cache) and cache.dtype == new.heads.dtype and new.heads.stride(2) == 1
@@ -29,8 +29,9 @@ def fits(new: NewHeads, cache: Tensor, meta: AttentionMetadata) -> bool:
 def decode_new(
     new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles
 ) -> Tensor:
-    """Compute `AttentionBackend.attend_new` with one kernel. Return [num_tokens, num_heads, head_dim], in which the
-    rows of padding sequences are undefined. Call it only if `fits` is True.
+    """Compute `AttentionBackend.attend_new` (norms, rotation, KV store and attention) with one kernel. Return
+    [num_tokens, num_heads, head_dim], in which the rows of padding sequences are undefined. Call it only if `fits` is
+    True.
     """
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     num_tokens, num_heads = new.heads.shape[0], new.heads.shape[1] - 2 * num_kv_heads
@@ -239,6 +240,8 @@ def _decode_new_kernel(  # noqa: PLR0913, PLR0915
 
 @triton.jit
 def _normed(rows, factor, weight, at, head_dim: tl.constexpr, dtype: tl.constexpr):
-    """Norm and weight rows, with the same rounding as `rms_norm`."""
+    """Return `rows` (heads) multiplied by their RMSNorm `factor` and by the weight, with the same rounding as
+    `rms_norm`.
+    """
     worth = tl.load(weight + at, at < head_dim, other=0.0).to(tl.float32)
     return ((rows.to(tl.float32) * factor).to(dtype).to(tl.float32) * worth).to(dtype)

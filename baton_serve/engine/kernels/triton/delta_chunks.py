@@ -28,7 +28,9 @@ SOLVE_WARPS, PASS_WARPS, PASS_STAGES = 4, 4, 1
 
 
 def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
-    """Compute `MixerKernels.delta_rule` for sequences of any lengths."""
+    """Compute the gated delta rule for sequences of any lengths by Triton kernels, chunk by chunk; see
+    `MixerKernels.delta_rule`.
+    """
     assert heads.qkv.stride(1) == 1 and heads.beta.stride(1) == heads.step.stride(1) == 1
     num_tokens, num_heads, value_size = len(heads.qkv), heads.num_heads, heads.value_size
     num_seqs, device, dtype = len(sequences.slots), heads.qkv.device, heads.qkv.dtype
@@ -97,7 +99,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
 
 @triton.jit
 def _unit(rows, scale):
-    """Return the factors that scale rows to a length of `scale`, float32."""
+    """Return the factor of each row that scales it to a vector of length `scale`, float32."""
     wide = rows.to(tl.float32)
     # The epsilon is that of transformers' `l2norm`.
     return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
@@ -188,7 +190,7 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
 
 @triton.jit
 def _inverse(mixing, place, chunk: tl.constexpr, block: tl.constexpr, exact: tl.constexpr):
-    """Return the inverse of 1 + mixing, in which `mixing` has numbers below the diagonal only.
+    """Return the inverse of the matrix 1 + mixing, in which `mixing` has numbers below the diagonal only.
 
     The blocks on the diagonal are inverted row by row, all at the same time. Multiplied by their inverse, the matrix is
     1 plus a rest of blocks below the diagonal. The fourth power of the rest is zero, which ends the series.

@@ -17,7 +17,7 @@ FEW_PROGRAMS = 1024
 
 
 def delta_step(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
-    """Compute `MixerKernels.delta_rule` for sequences of one token each."""
+    """Compute the gated delta rule for one token of each sequence by a Triton kernel; see `MixerKernels.delta_rule`."""
     assert heads.qkv.stride(1) == 1 and heads.beta.stride(1) == heads.step.stride(1) == 1
     num_seqs, num_heads, value_size = len(heads.qkv), heads.num_heads, heads.value_size
     output = torch.empty((num_seqs, num_heads, value_size), dtype=heads.qkv.dtype, device=heads.qkv.device)
@@ -98,7 +98,7 @@ def _step_kernel(  # noqa: PLR0913
 
 @triton.jit
 def gates(beta, step, log_rate, step_bias, at, dtype: tl.constexpr):
-    """Return the logarithm of the decay, and the step size, of the head `at`."""
+    """Return (logarithm of the decay, step size) of the gated delta rule for one token, for the head number `at`."""
     wide = tl.load(step + at).to(tl.float32) + tl.load(step_bias + at)
     # Softplus. Above 20 it is its argument.
     steps = tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0))))

@@ -28,9 +28,10 @@ _GROUPS_PER_PROGRAM = 16
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """Activations as two-byte integers with scales, for products of integers. `codes` is int8 [2 * num_tokens, inputs]:
-    the high bytes of each token, then the low bytes. With `nibbles`, the inputs of a group are in the order in which
-    four-bit codes lie in their bytes: inputs of low nibbles first, then those of high nibbles.
+    """Activations as 16-bit integers with a scale for each group of 128 inputs, for products of integers. `codes` is
+    int8 [2 * num_tokens, inputs]: the high bytes of each token, then the low bytes. With `nibbles`, the inputs of a
+    group are in the order in which four-bit codes lie in their bytes: inputs of low nibbles first, then those of high
+    nibbles.
     """
 
     codes: Tensor
@@ -51,8 +52,8 @@ class Digits:
 
 
 def order_in_bytes(device: torch.device) -> Tensor:
-    """Return int64 [128]: for four-bit codes that are read byte by byte (`quantized.pack_codes`), the number of the
-    input at each place of a group.
+    """Return, int64 [128], which input of a group stands at each place if four-bit codes are read byte by byte, first
+    all low nibbles, then all high ones (`quantized.pack_codes`).
     """
     place = torch.arange(GROUP, device=device)
     half, byte = place // 64, place % 64
@@ -60,7 +61,7 @@ def order_in_bytes(device: torch.device) -> Tensor:
 
 
 def values_of(digits: Digits) -> Tensor:
-    """Return the floats that digits represent, float32 [num_tokens, inputs], in the order of the inputs."""
+    """Return the activations that `Digits` represent as float32 [num_tokens, inputs], in the order of the inputs."""
     pairs = digits.codes.view(digits.num_tokens, 2, -1, GROUP).float()
     numbers = (256.0 * pairs[:, 0] + pairs[:, 1]) * digits.scales[:, :, None]
     if digits.nibbles:
@@ -71,7 +72,9 @@ def values_of(digits: Digits) -> Tensor:
 
 
 def split(x: Tensor, *, nibbles: bool) -> Digits:
-    """Convert activations x [num_tokens, inputs] to digits. The number of inputs must be a multiple of 128."""
+    """Convert activations x [num_tokens, inputs] to `Digits`, in which 16-bit integers represent them. The number of
+    inputs must be a multiple of 128. `nibbles` is the order for four-bit weights.
+    """
     made = _empty(x.shape[0], x.shape[1], x, nibbles)
     groups = made.scales.shape[1]
     per = min(8, padded(groups))
@@ -84,7 +87,8 @@ def split(x: Tensor, *, nibbles: bool) -> Digits:
 def norm_split(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None, nibbles: bool, are_parts: bool = False
 ) -> Digits:
-    """Return `triton.layers.rms_norm` of x as digits; `residual` must be contiguous, and hidden a multiple of 128.
+    """Return the RMSNorm of x, or of x + `residual` (updated in place, contiguous), as `Digits`; hidden must be a
+    multiple of 128.
 
     With `are_parts`, x is float32 [parts, num_tokens, hidden], whose sum is first rounded to the dtype of `residual`.
     """
@@ -113,7 +117,7 @@ def norm_split(
 
 
 def silu_split(gate_up: Tensor, *, nibbles: bool) -> Digits:
-    """Return `triton.layers.silu_mul` of rows [num_tokens, 2 * width] as digits; width must be a multiple of 128."""
+    """Return silu(gate) * up of rows [num_tokens, 2 * width] as `Digits`; width must be a multiple of 128."""
     width = gate_up.shape[1] // 2
     made = _empty(gate_up.shape[0], width, gate_up, nibbles)
     groups = width // GROUP
@@ -148,7 +152,9 @@ def store_digits(  # noqa: PLR0913
     groups: tl.constexpr,
     nibbles: tl.constexpr,
 ):
-    """Convert the values of one token, float32 [groups of this program, 128], to digits, and store them."""
+    """Convert activations of one token, float32 [groups of this program, 128], to the codes, scales and sums of
+    `Digits`, and store them.
+    """
     column = tl.arange(0, 128)
     known = group < groups
     if nibbles:  # reorder as `order_in_bytes` before storing, since neighbouring bytes are stored together

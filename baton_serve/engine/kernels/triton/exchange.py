@@ -31,9 +31,10 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 @dataclass(frozen=True, slots=True)
 class Inboxes:
-    """The memory through which the ranks exchange values, as one rank sees it. `addresses`, int64 [ranks], has the
-    address of each rank's inbox in this process: `HALVES` x `max_rows` x ranks x `words` words, zero at first.
-    `counters`, int32 [max_rows] of this rank, is zero at first too. Only the kernels of this module may write to both.
+    """The device memory through which tensor-parallel ranks exchange values, as one rank sees it. `addresses`, int64
+    [ranks], has the address of each rank's inbox in this process: `HALVES` x `max_rows` x ranks x `words` words, zero
+    at first. `counters`, int32 [max_rows] of this rank, is zero at first too. Only the kernels of this module may write
+    to both.
     """
 
     rank: int
@@ -43,21 +44,25 @@ class Inboxes:
     max_rows: int
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether the rows of x can be exchanged through these inboxes."""
+        """Return whether `sum_norm` supports x [rows, hidden] with these inboxes: its number of rows, row size and
+        dtype.
+        """
         row_bytes = x.shape[-1] * x.element_size()
         is_row = x.ndim == 2 and x.is_contiguous() and x.dtype in _DTYPES
         return is_row and row_bytes == 4 * self.words and 0 < x.shape[0] <= self.max_rows
 
 
 def inbox_bytes(ranks: int, rows: int, words: int) -> int:
-    """Return the size of one rank's inbox in bytes."""
+    """Return the size of one rank's inbox in bytes, for `rows` rows of `words` 32-bit words from each of `ranks`
+    ranks.
+    """
     return HALVES * ranks * rows * words * WORD_BYTES
 
 
 def sum_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, *, polls: int = MAX_POLLS
 ) -> Tensor:
-    """Return the RMSNorm of the ranks' `x` + `residual` [rows, hidden], and store that sum in `residual`.
+    """Add the sum of `x` over the ranks to `residual` [rows, hidden] in place, and return the RMSNorm of the result.
 
     The sum is taken in float32 in the order of the ranks, so that all ranks get the same. All ranks must call it in the
     same order. After `polls` reads without a new value the result is undefined. Twin: `rms_norm` of the sum.
@@ -87,11 +92,11 @@ def sum_norm(
 
 
 def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = MAX_POLLS) -> Tensor:
-    """Write to `out`, int64 [rows], the column of each row's largest value in all ranks' `logits` [rows, columns], side
-    by side.
+    """Write to `out`, int64 [rows], the column of each row's largest value in the logits of all ranks, side by side,
+    and return `out`. `logits` are this rank's columns, [rows, columns].
 
     Among equal values the first counts; a row with NaN gives the number of all columns. The rows of the inboxes must
-    have two words. Twin: `argmax` of the gathered logits.
+    have two words. After `polls` reads without a new value the result is undefined.
     """
     assert inboxes.words == WORDS_PER_ARGMAX and len(logits) <= inboxes.max_rows
     found = part_keys(logits)
@@ -116,7 +121,9 @@ def argmax(logits: Tensor, out: Tensor, inboxes: Inboxes, *, polls: int = MAX_PO
 
 @triton.jit
 def _low(bits, dtype: tl.constexpr):
-    """Return the first number of a word, or the whole word if the dtype has 32 bits."""
+    """Return the first of the two 16-bit numbers in each 32-bit word, or the whole word if the dtype has 32 bits, as
+    float32.
+    """
     if dtype == tl.float32:
         number = bits.to(tl.float32, bitcast=True)
     else:
@@ -218,8 +225,8 @@ def _argmax_kernel(  # noqa: PLR0913
     max_rows: tl.constexpr,
     width: tl.constexpr,
 ):
-    """Reduce a row's parts, then the ranks. One exchanged word is the key of the largest value, the other its column
-    among all columns.
+    """Reduce the parts of one row of this rank's logits, exchange the largest value with the other ranks, and store the
+    largest of all. Of the two exchanged words one is the key of the value, the other its column.
     """
     row = tl.program_id(0)
     part, word = tl.arange(0, width), tl.arange(0, 2)

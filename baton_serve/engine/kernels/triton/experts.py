@@ -26,7 +26,7 @@ MAX_WIDE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Tile sizes of the matrix products of all experts in one kernel (a grouped product)."""
+    """Tile sizes of a grouped product: the matrix products of all experts in one kernel."""
 
     rows: int  # of one expert
     columns: int  # of one matrix: a program of gate and up multiplies twice as many
@@ -38,7 +38,7 @@ class ExpertTiles:
 def route(
     logits: Tensor, top_k: int, *, renormalize: bool, num_shared: int = 0, has_gate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token; see `LayerKernels.route`."""
+    """Choose the experts of each token by a Triton kernel, as `LayerKernels.route` specifies."""
     num_tokens, num_experts = logits.shape[0], logits.shape[1] - has_gate
     weights = torch.empty((num_tokens, top_k + num_shared), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_tokens, top_k + num_shared), dtype=torch.int32, device=logits.device)
@@ -61,8 +61,8 @@ def route(
 
 
 def expert_tiles(num_pairs: int, num_experts: int, element_bytes: int) -> tuple[ExpertTiles, ExpertTiles]:
-    """Return the tiles for gate and up, and for down, by the average number of rows of an expert. They use at most 100
-    KB of shared memory.
+    """Return (tile sizes for gate and up, tile sizes for down) of grouped products, by the average number of (token,
+    expert) pairs of an expert. They use at most 100 KB of shared memory.
     """
     mean = num_pairs / num_experts
     if element_bytes > 2:  # float32 is multiplied in registers, which are scarce
@@ -86,8 +86,9 @@ def mix(
     *,
     tiles: tuple[ExpertTiles, ExpertTiles] | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, with the shape of x [num_tokens, hidden]. `weights` and `chosen`
-    are results of `route`; a token chooses an expert at most once.
+    """Return the weighted sum of each token's experts by Triton kernels, with the shape of x [num_tokens, hidden].
+    `weights` and `chosen` are results of `route`; a token chooses an expert at most once. `tiles` None: those of
+    `expert_tiles`.
     """
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     num_tokens, hidden = x.shape
@@ -165,14 +166,16 @@ def mix(
 
 
 def new_output(experts: Experts, x: Tensor, pairs: int) -> Tensor:
-    """Return memory for the outputs of all pairs [pairs, hidden]. No program writes those of other ranks' experts."""
+    """Return memory for the experts' outputs of all (token, expert) pairs, [pairs, hidden]. It is filled with zeros if
+    other ranks hold some experts, whose pairs no program writes.
+    """
     make = torch.zeros if experts.is_part else torch.empty
     return make((pairs, x.shape[1]), dtype=x.dtype, device=x.device)
 
 
 def num_blocks(pairs: int, num_experts: int, rows: int) -> int:
-    """Return an upper bound of the number of row blocks in a grouped product. Each chosen expert may have one block
-    that is almost empty.
+    """Return an upper bound of the number of blocks of `rows` rows in a grouped product. Each chosen expert may have
+    one block that is almost empty.
     """
     return min(pairs, num_experts + pairs // rows)
 
@@ -220,7 +223,8 @@ def _route_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["pairs", "num_tokens"])
 def assign_kernel(rows, counts, chosen, pairs, num_tokens, chunk: tl.constexpr):
-    """Store to `rows` [num_experts, num_tokens] the pairs of each expert in order, and to `counts` their number.
+    """Store, for each expert, the (token, expert) pairs that chose it to `rows` [num_experts, num_tokens], in order,
+    and their number to `counts`.
 
     Pair p is choice p % top_k of token p // top_k. One program handles one expert, in steps of `chunk` pairs.
     """
@@ -268,8 +272,8 @@ def tile_of(  # noqa: PLR0913
 
 @triton.jit
 def _find(block, counts, num_experts: tl.constexpr, experts: tl.constexpr, tile_rows: tl.constexpr):
-    """Return (expert, its number of rows, first row) of a block of rows. An expert of `num_experts` or
-    more means none.
+    """Return (expert, its number of rows, first row) for the block number `block` of a grouped product. An expert of
+    `num_experts` or more means that the block does not exist.
     """
     ids = tl.arange(0, experts)
     blocks = (tl.load(counts + ids, ids < num_experts, other=0) + tile_rows - 1) // tile_rows

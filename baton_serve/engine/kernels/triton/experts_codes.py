@@ -26,7 +26,9 @@ _DEPTH = 64  # inputs per step, of codes of eight bits
 
 
 def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """Return the weighted sum of each token's experts; experts that are not quantized go to `triton.experts.mix`."""
+    """Return the weighted sum of each token's quantized experts, as `LayerKernels.mix` specifies. Experts that are not
+    quantized are passed to `triton.experts.mix`.
+    """
     if not isinstance(experts.gate_up, StackedWeight) or not isinstance(experts.down, StackedWeight):
         return triton_experts.mix(x, weights, chosen, experts)
     num_tokens, hidden = x.shape
@@ -58,8 +60,8 @@ def _product(
     factors: Tensor | None,
     assigned: tuple[Tensor, Tensor],
 ) -> None:
-    """Store to `result` [pairs, outputs] the pair's row of x times its expert's weight, times its factor. A row of x
-    has one pair or more.
+    """Store to `result` [pairs, outputs], for each (token, expert) pair, a row of x times the expert's quantized
+    weight, plus its bias, times the pair's factor. A row of x belongs to one pair or more.
     """
     weight, (rows, counts) = stacked.weight, assigned
     num_experts, num_tokens = rows.shape

@@ -37,7 +37,8 @@ MIN_ROWS = 16
 
 
 def rows_are_aligned(row_size: int, value_dim: int, element_bytes: int) -> bool:
-    """Return whether rows, and the latents in them, begin where a device loads a whole vector.
+    """Return whether cache rows of `row_size` elements, and the latents in them, begin at addresses from which a device
+    loads a whole vector.
 
     Triton 3.6 copies 16 bytes at a time from rows of 33 numbers too, which devices refuse; Triton 3.7 does not.
     """
@@ -45,7 +46,9 @@ def rows_are_aligned(row_size: int, value_dim: int, element_bytes: int) -> bool:
 
 
 def fits(cache: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether the kernels support a layer whose K and V are one memory."""
+    """Return whether the kernels of this module support a layer of latent attention (MLA), whose K and V are the same
+    memory.
+    """
     if spec.value_dim is None or spec.alibi is not None or spec.sinks is not None or spec.sliding_window is not None:
         return False
     rotated = cache.shape[4] - spec.value_dim
@@ -57,7 +60,9 @@ def fits(cache: Tensor, spec: AttentionSpec) -> bool:
 def decode_latents(
     output: Tensor, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec, tiles: DecodeTiles
 ) -> None:
-    """Compute the rows of `output` that belong to sequences with exactly one new token. Call it only if `fits`."""
+    """Compute latent attention for the sequences with exactly one new token, and write it to their rows of `output`.
+    Call it only if `fits`.
+    """
     num_seqs, num_heads, value_dim = meta.context_lens.shape[0], query.shape[1], output.shape[2]
     align = max(tiles.tile, cache.shape[3])
     num_splits = most_splits(meta, spec, tiles)
@@ -104,8 +109,8 @@ def prefill_latents(
     *,
     skip_singles: bool,
 ) -> None:
-    """Compute the attention of all sequences, except, with `skip_singles`, of those with one new token. Call it only if
-    `fits`.
+    """Compute latent attention of all sequences, or, with `skip_singles`, of those with several new tokens, and write
+    it to `output`. Call it only if `fits`.
     """
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     head_rows = min(padded(num_heads), tiles.rows)
@@ -138,7 +143,7 @@ def prefill_latents(
 def _constants(
     query: Tensor, cache: Tensor, spec: AttentionSpec, tiles: DecodeTiles | PrefillTiles
 ) -> dict[str, int | bool | str | None]:
-    """Return the constants that both kernels are compiled for."""
+    """Return the arguments for which the decode and prefill kernels are compiled, by name."""
     assert spec.value_dim is not None
     return {
         "head_dim": cache.shape[4],
@@ -331,7 +336,9 @@ def _prefill_kernel(  # noqa: PLR0913
 def _load_queries(
     at, live, head_dim: tl.constexpr, value_dim: tl.constexpr, dims: tl.constexpr, tail_dims: tl.constexpr
 ):
-    """Load query rows in two parts: the one for the latent [rows, dims] and the rotated one [rows, tail_dims]."""
+    """Load query rows in two parts. Return (the part that multiplies latents [rows, dims], the rotated part [rows,
+    tail_dims]).
+    """
     dim, rest = tl.arange(0, dims), value_dim + tl.arange(0, tail_dims)
     asked = tl.load(at[:, None] + dim[None, :], live[:, None] & (dim < value_dim)[None, :], other=0.0)
     tail = tl.load(at[:, None] + rest[None, :], live[:, None] & (rest < head_dim)[None, :], other=0.0)
@@ -359,8 +366,8 @@ def _attend(  # noqa: PLR0913
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Attend to the tokens [begin, end). Return the result before the division by the sum of weights [rows, dims], this
-    sum [rows], and the largest score [rows].
+    """Compute attention of query rows over the cached tokens [begin, end). Return (result before the division by the
+    sum of weights [rows, dims], this sum [rows], the largest score [rows]).
     """
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]
@@ -399,8 +406,8 @@ def _attend(  # noqa: PLR0913
 
 @triton.jit
 def _load_columns(cache, rows, known, dim, first: tl.constexpr, end: tl.constexpr, head_dim: tl.constexpr):
-    """Load columns [first, end) of cache rows. Masked tokens read as zero, because memory that was never written may
-    hold NaN.
+    """Load the columns [first, end) of the cache rows `rows`. Tokens outside the mask `known` read as zero, because
+    memory that was never written may hold NaN.
     """
     offsets = rows.to(tl.int64)[:, None] * head_dim + first + dim[None, :]
     if end - first == dim.shape[0]:

@@ -30,7 +30,7 @@ from baton_serve.engine.kernels.triton.tiles import padded
 
 
 def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin; see `LayerKernels.rotation`."""
+    """Return (cos, sin) for rotary embeddings by a Triton kernel, as `LayerKernels.rotation` specifies."""
     half = frequencies.shape[0]
     both = torch.empty((2, positions.shape[0], 2 * half), dtype=torch.float32, device=positions.device)
     _rotation_kernel[(positions.shape[0],)](
@@ -71,8 +71,8 @@ _HEADS_PER_PROGRAM = 8
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, unit_offset: bool = False
 ) -> Tensor:
-    """Return the norm of x [..., hidden]; see `LayerKernels.rms_norm`. `residual` is updated in place. `unit_offset`
-    means that the weight is stored minus one (Gemma).
+    """Return the RMSNorm of x [..., hidden] by a Triton kernel; see `LayerKernels.rms_norm`. `residual` is updated in
+    place. `unit_offset` multiplies by 1 + weight (Gemma).
     """
     rows = x.reshape(-1, x.shape[-1])
     output = torch.empty_like(rows)
@@ -96,12 +96,14 @@ def rms_norm(
 
 
 def norm(x: Tensor, norm: Norm) -> Tensor:
-    """Return a norm of any kind; see `LayerKernels.norm`. LayerNorm runs in plain torch."""
+    """Return an RMSNorm or LayerNorm of x, as `LayerKernels.norm` specifies. LayerNorm runs in plain torch."""
     return twin.norm(x, norm) if norm.is_centered else rms_norm(x, norm.weight, norm.eps, unit_offset=norm.has_offset)
 
 
 def norm_for(x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
-    """Return `rms_norm` of x [num_tokens, hidden], as digits if the product with `then` is computed with integers."""
+    """Return the RMSNorm of x [num_tokens, hidden], or of x + `residual`, which is updated in place. It is returned as
+    `Digits` (16-bit integers) if the product with the weight `then` is computed with integers.
+    """
     if isinstance(then, QuantizedWeight) and takes_digits(then, x.shape[0], x.dtype):
         return norm_split(x, norm.weight, norm.eps, residual=residual, nibbles=has_nibbles(then))
     return rms_norm(x, norm.weight, norm.eps, residual=residual)
@@ -116,10 +118,10 @@ def linear_norm(
     *,
     before_norm: Callable[[], None] = no_work,
 ) -> Activations:
-    """Return the RMSNorm of `linear` + `residual` [num_tokens, outputs], and store that sum in `residual`.
+    """Add the product of x to `residual` [num_tokens, outputs] in place, and return the RMSNorm of the sum, in the form
+    that is fastest for the weight `then`; see `LayerKernels.linear_norm`.
 
-    With few rows the product is computed in parts, which the kernel of the norm adds. For `then` see
-    `LayerKernels.linear_norm`.
+    With few rows the product is computed in parts, which the kernel of the norm adds.
     """
     weight = product.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and _is_split(x, weight, product.bias):
@@ -150,8 +152,8 @@ def _is_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def gated_linear(x: Activations, gate_up: Linear, then: Weight) -> Activations:
-    """Return `silu_mul` of `linear`: within the product if each output is computed by one program, and as digits if the
-    product with `then` is computed with integers.
+    """Return silu(gate) * up of a product that computes both. It is computed within the product if each output belongs
+    to one program, and returned as `Digits` (16-bit integers) if the product with `then` is computed with integers.
     """
     weight = gate_up.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and is_row(x, weight):
@@ -170,12 +172,14 @@ def _silu_for(gate_up: Tensor, then: Weight) -> Activations:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [..., width] of [..., 2 * width], in which the gate comes first."""
+    """Return silu(gate) * up [..., width] by a Triton kernel, for `gate_up` [..., 2 * width], in which the gate comes
+    first.
+    """
     return _gated(gate_up, is_gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Return gelu(gate) * up; see `LayerKernels.gelu_mul`."""
+    """Return gelu(gate) * up by a Triton kernel, as `LayerKernels.gelu_mul` specifies."""
     return _gated(gate_up, is_gelu=True)
 
 
@@ -200,8 +204,8 @@ def rotary_store(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Rotate queries and store K and V; see `LayerKernels.rotary_store`. `key` itself is not changed, and a negative
-    slot stores nothing.
+    """Rotate `query` in place, and write the rotated K, and V, to the cache by a Triton kernel; see
+    `LayerKernels.rotary_store`. `key` itself is not changed, and a token with a negative slot is not stored.
     """
     num_tokens, num_heads, head_dim = query.shape
     cos, sin = rotation

@@ -19,12 +19,12 @@ from baton_serve.engine.kernels.triton.tiles import row_tiles
 
 
 def pack(weight: QuantizedWeight) -> Weight:
-    """Return the weight as it is: the kernels read the codes in their own order."""
+    """Return a quantized weight unchanged: the Triton kernels read the codes in their own order."""
     return weight
 
 
 def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Return x [num_tokens, inputs] times the weight [outputs, inputs]: [num_tokens, outputs]."""
+    """Return x [num_tokens, inputs] times the weight [outputs, inputs], plus the bias: [num_tokens, outputs]."""
     if isinstance(x, Digits):
         assert isinstance(weight, QuantizedWeight)
         return digit_product(x, weight, bias)
@@ -54,13 +54,13 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
 
 
 def is_row(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a kernel of this module computes this product: one row of x, and a weight that it supports."""
+    """Return whether `gated_row` computes a product of x with this weight: x has one row, and both are contiguous."""
     return x.shape[0] == 1 and x.stride(-1) == 1 and weight.is_contiguous()
 
 
 def gated_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `silu_mul` of `linear`, with the same rounding in between as if it were stored. Call it only if `is_row`
-    is True.
+    """Return silu(gate) * up for one row x, where `weight` computes gate and up. The result is rounded as if the
+    product were stored in between. Call it only if `is_row` is True.
     """
     width, inputs = weight.shape[0] // 2, weight.shape[1]
     result = torch.empty((1, width), dtype=x.dtype, device=x.device)
@@ -110,7 +110,7 @@ def _one_row_kernel(  # noqa: PLR0913
 def _gated_row_kernel(  # noqa: PLR0913
     result, x, weight, bias, width, inputs: tl.constexpr, chunk: tl.constexpr, has_bias: tl.constexpr
 ):
-    """Compute one gate and its up in each program."""
+    """Compute silu(gate) * up of one row of activations. Each program computes one gate and its up value."""
     output = tl.program_id(0)
     row, column = output + tl.arange(0, 2) * width, tl.arange(0, chunk)
     acc = tl.zeros([2, chunk], tl.float32)

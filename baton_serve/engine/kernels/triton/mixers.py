@@ -23,13 +23,13 @@ _TILE_COLUMNS = 1024
 
 
 def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
-    """Compute the gated delta rule; see `MixerKernels.delta_rule`."""
+    """Compute the gated delta rule by Triton kernels, as `MixerKernels.delta_rule` specifies. `states` are updated."""
     compute = delta_step if sequences.max_len == 1 else delta_chunks
     return compute(heads, states, sequences)
 
 
 def gated_norm(x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of x times silu(gate); see `MixerKernels.gated_norm`."""
+    """Return the RMSNorm of x times silu(gate) by a Triton kernel, as `MixerKernels.gated_norm` specifies."""
     num_tokens, num_heads, size = x.shape
     assert x.is_contiguous() and gate.stride(2) == 1
     output = torch.empty_like(x)
@@ -53,7 +53,7 @@ def gated_norm(x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x times sigmoid(gate); see `MixerKernels.sigmoid_gate`."""
+    """Return x times sigmoid(gate) by a Triton kernel, as `MixerKernels.sigmoid_gate` specifies."""
     assert x.is_contiguous() and gate.stride(1) == 1
     output, width = torch.empty_like(x), x.shape[1]
     tile = min(_TILE_COLUMNS, padded(width))
@@ -64,7 +64,9 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
-    """Return the rows of the cache; see `MixerKernels.latent_rows`."""
+    """Return the rows that the KV cache of latent attention stores, by a Triton kernel, as `MixerKernels.latent_rows`
+    specifies. `query` is updated.
+    """
     (num_tokens, num_heads, head_size), (cos, sin) = rows.query.shape, rows.rotation
     half, width = cos.shape[1] // 2, rows.latents.shape[1]
     assert rows.latents.stride(1) == rows.query.stride(2) == query.stride(2) == 1

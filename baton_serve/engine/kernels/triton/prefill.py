@@ -40,8 +40,8 @@ def prefill(
     *,
     skip_singles: bool,
 ) -> None:
-    """Compute the attention of all sequences, and store it in `output`. With `skip_singles`, the rows of sequences with
-    one new token are left to the decode kernel.
+    """Compute paged attention of all sequences, and write it to `output`. With `skip_singles`, the rows of sequences
+    with one new token stay as they are: the decode kernel computes them.
     """
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
@@ -93,8 +93,8 @@ def prefill(
 
 
 def _rows_descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
-    """Return a tensor descriptor of the cache as rows of head_dim: each (block, plane, head) is a run of block_tokens
-    rows.
+    """Return a tensor descriptor that shows the cache as rows of head_dim elements, of which `tile` are loaded at a
+    time. Each (block, plane, head) is a run of block_tokens rows.
     """
     num_blocks, _, num_kv_heads, _, head_dim = cache.shape
     num_rows = (num_blocks - 1) * (cache.stride(0) // head_dim) + 2 * num_kv_heads * cache.stride(2) // head_dim
@@ -373,7 +373,9 @@ def _attend_pairs(  # noqa: PLR0913
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Process two tiles without a mask in each step, which halves the reductions and rescalings."""
+    """Add the key tokens [begin, end), which need no mask, to the running softmax of the queries (acc, total, peak),
+    two tiles in each step, which halves the reductions and rescalings. Return the three.
+    """
     plane = kv_heads * head_rows
     factor = factor_of(scale, softcap, capped)
     block0 = tl.load(table + begin // block_tokens, mask=begin < end, other=0)

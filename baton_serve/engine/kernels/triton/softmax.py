@@ -16,8 +16,8 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 @triton.jit
 def tile_rows(block, start, head, block_rows, head_rows: tl.constexpr, block_tokens: tl.constexpr):
-    """Return the first cache row of the key tokens from `start` on of a head. `block` is the block that holds `start`.
-    Values lie one plane further.
+    """Return the row of the cache, seen as rows of head_dim, that holds the keys of one head for the tokens from
+    `start` on. `block` is the KV block that holds `start`. Values lie one plane further.
     """
     return block * block_rows + head * head_rows + start % block_tokens
 
@@ -34,15 +34,15 @@ def load_scales(  # noqa: PLR0913
     block_tokens: tl.constexpr,
     head_dim: tl.constexpr,
 ):
-    """Return the scales of the codes of key tokens `position` of a head; see `kv_codes`."""
+    """Return the scales of the quantized keys of one head for the tokens `position`; see `kv_codes`."""
     row = (block * block_rows + head * head_rows + block_tokens).to(tl.int64)
     return tl.load(scales + row * (head_dim // 2) + position % block_tokens, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_rows(cache, rows, mask, dims, head_dim: tl.constexpr):
-    """Load [tokens, padded_dim] by pointers. Masked tokens read as zero, because memory that was never written may hold
-    NaN.
+    """Load the rows `rows` of the cache as [tokens, padded_dim]. Tokens outside `mask` read as zero, because memory
+    that was never written may hold NaN.
     """
     offsets = rows.to(tl.int64)[:, None] * head_dim + dims[None, :]
     if head_dim == dims.shape[0]:
@@ -52,15 +52,17 @@ def load_rows(cache, rows, mask, dims, head_dim: tl.constexpr):
 
 @triton.jit
 def factor_of(scale, softcap, capped: tl.constexpr):
-    """Return the factor that converts `capped_scores` to units of log2. It is applied inside exp2's argument, where it
-    costs nothing.
+    """Return the factor that converts results of `capped_scores` to exponents of 2. It is applied inside exp2's
+    argument, where it costs nothing.
     """
     return softcap * LOG2E if capped else scale * LOG2E
 
 
 @triton.jit
 def capped_scores(raw, scale, softcap, capped: tl.constexpr):
-    """Return q @ k^T unchanged, or tanh(scaled / softcap), written with exp2, which every backend supports."""
+    """Return attention scores `raw` (q @ k^T) unchanged, or if `capped` the tanh of the scaled scores over `softcap`,
+    written with exp2, which every backend supports.
+    """
     if capped:
         power = tl.minimum(raw * (scale / softcap) * (2 * LOG2E), 126.0, tl.PropagateNan.ALL)
         return 1.0 - 2.0 / (tl.exp2(power) + 1.0)
@@ -71,8 +73,9 @@ def capped_scores(raw, scale, softcap, capped: tl.constexpr):
 def absorb(  # noqa: PLR0913
     acc, total, peak, scores, factor, values, worths, scaled: tl.constexpr, precision: tl.constexpr
 ):
-    """Add a tile of keys to the running softmax of the queries: scores [rows, tokens] and values [tokens, dim]. With
-    `scaled`, the values are quantized, with scales `worths` [tokens].
+    """Add a tile of key tokens to the running softmax of the queries, and return the new (acc, total, peak): sums of
+    values, sums of weights, largest scores. `scores` is [rows, tokens], `values` [tokens, dim]. With `scaled`, the
+    values are quantized, with scales `worths` [tokens].
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     shrink = tl.exp2(peak - new_peak)

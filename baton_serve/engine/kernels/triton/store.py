@@ -13,8 +13,8 @@ from baton_serve.engine.kernels.triton.tiles import padded
 
 
 def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Store key and value [num_tokens, num_kv_heads, head_dim], whose last stride must be 1. A negative slot is
-    skipped.
+    """Write key and value [num_tokens, num_kv_heads, head_dim], whose last stride must be 1, to the cache positions
+    `slots`. A token with a negative slot is skipped.
     """
     num_kv_heads, block_tokens, head_dim = cache.shape[2:]
     has_values = cache.stride(1) != 0  # latents have one plane, which is both K and V
@@ -81,7 +81,9 @@ def _store_kernel(  # noqa: PLR0913
 
 @triton.jit
 def _store_rows(rows, to, scales, mask, live, largest: tl.constexpr):
-    """Copy one plane's rows [heads, dims] from the pointers `rows` to `to`, as codes with scales if `largest` > 0."""
+    """Copy the keys or the values of one token, [heads, dims], from the pointers `rows` to `to`. If `largest` > 0 they
+    are quantized, and their scales are stored too.
+    """
     x = tl.load(rows, mask, other=0.0)
     if largest > 0:
         top = largest_of(x)
@@ -92,8 +94,8 @@ def _store_rows(rows, to, scales, mask, live, largest: tl.constexpr):
 
 @triton.jit
 def largest_of(rows):
-    """Return the largest absolute value of each row [heads, dims], float32 [heads, 1], or NaN if the row has one: as an
-    integer, NaN is larger than all numbers.
+    """Return the largest absolute value of each row [heads, dims], float32 [heads, 1]; NaN if the row has one. They are
+    compared as integers, among which NaN is larger than all numbers.
     """
     bits = rows.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, 1)[:, None].to(tl.float32, bitcast=True)
@@ -101,8 +103,8 @@ def largest_of(rows):
 
 @triton.jit
 def scale_of(largest_element, largest: tl.constexpr):
-    """Return the scale for a row with this largest value, as it is stored, in bfloat16. It is rounded to nearest here,
-    because devices convert in different ways.
+    """Return the bfloat16 scale for a row whose largest element is `largest_element`, if codes have values up to
+    `largest`. It is rounded to nearest here, because devices convert in different ways.
     """
     bits = (largest_element * (1.0 / largest)).to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -112,8 +114,8 @@ def scale_of(largest_element, largest: tl.constexpr):
 
 @triton.jit
 def coded(rows, largest_element, cache, largest: tl.constexpr):
-    """Quantize rows to the cache's dtype. Return the codes, still as float32 or as that dtype; see
-    `kv_codes.encode`.
+    """Quantize rows to the dtype of the cache. Return the codes, as float32 or as that dtype, before they are stored;
+    see `kv_codes.encode`.
     """
     divisor = scale_of(largest_element, largest).to(tl.float32)
     inverse = tl.where(divisor > 0, 1.0 / tl.where(divisor > 0, divisor, 1.0), 0.0)

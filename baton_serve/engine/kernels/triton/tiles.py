@@ -15,7 +15,7 @@ from triton.compiler import make_backend
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """The limits of a device that determine tile sizes."""
+    """The properties of a device on which tile sizes depend, such as its number of processors."""
 
     processors: int  # multiprocessors, or Xe cores
     shared_bytes: int  # shared local memory that one program may use
@@ -24,7 +24,7 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """Tile sizes of decode attention."""
+    """Tile sizes and launch settings of the decode attention kernel."""
 
     tile: int  # KV tokens per step
     min_split: int  # tokens, about; a multiple of tile and of the block
@@ -36,7 +36,7 @@ class DecodeTiles:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """Tile sizes of prefill attention."""
+    """Tile sizes and launch settings of the prefill attention kernel."""
 
     rows: int  # query tokens x group members
     tile: int  # KV tokens per step
@@ -48,7 +48,7 @@ class PrefillTiles:
 
 @dataclass(frozen=True, slots=True)
 class SplitTiles:
-    """Tile sizes of a product whose inputs are divided among several programs."""
+    """Tile sizes of a matrix product whose inputs are divided among several programs."""
 
     tile: int  # outputs
     step: int  # inputs
@@ -59,7 +59,7 @@ class SplitTiles:
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Tile sizes of a product with one row."""
+    """Tile sizes of a matrix product with one row of activations."""
 
     rows: int  # of the weight, one output each
     chunk: int  # inputs
@@ -68,8 +68,8 @@ class RowTiles:
 
 
 def row_tiles(inputs: int) -> RowTiles:
-    """Return the tiles of a product with one row, measured for 2,048 to 14,336 inputs: small programs,
-    many at a time.
+    """Return the tile sizes of a product with one row of activations, measured for 2,048 to 14,336 inputs: small
+    programs, of which a processor runs many at a time.
     """
     if inputs % 2048 == 0:
         return RowTiles(rows=2 if inputs == 2048 else 1, chunk=2048, warps=8 if inputs <= 8192 else 4, stages=2)
@@ -79,8 +79,8 @@ def row_tiles(inputs: int) -> RowTiles:
 
 
 def split_tiles(limits: DeviceLimits, *, outputs: int, inputs: int) -> SplitTiles:
-    """Return the tiles of a product of up to 16 rows whose parts another kernel adds: two parts of the inputs, or more
-    if processors would stay idle.
+    """Return the tile sizes of a product of up to 16 rows whose parts another kernel adds. The inputs are divided into
+    two parts, or more if processors would stay idle.
     """
     tile, stages = (64, 5) if limits.shared_bytes >= 96 << 10 else (32, 3)  # uses 82 or 25 KB
     splits = 2
@@ -90,12 +90,14 @@ def split_tiles(limits: DeviceLimits, *, outputs: int, inputs: int) -> SplitTile
 
 
 def padded(size: int) -> int:
-    """Return the next power of two, which shapes in Triton must have."""
+    """Return the next power of two that is not below `size`, since shapes in Triton must be powers of two."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def device_limits(index: int) -> DeviceLimits:
-    """Return the limits from Triton's driver, whose answer has the same form on every backend."""
+    """Return the limits of the device number `index`, by Triton's driver, which reports them in the same form for every
+    backend.
+    """
     active = triton.runtime.driver.active
     properties = active.utils.get_device_properties(index)
     target = active.get_current_target()
@@ -108,8 +110,8 @@ def device_limits(index: int) -> DeviceLimits:
 
 @lru_cache(maxsize=16)
 def narrowest_columns(device: torch.device) -> int:
-    """Return the smallest number of columns of a product's right operand that Triton's backend supports, but at least
-    8.
+    """Return the smallest number of columns, at least 8, that Triton's backend for this device supports for the right
+    operand of a product.
     """
     if device.type == "cpu":  # Triton's interpreter
         return 8
@@ -124,11 +126,11 @@ def narrowest_columns(device: torch.device) -> int:
 def decode_tiles(
     limits: DeviceLimits, *, head_bytes: int, block_tokens: int, is_coded: bool = False, num_heads: int = 0
 ) -> DecodeTiles:
-    """Return the tiles of decode attention. `head_bytes` is the padded size of one token's K of one head, as
-    multiplied.
+    """Return the tile sizes of decode attention. `head_bytes` is the size of one token's K of one head in the dtype of
+    the query, padded to a power of two.
 
-    One or two sequences are cut finely enough to fill the device, by the number of KV heads of all sequences,
-    `num_heads`. `is_coded` means one-byte K and V, whose decoding needs registers.
+    The contexts of one or two sequences are cut into enough splits to fill the device; `num_heads` is the number of KV
+    heads of all sequences together. `is_coded` means a one-byte KV cache, whose decoding needs registers.
     """
     room = limits.shared_bytes // 3  # three programs share a processor and hide each other's waits
     candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
@@ -154,8 +156,8 @@ def decode_tiles(
 
 
 def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) -> PrefillTiles:
-    """Return the tiles of prefill attention. The query rows and the stages of K and V tiles share the device's fast
-    memory.
+    """Return the tile sizes of prefill attention. `head_bytes` is the size of one token's K of one head, padded, in the
+    dtype of the query. Query rows and tiles of K and V share the device's shared memory.
     """
     has_matrix_units = element_bytes <= 2  # float32 is multiplied in registers, which are scarce
     rows = 128 if has_matrix_units else 32
@@ -176,9 +178,10 @@ def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) 
 def latent_tiles(
     limits: DeviceLimits, token_bytes: int, num_seqs: int, block_tokens: int
 ) -> tuple[DecodeTiles, PrefillTiles]:
-    """Return the tiles of latent attention (MLA), whose tokens have one row of `token_bytes`, as multiplied.
+    """Return (tile sizes for decode, tile sizes for prefill) of latent attention (MLA), which has one cache row of
+    `token_bytes` for each token, in the dtype of the query.
 
-    A few sequences are cut finely enough to fill the device.
+    The contexts of a few sequences are cut into enough splits to fill the device.
     """
     candidates = [(64, 2), (32, 2), (16, 2), (16, 1)]
     room = limits.shared_bytes * 3 // 4

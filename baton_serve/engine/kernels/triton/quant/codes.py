@@ -28,12 +28,14 @@ KINDS = {"int4": 0, "uint4": 0, "fp4": 1, "fp6": 2, "nf4": 3, "bnb_fp4": 3}
 
 @lru_cache(maxsize=16)
 def table_of(codebook: Codebook, device: torch.device) -> Tensor:
-    """Return the values of a codebook that cannot be computed from the code, as a float32 tensor."""
+    """Return the values of all codes of a codebook, such as nf4, as a float32 tensor on the device, for kernels that
+    look them up.
+    """
     return torch.tensor(code_values(codebook), device=device)
 
 
 def word_arguments(weight: QuantizedWeight) -> dict[str, int | bool]:
-    """Return the compile-time constants of a kernel that reads the packed codes of this weight."""
+    """Return the compile-time arguments, by name, of a kernel that reads the packed codes of this weight."""
     six = code_bits(weight.codebook) == 6
     return {
         "inputs": weight.inputs,
@@ -49,9 +51,10 @@ def word_arguments(weight: QuantizedWeight) -> dict[str, int | bool]:
 
 @triton.jit
 def values(low, high, column, nibble: tl.constexpr, table, kind: tl.constexpr):
-    """Return the float32 numbers of nibble `nibble` of the words `low`. `column` counts words within a stretch.
+    """Return the float32 values of the codes in nibble `nibble` of the words `low`. Words `high` hold the upper bits of
+    six-bit codes, and `column` counts words within a run of 128 inputs.
 
-    For `kind` 0 the result is the code plus 128, which the caller subtracts together with the zero.
+    For `kind` 0 (int4 and uint4) the result is the code plus 128, which the caller subtracts together with the zero.
     """
     if kind == 0:  # the code becomes the low bits of a float32 mantissa: a number between 128 and 256
         bits = low << (16 - 4 * nibble) if nibble < 4 else low >> (4 * nibble - 16)
@@ -72,8 +75,8 @@ def values(low, high, column, nibble: tl.constexpr, table, kind: tl.constexpr):
 
 @triton.jit
 def both_values(low, nibble: tl.constexpr, kind: tl.constexpr, centre: tl.constexpr, dtype: tl.constexpr):
-    """Return nibbles `nibble` and `nibble + 4` of the words `low` minus `centre`, exactly, in a 16-bit `dtype`. Both
-    are built in one word, so that one instruction serves two weights.
+    """Return the values of the nibbles `nibble` and `nibble + 4` of the words `low`, minus `centre`, exactly, in a
+    16-bit `dtype`. Both are built in one word, so that one instruction serves two weights.
     """
     shifted = low >> (4 * nibble)
     if kind == 0:  # the codes become the last bits of numbers from 128 (bfloat16) or 1024 (float16)
@@ -92,5 +95,5 @@ def both_values(low, nibble: tl.constexpr, kind: tl.constexpr, centre: tl.conste
 
 @triton.jit
 def offset_of(kind: tl.constexpr, centre: tl.constexpr):
-    """Return the constant by which `values` is too large, apart from the zero."""
+    """Return the constant by which the results of `values` are too large, without the weight's zero point."""
     return 128.0 + centre if kind == 0 else 0.0

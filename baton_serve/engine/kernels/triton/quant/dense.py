@@ -14,7 +14,7 @@ from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, tabl
 
 
 def dense(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Dequantize the weight on the device. Return floats [outputs, inputs] in `dtype`."""
+    """Dequantize a weight on its device by a Triton kernel. Return floats [outputs, inputs] in `dtype`."""
     result = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.codes.device)
     zeros = weight.scales if weight.zeros is None else weight.zeros
     if weight.codebook in KINDS:

@@ -29,7 +29,7 @@ MANY_OUTPUTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class DigitTiles:
-    """Tile sizes of a product of integers (see `Digits`)."""
+    """Tile sizes of a product of integer activations (`Digits`) with a quantized weight."""
 
     outputs: int
     splits: int
@@ -39,8 +39,8 @@ class DigitTiles:
 
 
 def takes_digits(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> bool:
-    """Return whether the product of this number of tokens is computed with integers: its codes must be integers in
-    groups of 128 or more.
+    """Return whether a product of `num_tokens` tokens in `dtype` with this weight is computed with integers. The codes
+    must be integers in groups of a multiple of 128, and the tokens few.
     """
     if dtype.itemsize != 2 or num_tokens > MAX_TOKENS.get(weight.codebook, 0) or weight.inputs % GROUP:
         return False
@@ -50,13 +50,14 @@ def takes_digits(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -
 
 
 def has_nibbles(weight: QuantizedWeight) -> bool:
-    """Return whether the codes of the weight have four bits."""
+    """Return whether the weight has four-bit codes, for which the inputs of `Digits` are in another order."""
     return weight.codebook != "int8"
 
 
 def digit_tiles(weight: QuantizedWeight, num_tokens: int) -> DigitTiles:
-    """Return the tile sizes, which were measured (docs/log/low-bit-formats.md, "Products over integers"). With few
-    outputs the rows are cut, but each program's part stays long enough for its loads to run ahead.
+    """Return the tile sizes of an integer product, which were measured (docs/log/low-bit-formats.md, "Products over
+    integers"). With few outputs the inputs are divided among programs, but each part stays long enough for its loads to
+    run ahead.
     """
     is_narrow = num_tokens <= 8
     outputs = 128 if weight.outputs >= 65536 and num_tokens <= 16 else 64
@@ -71,7 +72,9 @@ def digit_tiles(weight: QuantizedWeight, num_tokens: int) -> DigitTiles:
 def digit_product(
     digits: Digits, weight: QuantizedWeight, bias: Tensor | None, tiles: DigitTiles | None = None
 ) -> Tensor:
-    """Return the product [num_tokens, outputs] in the dtype of the activations."""
+    """Return the product of integer activations (`Digits`) with a quantized weight, plus the bias, [num_tokens,
+    outputs] in the dtype that the activations had. `tiles` None: those of `digit_tiles`.
+    """
     tiles = tiles or digit_tiles(weight, digits.num_tokens)
     result = torch.empty((digits.num_tokens, weight.outputs), dtype=digits.dtype, device=digits.codes.device)
     _launch(digits, weight, bias, tiles, result, _sums(digits, weight, tiles) if tiles.splits > 1 else result)
@@ -79,8 +82,8 @@ def digit_product(
 
 
 def digit_parts(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles | None = None) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `digit_product`, or None if the product
-    is computed in one part.
+    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `digit_product` without a bias; None if
+    the product is computed in one part.
     """
     tiles = tiles or digit_tiles(weight, digits.num_tokens)
     if tiles.splits == 1:
@@ -98,7 +101,9 @@ def _sums(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles) -> Tensor:
 def _launch(
     digits: Digits, weight: QuantizedWeight, bias: Tensor | None, tiles: DigitTiles, to: Tensor | None, sums: Tensor
 ) -> None:
-    """Launch the kernel. Without `to`, the parts stay in `sums` and are not added."""
+    """Launch the kernel of an integer product, which stores the result in `to`. If `to` is None, the parts of the
+    product stay in `sums` and are not added.
+    """
     assert digits.nibbles == has_nibbles(weight) and digits.inputs == weight.inputs
     num_tokens, adds = digits.num_tokens, to is not None
     result = sums if to is None else to
@@ -223,8 +228,9 @@ def _less_zeros(  # noqa: PLR0913
     nibbles: tl.constexpr,
     has_zeros: tl.constexpr,
 ):
-    """Subtract from a stretch's sums [outputs, columns] what the zeros have added: once for a token, in the column of
-    its high bytes. With four bits the sums count sixteenths, and high nibbles have lost eight already.
+    """Return the sums of one group of inputs, `part` [outputs, columns], without what the weight's zero points have
+    added. They are subtracted once for a token, in the column of its high bytes. With four-bit codes all sums are 16
+    times as large, and eight was subtracted from the codes of high nibbles.
     """
     if has_zeros or (nibbles and centre != 8):
         whole = tl.load(all_sums, is_high, other=0.0)

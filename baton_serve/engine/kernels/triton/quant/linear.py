@@ -30,8 +30,8 @@ DENSE_BYTES = 256 << 20
 
 
 def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Return whether each output of this product is computed by one program, which can then apply the gate
-    (`row_product`).
+    """Return whether each output of a product of x with this quantized weight is computed by one program. Then
+    `row_product` can apply silu(gate) * up in the same kernel.
     """
     if x.shape[0] != 1 or takes_digits(weight, 1, x.dtype):
         return False
@@ -39,8 +39,8 @@ def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
 
 
 def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `linear`, or None if the product is
-    computed in one part.
+    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `linear` without a bias; None if the
+    product is computed in one part.
     """
     if isinstance(x, Digits):
         return digit_parts(x, weight)
@@ -55,7 +55,7 @@ def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
 
 
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Return x [num_tokens, inputs] times the weight: [num_tokens, outputs]."""
+    """Return x [num_tokens, inputs] times a quantized weight, plus the bias: [num_tokens, outputs]."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if takes_digits(weight, x.shape[0], x.dtype):

@@ -19,7 +19,7 @@ from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, tabl
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRowTiles:
-    """Tile sizes of a product with one row."""
+    """Tile sizes of a product of one row of activations with a quantized weight."""
 
     rows: int  # outputs per program
     chunk: int  # words (four and six bits) or codes (eight) per step
@@ -28,7 +28,9 @@ class QuantizedRowTiles:
 
 
 def row_tiles(weight: QuantizedWeight) -> QuantizedRowTiles:
-    """Return the tile sizes, which were measured (docs/log/low-bit-formats.md, "Products over weights in few bits")."""
+    """Return the tile sizes for one row of activations with this weight, which were measured
+    (docs/log/low-bit-formats.md, "Products over weights in few bits").
+    """
     if weight.codebook in KINDS:
         return QuantizedRowTiles(rows=4, chunk=512, warps=4, stages=1)
     if weight.codebook != "int8" and weight.outputs >= 16384:
@@ -46,8 +48,8 @@ def row_product(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Return x [1, inputs] times the weight: [1, outputs]. With `gated`, the outputs are gates and then ups, and the
-    result is SiLU(gate) * up [1, outputs / 2].
+    """Return x [1, inputs] times a quantized weight, plus the bias: [1, outputs]. With `gated`, the outputs are all
+    gates and then all ups, and the result is silu(gate) * up [1, outputs / 2].
     """
     tiles = tiles or row_tiles(weight)
     outputs = weight.outputs // 2 if gated else weight.outputs
@@ -96,8 +98,8 @@ def row_product(
 
 @triton.jit
 def _rows_of(outputs, rows: tl.constexpr, gated: tl.constexpr):
-    """Return the rows of the weight that this program reads, and whether they exist. With `gated`, a gate and its up,
-    which lies `outputs` further, alternate.
+    """Return (rows of the weight that this program multiplies, mask of existing rows). With `gated`, each gate is
+    followed by its up, which lies `outputs` rows further.
     """
     place = tl.arange(0, rows)
     if gated:
@@ -121,7 +123,9 @@ def _store_rows(  # noqa: PLR0913
     has_bias: tl.constexpr,
     gated: tl.constexpr,
 ):
-    """Store a program's outputs, with the same rounding as a product, SiLU and mul by themselves."""
+    """Add the bias to a program's outputs, apply silu(gate) * up if `gated`, and store them. They are rounded as if
+    product, SiLU and multiplication were separate.
+    """
     if has_bias:
         summed += tl.load(bias + row, live, other=0.0).to(tl.float32)
     dtype = result.dtype.element_ty

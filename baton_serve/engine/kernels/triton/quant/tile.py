@@ -33,8 +33,8 @@ MAX_COUNTERS = 1 << 16
 
 @lru_cache(maxsize=16)
 def counters_of(device: torch.device) -> Tensor:
-    """Return the counters that products on this device use to find their last program, one int32 for each tile. They
-    are zero before and after each product, so the next one can use them.
+    """Return the device's counters, one int32 for each tile of a product, by which the program that finishes a tile
+    last is found. They are zero before and after each product, so all products share them.
     """
     return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 
@@ -45,7 +45,7 @@ MANY_OUTPUTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """Tile sizes of a product with several rows."""
+    """Tile sizes of a product of several rows of activations with a quantized weight."""
 
     outputs: int
     tokens: int
@@ -56,16 +56,17 @@ class ProductTiles:
 
 
 def is_paired(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Return whether one instruction decodes two weights. It does for 16-bit floats if the codebook allows it and the
-    zeros have the same dtype.
+    """Return whether a kernel decodes two weights by one instruction: for 16-bit floats, if the codebook allows it and
+    the zero points have the same dtype.
     """
     zeros_fit = weight.zeros is None or weight.zeros.dtype == dtype
     return KINDS.get(weight.codebook, 3) <= 1 and dtype.itemsize == 2 and zeros_fit
 
 
 def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) -> ProductTiles:
-    """Return the tile sizes, measured in 16 bits (docs/log/low-bit-formats.md, "Products over weights in few bits").
-    Tiles are as wide as possible while each processor gets a program; with fewer outputs, rows are cut.
+    """Return the tile sizes of a product with a quantized weight, measured in 16 bits (docs/log/low-bit-formats.md,
+    "Products over weights in few bits"). Tiles are as wide as possible while each processor gets a program; with fewer
+    outputs, the inputs are divided among programs.
     """
     tokens = min(64, max(16, padded(num_tokens)))
     has_many_outputs = weight.outputs >= MANY_OUTPUTS
@@ -92,7 +93,9 @@ def product_tiles(weight: QuantizedWeight, num_tokens: int, dtype: torch.dtype) 
 
 
 def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles | None = None) -> Tensor:
-    """Return x [num_tokens, inputs], with contiguous rows, times the weight: [num_tokens, outputs]."""
+    """Return x [num_tokens, inputs], with contiguous rows, times a quantized weight, plus the bias: [num_tokens,
+    outputs]. `tiles` None: those of `product_tiles`.
+    """
     tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
     result = torch.empty((x.shape[0], weight.outputs), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, tiles, result, _sums(x, weight, tiles) if tiles.splits > 1 else result)
@@ -100,8 +103,8 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
 
 
 def tile_parts(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles | None = None) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `tile_product`, or None if the product
-    is computed in one part.
+    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `tile_product` without a bias; None if
+    the product is computed in one part.
     """
     tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
     if tiles.splits == 1:
@@ -118,7 +121,9 @@ def _sums(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles) -> Tensor:
 def _launch(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles, to: Tensor | None, sums: Tensor
 ) -> None:
-    """Launch the kernel. Without `to`, the parts stay in `sums` and are not added."""
+    """Launch the kernel of a product, which stores the result in `to`. If `to` is None, the parts of the product stay
+    in `sums` and are not added.
+    """
     num_tokens, adds = x.shape[0], to is not None
     result = sums if to is None else to
     grid = (-(-weight.outputs // tiles.outputs), -(-num_tokens // tiles.tokens), tiles.splits)
@@ -177,8 +182,9 @@ def write_sums(  # noqa: PLR0913
     has_bias: tl.constexpr,
     adds: tl.constexpr,
 ):
-    """Store acc [outputs, tokens] as rows of tokens. If rows are cut, the program that finishes a tile last adds all
-    its parts in their order, and resets the tile's counter. Without `adds`, the kernel that reads the parts adds them.
+    """Store a program's tile of a product, `acc` [outputs, tokens], as rows of tokens. If the inputs are divided among
+    programs, the one that finishes a tile last adds all its parts in their order, and resets the tile's counter.
+    Without `adds`, the parts are stored, and a later kernel adds them.
     """
     at = token[:, None].to(tl.int64) * outputs + output[None, :]
     known = (token < num_tokens)[:, None] & (output < outputs)[None, :]
@@ -206,8 +212,8 @@ def write_sums(  # noqa: PLR0913
 
 @triton.jit
 def _inputs(reader, left, ahead: tl.constexpr, asking, whole: tl.constexpr, single: tl.constexpr):
-    """Load activations [inputs, tokens] from `ahead` inputs further; `left` [inputs] is the number of inputs that are
-    left in a row. If all tokens but one are padding, they are not read.
+    """Load activations [inputs, tokens] that begin `ahead` inputs after the position of `reader`. `left` [inputs] is
+    the number of inputs to the end of a row. If all tokens but one are padding (`single`), the padding is not read.
     """
     if whole:
         if single:
@@ -234,7 +240,9 @@ def _add_paired_stretch(  # noqa: PLR0913
     whole: tl.constexpr,
     single: tl.constexpr,
 ):
-    """Return acc plus the products of a stretch: the runs of its first half and of its second half at the same time."""
+    """Return `acc` plus the products of a run of 128 inputs: its first half and its second half are decoded at the same
+    time.
+    """
     run: tl.constexpr = 4 if group >= 64 else group // 16
     dtype: tl.constexpr = reader.dtype.element_ty
     for first in tl.static_range(0, 4, run):

@@ -53,8 +53,9 @@ def attend(  # noqa: PLR0913, PLR0915
     head_rows: tl.constexpr,
     programs: tl.constexpr,
 ):
-    """Attend for the new token after a barrier. The context is cut into splits; the new token is a split by itself, and
-    stores its K and V. The result of a split is normalized on its own; its statistic is the log2 of its sum of weights.
+    """Compute attention of the one new token, after a barrier of all programs. The cached context is cut into splits;
+    the new token is a split by itself, whose program stores its K and V. The result of a split is normalized on its
+    own; `stats` keeps the log2 of its sum of weights.
     """
     group: tl.constexpr = heads // kv_heads
     half: tl.constexpr = head_dim // 2
@@ -129,7 +130,7 @@ def _query(  # noqa: PLR0913
     head_dim: tl.constexpr,
     few: tl.constexpr,
 ):
-    """Return the rotated queries of a KV head [few, head_dim]."""
+    """Return the rotated queries of one KV head, [few, head_dim], from the sums of their product."""
     dim = tl.arange(0, head_dim)
     at = (kv_head * group + tl.arange(0, few) % group)[:, None] * head_dim
     straight = sum_of(sums, at + dim[None, :], at >= 0)
@@ -164,7 +165,9 @@ def _new_token(  # noqa: PLR0913
     block_tokens: tl.constexpr,
     head_rows: tl.constexpr,
 ):
-    """Compute the split of the new token alone, and store its K and V."""
+    """Compute the attention split that consists of the new token alone, for one KV head, and store the token's K and V
+    in the cache.
+    """
     group: tl.constexpr = heads // kv_heads
     dtype: tl.constexpr = cache.dtype.element_ty
     row, dim = tl.arange(0, few), tl.arange(0, head_dim)
@@ -190,7 +193,9 @@ def _new_token(  # noqa: PLR0913
 
 @triton.jit
 def cut(past, token_tile: tl.constexpr, max_splits: tl.constexpr):
-    """Return (tokens of a split, number of splits) of the tokens in the cache. The new token is one more split."""
+    """Return (tokens of a split, number of splits) for the `past` tokens in the cache. The new token is one more
+    split.
+    """
     most: tl.constexpr = (max_splits - 1) * token_tile
     size = tl.maximum((past + most - 1) // most, 1) * token_tile
     return size, (past + size - 1) // size
@@ -222,7 +227,9 @@ def merged_product(  # noqa: PLR0913
     stages: tl.constexpr,
     runs: tl.constexpr,
 ):
-    """Compute the product of the merged splits of all heads, after a barrier. Splits are merged in their order."""
+    """After a barrier of all programs, merge the attention splits of all heads, and add this program's part of the
+    output projection to `sums`. Splits are merged in their order, so that results are reproducible.
+    """
     tiles: tl.constexpr = outputs // tile
     steps: tl.constexpr = inputs // depth
     wide: tl.constexpr = columns if columns > depth // 64 else depth // 64
@@ -253,7 +260,9 @@ def _merged(  # noqa: PLR0913
     max_splits: tl.constexpr,
     depth: tl.constexpr,
 ):
-    """Return the merged heads of one step, float32 [depth / 128, 128]."""
+    """Return the merged attention results of the heads that one step of the output projection reads, float32 [depth /
+    128, 128].
+    """
     _, splits = cut(tl.maximum(context - 1, 0), token_tile, max_splits)
     count: tl.constexpr = depth // head_dim
     split = tl.arange(0, max_splits)

@@ -30,8 +30,8 @@ SCALE_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Tile sizes and the number of programs of the kernel, which were measured (docs/log/low-bit-formats.md, "All
-    layers of one row in one kernel").
+    """Tile sizes and number of programs of the kernel that computes all layers for one token. They were measured
+    (docs/log/low-bit-formats.md, "All layers of one row in one kernel").
     """
 
     programs: int
@@ -49,7 +49,7 @@ class RowPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """The sizes of a decoder that all its layers share."""
+    """The sizes that all layers of a decoder must share for the kernel that computes them for one token."""
 
     hidden: int
     width: int
@@ -63,7 +63,7 @@ MAX_PROGRAMS_PER_PROCESSOR = 2
 
 
 class RowLayers:
-    """Implements `RowKernel` for one model."""
+    """Implements `RowKernel` for one model with four-bit weights: all layers of a step of one token in one kernel."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class RowLayers:
         plan: RowPlan,
         limits: dict[str, int] | None = None,
     ) -> None:
-        """Keep the layers' tensors, and allocate some megabytes of scratch memory. `shape` must come from `shape_of`.
-        `limits` are those of the device; without them only a plan of one program is allowed, which always fits.
+        """Keep the layers' weights, and allocate some megabytes of scratch memory. `shape` must come from `shape_of`.
+        `limits` are those of the device; None allows only a plan of one program, which always fits.
         """
         self._layers, self._shape, self._scale, self._plan, self._limits = layers, shape, scale, plan, limits
         assert limits is not None or plan.programs == 1
@@ -101,8 +101,8 @@ class RowLayers:
     def __call__(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], caches: list[Tensor], meta: AttentionMetadata
     ) -> bool:
-        """Pass `residual` [1, hidden] through all layers. Return False, and change nothing, if this step is not
-        supported.
+        """Compute all layers in place in `residual` [1, hidden], and write the token's K and V to the cache. Return
+        False, with nothing done, if this step is not supported.
         """
         if not self._takes(residual, rotation, caches, meta):
             return False
@@ -113,8 +113,8 @@ class RowLayers:
         return True
 
     def _is_safe(self, given: tuple[Any, ...], constants: dict[str, Any]) -> bool:
-        """Return whether all programs run at the same time, by the registers and the memory that the compiled kernel
-        needs.
+        """Return whether the device runs all programs of the kernel at the same time, which they need, by the registers
+        and the memory that the compiled kernel takes.
         """
         if self._limits is None:
             return True
@@ -138,8 +138,8 @@ class RowLayers:
         return is_plain and is_whole and has_heads and residual.dtype == self._dtype and residual.is_contiguous()
 
     def _table(self, caches: list[Tensor]) -> Tensor:
-        """Return int64 [layers, 11]: the places of each layer's tensors. It is made once for a cache, before a graph is
-        captured, because every step runs once before its capture.
+        """Return the addresses of each layer's 11 tensors, int64 [layers, 11]. The table is made once for a cache,
+        before a graph is captured, because every step runs once before its capture.
         """
         key = tuple(cache.data_ptr() for cache in caches)
         if key not in self._tables:
@@ -200,8 +200,8 @@ class RowLayers:
 def row_layers(
     layers: Sequence[RowLayer], specs: Sequence[AttentionSpec], head_dim: int, kv_heads: int
 ) -> RowLayers | None:
-    """Return the kernel for these layers, or None if they are not supported or the device does not report how many
-    programs it runs at the same time.
+    """Return the kernel that computes all of these layers for one token. Return None if the layers are not supported,
+    or if the device does not report how many programs it runs at the same time.
     """
     shape = shape_of(layers, specs, head_dim, kv_heads)
     if shape is None:
@@ -217,8 +217,8 @@ def row_layers(
 
 
 def resident(registers: int, shared: int, warps: int, limits: dict[str, int]) -> int:
-    """Return how many programs of a kernel one processor runs at the same time. Each needs its registers, in multiples
-    of eight, and its shared memory with one kilobyte that the device adds.
+    """Return how many programs of a kernel one processor runs at the same time. Each needs `registers` for each thread,
+    in multiples of eight, and `shared` bytes of shared memory with one kilobyte that the device adds.
     """
     threads = warps * limits["warpSize"]
     by_registers = limits["max_num_regs"] // (-(-registers // 8) * 8 * threads)
@@ -255,13 +255,13 @@ def shape_of(
 
 
 def depth_of(shape: RowShape) -> int:
-    """Return the number of inputs of a tile."""
+    """Return the number of inputs that a tile of the kernel has for layers of these sizes: 256 or 512."""
     sizes = (shape.hidden, shape.width, shape.heads * shape.head_dim)
     return 512 if all(size % 512 == 0 for size in sizes) else 256
 
 
 def is_taken(product: Linear) -> bool:
-    """Return whether the kernel supports the weight of this product."""
+    """Return whether the kernel for all layers supports the quantized weight of this linear layer."""
     weight = product.weight
     if product.bias is not None or not isinstance(weight, QuantizedWeight):
         return False
@@ -271,7 +271,7 @@ def is_taken(product: Linear) -> bool:
 
 
 def _tensors(layer: RowLayer, cache: Tensor) -> list[Tensor]:
-    """Return the tensors of a layer in the order of the kernel's table."""
+    """Return the tensors of a layer that the kernel reads, in the order of its table of addresses."""
     qkv, output = _weight(layer.qkv), _weight(layer.output)
     gate_up, down = _weight(cast(Linear, layer.gate_up)), _weight(cast(Linear, layer.down))
     start = [layer.input_norm.weight, qkv.codes, qkv.scales, output.codes, output.scales, layer.mlp_norm.weight]

@@ -18,7 +18,7 @@ MOST: tl.constexpr = tl.constexpr(2.0**24)
 
 @triton.jit
 def arrive(counter):
-    """Signal at the barrier `counter` that this program has finished its step."""
+    """Add 1 to the barrier `counter`, to signal that this program has finished its step."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
@@ -39,7 +39,7 @@ def wait(counter, failed, target, left):
 
 @triton.jit
 def number_of(left):
-    """Return this program's number in a way that the compiler cannot recognize as the same in all layers. Otherwise it
+    """Return this program's number, in a way that the compiler cannot recognize as the same in all layers. Otherwise it
     would keep every address that depends on it in registers.
     """
     return tl.program_id(0) + tl.where(left == 0x5A17C0DE, 1, 0)
@@ -47,15 +47,17 @@ def number_of(left):
 
 @triton.jit
 def place_of(table, layer, entry: tl.constexpr, entries: tl.constexpr):
-    """Return the place of one tensor of a layer from the table of all layers' tensors. `entry` is its number among the
-    `entries` of a layer.
+    """Return the address of one tensor of the layer `layer` from the table of all layers' tensors, in units of
+    `tensor_of`. `entry` is the tensor's number among the `entries` of a layer.
     """
     return tl.load(table + layer * entries + entry)
 
 
 @triton.jit
 def tensor_of(anchor, place, dtype: tl.constexpr):
-    """Return a pointer to `dtype` at a place from the table of tensors, which counts 16 bytes from `anchor`."""
+    """Return a pointer to elements of `dtype` at an address from the table of tensors, which counts 16 bytes from
+    `anchor`.
+    """
     return (anchor + place * 16).to(tl.pointer_type(dtype), bitcast=True)
 
 
@@ -84,8 +86,9 @@ def normed_product(  # noqa: PLR0913
     stages: tl.constexpr,
     runs: tl.constexpr,
 ):
-    """After a barrier, compute `to` = `residual` + `added`, the sums of its `squares`, and the product of its RMSNorm
-    with a weight. The product lacks `norm_factor`, which the code that reads `sums` applies.
+    """After a barrier of all programs, store `residual` + `added` in `to` and the sums of its `squares`, and add this
+    program's part of the product of `to` * norm weight with a weight to `sums`. The RMSNorm's factor (`norm_factor`) is
+    missing there: the code that reads `sums` applies it.
     """
     tiles: tl.constexpr = outputs // tile
     steps: tl.constexpr = inputs // depth
@@ -129,7 +132,9 @@ def gated_product(  # noqa: PLR0913
     stages: tl.constexpr,
     runs: tl.constexpr,
 ):
-    """Compute the product of SiLU(gate) * up, after a barrier."""
+    """After a barrier of all programs, add this program's part of the product of silu(gate) * up with a weight to
+    `sums`. `gates` are the sums of the product that computes gate and up.
+    """
     tiles: tl.constexpr = outputs // tile
     steps: tl.constexpr = inputs // depth
     wide: tl.constexpr = columns if columns > depth // 64 else depth // 64
@@ -150,7 +155,8 @@ def gated_product(  # noqa: PLR0913
 
 @triton.jit
 def share_of(me, steps: tl.constexpr, tiles: tl.constexpr, programs: tl.constexpr, runs: tl.constexpr):
-    """Return (first, last, stride) of a program's items; an item is a tile of a step.
+    """Return (first, last, stride) of the items that this program computes. An item is one output tile of one step; a
+    step is a range of inputs.
 
     With `runs`, all programs have the same number of consecutive items and may reach a second step. Otherwise a program
     stays at one step, whose tiles a team of programs shares alternately.
@@ -165,7 +171,7 @@ def share_of(me, steps: tl.constexpr, tiles: tl.constexpr, programs: tl.constexp
 
 @triton.jit
 def place_in(item, me, steps: tl.constexpr, tiles: tl.constexpr, runs: tl.constexpr):
-    """Return (step, tile) of an item."""
+    """Return (step, tile) of the item number `item`: its range of inputs and its output tile; see `share_of`."""
     if runs:
         step, number = item // tiles, item % tiles
     else:
@@ -181,7 +187,7 @@ def no_digits(depth: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def digits_of(values, depth: tl.constexpr, columns: tl.constexpr):
-    """Convert values, float32 [groups, 128], to right operands of a product.
+    """Convert activations `values`, float32 [groups, 128], to integers that are the right operand of a product.
 
     Return the inputs of low nibbles and of high ones, four bytes to a word [columns, words]; the constants to subtract
     from the sums [columns]; and the scales of the columns [columns]. A group has columns of its own, so that one sum
@@ -216,8 +222,8 @@ def _spread(values, columns: tl.constexpr):
 
 @triton.jit
 def _columns_of(words, depth: tl.constexpr, columns: tl.constexpr):
-    """Place words [groups, 16], whose low half has the first bytes and whose high half the second ones, in their
-    columns.
+    """Return 64-bit words [groups, 16] as 32-bit words [columns, words], each in the columns of its group: low halves
+    (the inputs' first bytes) in one column, high halves (their second bytes) in the next.
     """
     per: tl.constexpr = columns // (depth // 128)
     words = tl.reshape(words, [depth // 8])
@@ -229,7 +235,7 @@ def _columns_of(words, depth: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def _bytes_of(words):
-    """Return [columns, words] of four bytes as int8 [bytes, columns]."""
+    """Return words of four bytes, [columns, words], as the right operand of a product: int8 [bytes, columns]."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
     return tl.trans(tl.reshape(tl.join(even, odd), [words.shape[0], 4 * words.shape[1]]))
@@ -252,7 +258,9 @@ def add_tile(  # noqa: PLR0913
     depth: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Add the contributions of `depth` inputs to the sums of `tile` outputs. `digits_of` has converted the inputs."""
+    """Add the product of `depth` inputs, which `digits_of` has converted, with the codes of a weight to the sums of
+    `tile` outputs. `number` is the output tile, `step` the range of inputs.
+    """
     group = tl.arange(0, columns) // (columns // (depth // 128))
     row = number * tile + tl.arange(0, tile)
     code = codes + row[:, None] * (inputs // 2) + step * (depth // 2) + tl.arange(0, depth // 2)[None, :]
@@ -274,13 +282,13 @@ def add_tile(  # noqa: PLR0913
 
 @triton.jit
 def sum_of(sums, index, known):
-    """Return the outputs number `index` of a finished product as float32."""
+    """Return the outputs number `index` of a finished product as float32, where the mask `known` is True."""
     return tl.load(sums + index, known, other=0, cache_modifier=".cg").to(tl.float32) * (1.0 / UNIT)
 
 
 @triton.jit
 def clear(me, sums, count: tl.constexpr, programs: tl.constexpr):
-    """Set the sums of a product to zero, each program its part."""
+    """Set the first `count` sums of a product to zero; each of the programs clears its part."""
     for start in range(me * 128, count, programs * 128):
         index = start + tl.arange(0, 128)
         tl.store(sums + index, tl.zeros([128], tl.int64), index < count)
@@ -295,8 +303,9 @@ def _inputs(step, depth: tl.constexpr):
 def _normed(  # noqa: PLR0913
     step, is_first, added, has_added, residual, to, weight, squares, depth: tl.constexpr
 ):
-    """Return the normed inputs of a step without `norm_factor`. The program that computes the first tile of a step
-    stores the values that all tiles of the step need.
+    """Return the inputs of one step of a product after the norm, without `norm_factor`. The program that computes the
+    first tile of a step (`is_first`) also stores `residual` + `added` and the sums of squares, which all tiles of the
+    step share.
     """
     dtype: tl.constexpr = residual.dtype.element_ty
     index = _inputs(step, depth)
@@ -311,8 +320,8 @@ def _normed(  # noqa: PLR0913
 
 @triton.jit
 def norm_factor(squares, failed, eps, hidden: tl.constexpr):
-    """Return the factor of RMSNorm from the sums of squares of all groups, or NaN if a barrier has failed or a sum of
-    this row was invalid.
+    """Return the factor of RMSNorm, 1 / sqrt(mean of squares + eps), from the sums of squares of all groups. Return NaN
+    if a barrier has failed or a sum was invalid.
     """
     number = tl.arange(0, 128)
     total = tl.zeros([128], tl.float32)
@@ -324,7 +333,9 @@ def norm_factor(squares, failed, eps, hidden: tl.constexpr):
 
 @triton.jit
 def lost(failed):
-    """Return 0, or NaN if a barrier has failed or a sum was invalid."""
+    """Return NaN if a barrier has failed or a sum was invalid, otherwise 0. Added to a result, it marks the result as
+    wrong.
+    """
     return tl.load(failed, cache_modifier=".cg") + tl.load(failed + 1, cache_modifier=".cg")
 
 
