@@ -46,10 +46,10 @@ def create_app(
 ) -> Gateway:
     """Return the router's ASGI application: all endpoints behind the `Gateway`.
 
-    `service` is that of the default model. `kept` holds stored answers, and the caller closes it; without it none are
-    stored. `sibling_rpc` connects to the other processes behind this port and is None if there are none; without
-    `audit` no audit log is written, and without `batches` no batch is accepted. `logs_routes`
-    lists all endpoints in the log.
+    `service` is that of the default model. `kept` holds the answers of the Responses API, and the caller closes it;
+    without it none are stored. `sibling_rpc` connects to the other processes behind this port and is None if there are
+    none; without `audit` no audit log is written, and without `batches` no batch is accepted. `logs_routes` lists all
+    endpoints in the log.
     """
     kept = kept or KeptResponses(None)
     table = endpoints(service, kept)
@@ -83,7 +83,7 @@ def create_app(
 
 
 def _log_routes(routes: Iterable[BaseRoute]) -> None:
-    """Log the paths and methods in the words of vLLM, which scripts search for."""
+    """Log the path and methods of each route in the words of vLLM, which scripts search for."""
     logger.info("Available routes are:")
     for route in routes:
         if isinstance(route, Route):
@@ -91,7 +91,9 @@ def _log_routes(routes: Iterable[BaseRoute]) -> None:
 
 
 async def _refusal(metrics: RouterMetrics, request: Request, error: Exception) -> Response:
-    """Answer an error of a FastAPI endpoint, or a parameter that FastAPI has refused, as those of other endpoints."""
+    """Return the response to an error that an endpoint of FastAPI has raised, or to a parameter that FastAPI has
+    refused, in the same form as errors of other endpoints.
+    """
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         param = str(first["loc"][-1])
@@ -107,7 +109,7 @@ async def _refusal(metrics: RouterMetrics, request: Request, error: Exception) -
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer requests for unknown paths and methods in the shape of OpenAI's errors, as all other errors."""
+    """Return the response to a request for an unknown path or method, in the form of OpenAI's errors."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
     body = ErrorBody(ErrorDetail(message, "invalid_request_error", None, None))
@@ -120,7 +122,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 class _Documented(FastAPI):
-    """Adds the plain ASGI endpoints, whose schemas FastAPI does not know, to its OpenAPI document."""
+    """The FastAPI application, whose OpenAPI document also has the plain ASGI endpoints, which FastAPI does not
+    know.
+    """
 
     def __init__(self, table: Mapping[str, Endpoint]) -> None:
         # FastAPI's own pages load their scripts from another host: `page_routes` replaces them.

@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(settings: RouterSettings) -> None:
-    """Set up what exists once per process, before anything is constructed: its environment and its logs."""
+    """Set up what exists once per process, before anything else is created: environment variables and logging."""
     # The tokenizer gets one text at a time, so waking a pool of threads for it would cost time and gain nothing.
     # `putenv` is enough: only the tokenizers library, which is written in Rust, has to see the variable.
     os.putenv("TOKENIZERS_PARALLELISM", "false")
@@ -99,7 +99,7 @@ def prepare(settings: RouterSettings) -> None:
 
 
 async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterProcess | None = None) -> None:
-    """Construct the router and return as soon as it accepts requests; `lifecycle` ends it later.
+    """Create all parts of the router and return as soon as it accepts requests; `lifecycle` ends it later.
 
     `worker` identifies this process if several share the port (`--workers`), and is None otherwise. Raises
     `ModelFolderError` if a model's folder cannot be used, and `ConfigurationError` for other wrong settings.
@@ -201,14 +201,16 @@ def _start_readiness_log(cluster: Cluster, models: Models, settings: RouterSetti
 
 
 def kept_responses(settings: RouterSettings, lifecycle: Lifecycle) -> KeptResponses:
-    """Return the store of answers, which `lifecycle` closes."""
+    """Return the store for answers of the Responses API, which `lifecycle` closes."""
     kept = KeptResponses.of(settings)
     lifecycle.on_stop("stored responses", kept.close)
     return kept
 
 
 def _start_batches(batches: Batches | None, load: Callable[[], RouterLoad], app: Gateway, lifecycle: Lifecycle) -> None:
-    """Start to run batches beside `load`, if there is a folder for them."""
+    """Start to run batches, if there is a folder for them (`batches` is not None). `load` returns the present load of
+    clients' requests; `lifecycle` stops the batches.
+    """
     if batches is None:
         return
     # They stop before the HTTP server and the dispatchers, whose errors would otherwise become results of requests.
@@ -218,7 +220,7 @@ def _start_batches(batches: Batches | None, load: Callable[[], RouterLoad], app:
 
 
 async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> None:
-    """Let running requests finish for `grace_s` seconds, then end them."""
+    """Let running requests finish for at most `grace_s` seconds, then end the others."""
     if running := sum(service.dispatcher.num_running for service in models.model_services):
         logger.info("%d running requests have up to %g s left (--shutdown-timeout-s)", running, grace_s)
     await server.close(grace_s=grace_s, on_grace_over=models.end_requests)
@@ -228,7 +230,7 @@ async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> N
 
 
 def router_load(app: Gateway, cluster: Cluster, services: Sequence[ModelService]) -> RouterLoad:
-    """Return what this process serves for clients now, by which batches choose their pace."""
+    """Return how many clients' requests this process serves now. Batches run more or fewer requests according to it."""
     ready = [worker.record.role for worker in cluster.workers() if worker.state == "ready"]
     dispatchers = [service.dispatcher for service in services]
     return RouterLoad(
@@ -241,7 +243,7 @@ def router_load(app: Gateway, cluster: Cluster, services: Sequence[ModelService]
 
 
 def http_limits(settings: RouterSettings) -> HttpLimits:
-    """Return the limits of the HTTP server: sizes, times and connections."""
+    """Return the limits of the HTTP server from the settings: sizes, times and numbers of connections."""
     return HttpLimits(
         max_head_bytes=settings.max_header_bytes,
         head_timeout_s=settings.header_timeout_s,
@@ -256,7 +258,7 @@ def http_limits(settings: RouterSettings) -> HttpLimits:
 
 
 def warn_of_removed(settings: RouterSettings) -> None:
-    """Log a warning for each setting that is given and still accepted, but has no effect any more."""
+    """Log a warning for each given setting that is still accepted but has no effect any more."""
     if settings.joint_prefill_min_tokens is not None:
         logger.warning(
             "--joint-prefill-min-tokens has no effect any more and will be rejected by the next version: leave it out; "
@@ -265,12 +267,14 @@ def warn_of_removed(settings: RouterSettings) -> None:
 
 
 def prefill_fallback_after_s(settings: RouterSettings) -> float | None:
-    """Return how long to wait for the first decode instance before prefill instances generate; None: they never do."""
+    """Return how many seconds after the first prefill instance such instances may generate answers if no decode
+    instance has come; None: they never may.
+    """
     return settings.instance_wait_s if settings.decode_fallback == "prefill" else None
 
 
 def request_policy(settings: RouterSettings) -> RequestPolicy:
-    """Return the rules of a single request: its placement, its time limits and its replays."""
+    """Return the settings that apply to a single request: its placement, its time limits and its replays."""
     return RequestPolicy(
         policy=PlacementPolicy(
             disaggregation_min_tokens=settings.disaggregation_min_tokens,
@@ -288,7 +292,9 @@ def request_policy(settings: RouterSettings) -> RequestPolicy:
 
 
 def with_cors(app: Gateway, settings: RouterSettings) -> AsgiApp:
-    """Return `app` inside a layer that answers browsers' CORS requests, or `app` itself without `--allowed-origins`."""
+    """Return `app` wrapped in a layer that answers browsers' CORS requests, or `app` itself without
+    `--allowed-origins`.
+    """
     if not settings.allowed_origins:
         return app
     return CORSMiddleware(
@@ -301,7 +307,7 @@ def with_cors(app: Gateway, settings: RouterSettings) -> AsgiApp:
 
 
 def admission_control(settings: RouterSettings) -> AdmissionControl:
-    """Return the limits on all requests together. All models of the router share the returned object."""
+    """Return the limits on all requests of the router together. All its models share the returned object."""
     return AdmissionControl(
         AdmissionRules(
             max_queued_tokens=settings.max_queued_tokens,
@@ -335,7 +341,8 @@ def api_keys(settings: RouterSettings) -> ApiKeys:
 def usage_exchange(
     settings: RouterSettings, ledger: UsageLedger, sibling_rpc: SiblingRpc | None
 ) -> UsageExchange | None:
-    """Return the exchange of key usage with other routers, or None if no other router can share this registry.
+    """Return the object that exchanges the usage of API keys with other routers, or None if no other router can share
+    this registry.
 
     With Redis as the registry, Redis stores the usage too. With a `memory:` registry the only other routers are the
     sibling processes of this one.
@@ -350,7 +357,9 @@ def usage_exchange(
 
 
 def sibling_rpc_of(worker: RouterProcess | None, service: ModelService, ledger: UsageLedger) -> SiblingRpc | None:
-    """Return the connection to the sibling processes (`--workers`), or None if this process has the port alone."""
+    """Return the connection to the other router processes behind the same port (`--workers`), or None if this process
+    has the port alone.
+    """
     if worker is None:
         return None
     return SiblingRpc(

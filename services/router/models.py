@@ -26,7 +26,7 @@ from baton_serve.services.router.text.served_model import ServedModel
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Holds one entry of `--models`: the settings that a further model may have for itself.
+    """One entry of `--models`: the settings that a further model may have for itself.
 
     All other settings are those of the router. The names and types are those of `RouterSettings`.
     """
@@ -48,7 +48,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
-    """Return the settings of each model of the router; those of `--model` come first.
+    """Return the router's settings for each of its models; those of `--model` come first.
 
     Raises `ConfigurationError` for an entry of `--models` that is not valid, and for `--enable-auto-tool-choice`
     without `--tool-call-parser`.
@@ -75,7 +75,8 @@ def settings_of_models(settings: RouterSettings) -> list[RouterSettings]:
 
 
 def with_local_models(settings: RouterSettings, environ: Mapping[str, str]) -> RouterSettings:
-    """Return the settings with paths of all models and tokenizers, which are downloaded or unpacked if necessary.
+    """Return the settings in which all models and tokenizers are local paths. They are downloaded or unpacked if
+    necessary.
 
     A model keeps its name as it was given, by which instances that got the same name are recognized. Raises
     `ConfigurationError` if a model cannot be obtained.
@@ -101,7 +102,9 @@ def with_local_models(settings: RouterSettings, environ: Mapping[str, str]) -> R
 
 
 def _with_local_model(entry: object, path_of: Callable[[str], str]) -> object:
-    """Return an entry of `--models` with the path of its model. A malformed entry is returned as it is."""
+    """Return an entry of `--models` in which the model is a local path, which `path_of` returns. A malformed entry is
+    returned as it is.
+    """
     model = entry.get("model") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(model, str) or (path := path_of(model)) == model:
         return entry
@@ -112,7 +115,7 @@ def _with_local_model(entry: object, path_of: Callable[[str], str]) -> object:
 
 
 class Models:
-    """Owns one `ModelService` per model, from the start of the process to its end.
+    """Owns the router's models, one `ModelService` for each, from the start of the process to its end.
 
     The first entry of `model_services` is the default model (`--model`), which serves requests that name no model.
     """
@@ -127,7 +130,7 @@ class Models:
         metrics: RouterMetrics,
         tracing: Tracing,
     ) -> None:
-        """Load the tokenizer of every model.
+        """Load the tokenizer of every model and create its service.
 
         Raises `ModelFolderError` if a model's folder cannot be used, and `ConfigurationError` for settings that do not
         fit together.
@@ -165,12 +168,14 @@ class Models:
             service.join(self.model_services)
 
     def start_compilers(self) -> None:
-        """Start the processes that compile grammars now, so that the first request with a grammar need not wait."""
+        """Start the processes that compile grammars (one per model) now, so that the first request with a grammar need
+        not wait.
+        """
         for service in self.model_services:
             service.model.start_compiler()
 
     async def end_compilers(self) -> None:
-        """End the processes that compile grammars and decode audio."""
+        """End the processes that compile grammars and the processes that decode audio."""
         for service in self.model_services:
             service.model.compiling.close()
             if service.audio_cutter is not None:

@@ -40,7 +40,7 @@ FULL = BatchError(
 
 @dataclass(frozen=True, slots=True)
 class RunPorts:
-    """The parts of the router that all runs of batches in one process share."""
+    """The parts of the router that running a batch needs. All batches in one process share them."""
 
     store: BatchStore
     client: LineClient
@@ -56,9 +56,10 @@ class RunPorts:
 
 
 def retry_delay_s(answer: LineAnswer, tries: int) -> float | None:
-    """Return the delay before the next try of a request that got this answer, or None if the answer is final.
+    """Return the delay in seconds before a request of a batch is sent again, or None if `answer` is final.
 
-    A limit (429) says nothing about the request, so it is tried until the batch expires. `tries` counts from 1.
+    A limit (429) says nothing about the request, so it is tried until the batch expires. `tries` is the number of times
+    that it was sent.
     """
     # 503 also says that all replays failed, so a request that makes instances fail must not be tried forever.
     if answer.status != 429 and (answer.status != 503 or tries >= MAX_UNAVAILABLE):
@@ -68,13 +69,16 @@ def retry_delay_s(answer: LineAnswer, tries: int) -> float | None:
 
 
 class UnansweredError(Exception):
-    """A request has no result because of an error that was logged. The batch must run again."""
+    """Raised at the end of a batch if a request has no result because of an error that was logged. The batch must run
+    again.
+    """
 
 
 class BatchRun:
-    """One run of a batch, which may continue that of a process that has ended. `run` is called once.
+    """Runs the requests of one batch. If a process that has ended ran the batch before, it runs the requests that are
+    left. `run` is called once.
 
-    `stop` ends the run early: the requests that run are cancelled, and another process, or this one after its restart,
+    `stop` ends it early: the requests that run are cancelled, and another process, or this one after its restart,
     continues the batch.
     """
 
@@ -88,12 +92,14 @@ class BatchRun:
         self._input = ports.store.content(stored.batch.input_file_id)
 
     def stop(self) -> None:
-        """End the run early, because the process stops."""
+        """Make `run` return early, because the process stops."""
         self._is_stopped = True
         self._over.set()
 
     async def run(self) -> None:
-        """Run the batch until it has ended or `stop` is called. Raises `OSError` if the folder fails."""
+        """Run the batch until it has ended or `stop` is called. Raises `OSError` if the folder of batches cannot be
+        read or written.
+        """
         if self._stored.batch.status not in ("finalizing", "cancelling"):
             await self._run_requests()
             if self._is_stopped or self._stored.batch.status == "failed":
@@ -136,7 +142,9 @@ class BatchRun:
             )
 
     async def _read_input(self, caller: Caller | None) -> InputFile:
-        """Read the input file. Return also a missing owner or file as an error of the file."""
+        """Read the batch's input file. A missing file, or a `caller` of None (the API key was removed), is returned as
+        an error in the result.
+        """
         if caller is None:
             return _failed("owner_not_found", "the API key of this batch exists no more: create the batch again")
         try:
@@ -151,7 +159,7 @@ class BatchRun:
             return _failed("file_not_readable", f"the input file cannot be read: {exc.strerror}")
 
     async def _answer_all(self, lines: list[InputLine], log: ResultLog, caller: Caller) -> None:
-        """Answer all requests that have no result yet, until all are answered or the batch must end."""
+        """Send all requests that have no result in `log` yet, until all have one or the batch must end."""
         # After a restart the order is the same, so that the rest of a group of equal prefixes still runs together.
         left = [line for line in lines if not log.is_answered(line.custom_id)]
         tasks: set[asyncio.Task[None]] = set()
@@ -179,12 +187,14 @@ class BatchRun:
             raise UnansweredError(f"{len(left)} requests of {self._stored.batch.id} have no result")
 
     async def _wait_until_fewer(self, tasks: set[asyncio.Task[None]], number: int) -> None:
-        """Wait until fewer than `number` tasks run, or until the batch must end."""
+        """Wait until fewer than `number` of the tasks run, or until the batch must end."""
         while len(tasks) >= number and not self._over.is_set():
             await asyncio.wait(tasks, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _answer(self, line: InputLine, log: ResultLog, caller: Caller) -> None:
-        """Answer one request. The gate has counted it already."""
+        """Send the request of one line, again if necessary, and add its result to `log`. The gate has counted the
+        request already.
+        """
         tries = 0
         is_counted = True
         try:
@@ -210,7 +220,9 @@ class BatchRun:
                 self._ports.gate.leave(self._stored.owner)
 
     async def _ask(self, line: InputLine, caller: Caller) -> LineAnswer:
-        """Send one request and return its response. Raises `OSError` if the input file cannot be read."""
+        """Send the request of one line to its endpoint and return the response. Raises `OSError` if the input file
+        cannot be read.
+        """
         memory = BodyReservation(self._ports.bodies, caller.name)
         try:
             await memory.grow(line.length)
@@ -227,7 +239,9 @@ class BatchRun:
         return parse_line(read_line(self._input, line), (self._stored.batch.endpoint,))
 
     async def _write_results(self, log: ResultLog) -> None:
-        """Write results and counts, and find out whether the batch must end, until `_over` is set."""
+        """Write results and their counts to disk from time to time, and check whether the batch is cancelled, has
+        expired or has no space left. Return when the batch must end.
+        """
         rounds = 0
         try:
             while not self._over.is_set():
@@ -252,7 +266,9 @@ class BatchRun:
             self._over.set()
 
     async def _finalize(self) -> None:
-        """Make the results files of the owner. After a crash this is done again, and completes what is missing."""
+        """Publish the results as files of the batch's owner. After a crash this is done again, and completes what is
+        missing.
+        """
         store, batch = self._ports.store, self._stored.batch
         sources = store.results(batch.id)
         for source, file_id, name in zip(
@@ -292,7 +308,9 @@ def _failed(code: str, message: str) -> InputFile:
 
 
 def _output_id(batch_id: str, number: int) -> str:
-    """Return the id of an output file. It follows from the batch's, so that it stays the same after a crash."""
+    """Return the id of an output file (`number` 0: results, 1: errors). It is derived from the batch's id, so that it
+    stays the same after a crash.
+    """
     # Only the last digit differs between the two files. Ids are random, so that no other file has one of them.
     return f"file-{batch_id.removeprefix('batch_')[:-1]}{(int(batch_id[-1], 16) + number) % 16:x}"
 

@@ -18,10 +18,14 @@ _DAY_S = 24 * 3600
 
 
 class Batches:
-    """Owns the folder of `--batch-folder` in this process. `main` makes it, and closes it before the HTTP server."""
+    """Runs batches in this process and owns the folder of `--batch-folder`. `main` creates it, and closes it before the
+    HTTP server.
+    """
 
     def __init__(self, folder: str, settings: RouterSettings, keys: ApiKeys, *, clock: Callable[[], float]) -> None:
-        """Open the folder. `clock` is that of the router. Raises `ConfigurationError` if it cannot be used."""
+        """Open the folder. `clock` is the router's monotonic clock. Raises `ConfigurationError` if the folder cannot be
+        used.
+        """
         self._settings = settings
         self._clock = clock
         limits = StoreLimits(
@@ -43,8 +47,8 @@ class Batches:
     ) -> None:
         """Start to run batches.
 
-        `endpoints` are the router's ASGI applications by path, `load` returns what it serves now, and `owner` the
-        caller of a name. `bodies` is the memory of the bodies of all requests.
+        `endpoints` are the router's ASGI applications by path; `load` returns how many requests of clients the router
+        serves now; `owner` returns the caller with a name, or None. `bodies` limits the memory of all request bodies.
         """
         settings = self._settings
         # A batch must not use up the limit at which requests of clients are refused.
@@ -65,7 +69,7 @@ class Batches:
         self._runner.start()
 
     async def close(self) -> None:
-        """Stop running batches after writing their results so far."""
+        """Stop running batches, after writing the results that they have so far."""
         if self._runner is not None:
             await self._runner.close()
 

@@ -37,7 +37,7 @@ T = TypeVar("T", FileObject, BatchObject)
 
 
 class ExpiresAfter(BaseModel):
-    """The time after which a file is deleted."""
+    """The field of a request that says how many seconds after its creation a file is deleted."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -64,7 +64,7 @@ class CreateBatchRequest(BaseModel):
 
 
 class DeletedFile(msgspec.Struct, frozen=True):
-    """The answer to the deletion of a file."""
+    """The answer to a request that deletes a file."""
 
     id: str
     object: str = "file"
@@ -72,7 +72,9 @@ class DeletedFile(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A part of a list, newest first. `has_more` says whether objects follow `last_id`."""
+    """One page of a list of files or batches, newest first. `has_more` says whether the list goes on after
+    `last_id`.
+    """
 
     data: Sequence[FileObject | BatchObject]
     first_id: str | None
@@ -82,7 +84,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class BatchApi:
-    """Implements the routes of files and batches. `wake` is called for each new batch and each cancelled one."""
+    """Implements the HTTP routes of files and batches. `wake` is called for each new batch and each cancelled one."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class BatchApi:
         self._one_at_a_time = asyncio.Lock()
 
     async def upload(self, request: Request) -> FileObject:
-        """Store an uploaded file. Raises `ApiError`."""
+        """Store the file of an upload for the caller and return its description. Raises `ApiError`."""
         self._check_origin(request)
         owner = _owner(request)
         # All uploads that run may reach the room that is left before one of them sees the others.
@@ -163,22 +165,22 @@ class BatchApi:
         )
 
     def _check_origin(self, request: Request) -> None:
-        """Raise `PermissionDeniedError` if a page of another site sends the form."""
+        """Raise `PermissionDeniedError` if a web page of another site sends the upload form."""
         check_origin(request.headers.get("origin"), request.headers.get("host"), self._allowed_origins)
 
     async def files(self, request: Request) -> Page:
-        """Return a page of the owner's files."""
+        """Return a page of the list of the caller's files."""
         owner, purpose = _owner(request), request.query_params.get("purpose")
         stored = await asyncio.to_thread(lambda: list(self._store.files()))
         own = [one.file for one in stored if one.owner == owner and purpose in (None, one.file.purpose)]
         return _page(own, request, default=10_000, largest=10_000)
 
     async def file(self, request: Request, file_id: str) -> FileObject:
-        """Return the record of a file. Raises `NotFoundError`."""
+        """Return the description of one of the caller's files. Raises `NotFoundError`."""
         return await asyncio.to_thread(self._store.file, file_id, _owner(request))
 
     async def content(self, request: Request, file_id: str) -> Response:
-        """Return the content of a file. Raises `NotFoundError`."""
+        """Return the content of one of the caller's files. Raises `NotFoundError`."""
         file = await self.file(request, file_id)
         path = self._store.content(file.id)
         if not await asyncio.to_thread(path.is_file):
@@ -186,7 +188,9 @@ class BatchApi:
         return FileResponse(path, media_type="application/octet-stream")
 
     async def delete(self, request: Request, file_id: str) -> DeletedFile:
-        """Delete a file. Raises `NotFoundError`, and `BadRequestError` while a batch reads it."""
+        """Delete one of the caller's files. Raises `NotFoundError`, and `BadRequestError` while a batch reads the
+        file.
+        """
         file = await self.file(request, file_id)
         for stored in await asyncio.to_thread(lambda: list(self._store.batches())):
             if stored.batch.input_file_id == file.id and stored.batch.status not in FINAL:
@@ -197,7 +201,9 @@ class BatchApi:
         return DeletedFile(file.id)
 
     async def create(self, request: Request) -> BatchObject:
-        """Create a batch. Its input file is checked later, in the background. Raises `ApiError`."""
+        """Create a batch for the caller and return its description. The input file is checked later, in the background.
+        Raises `ApiError`.
+        """
         body = await parsed(await read_body(request.scope, request.receive), CreateBatchRequest)
         if body.endpoint not in BATCH_ENDPOINTS:
             raise BadRequestError(
@@ -219,7 +225,9 @@ class BatchApi:
         return batch
 
     def _make_room(self, owner: str) -> None:
-        """Check whether an owner may create a batch, and forget its oldest one if there are too many records."""
+        """Check that an owner may create a batch, and forget the oldest ended ones if there would be too many. Raises
+        `ApiError` if the folder is full or too many batches run.
+        """
         limits, usage = self._store.limits, self._store.usage(owner)
         if self._store.free_bytes(owner) <= 0:
             raise BadRequestError(
@@ -238,7 +246,7 @@ class BatchApi:
             self._store.delete_batch(batch_id)
 
     async def _add(self, request: Request, body: CreateBatchRequest, file: FileObject) -> BatchObject:
-        """Store the record of a new batch."""
+        """Store the record of a new batch that reads `file`, and return its description."""
         now, expires = int(self._wall_clock()), body.output_expires_after
         batch = BatchObject(
             id=new_batch_id(),
@@ -256,12 +264,12 @@ class BatchApi:
         return batch
 
     async def batch(self, request: Request, batch_id: str) -> BatchObject:
-        """Return a batch. Raises `NotFoundError`."""
+        """Return the description of one of the caller's batches. Raises `NotFoundError`."""
         stored = await asyncio.to_thread(self._store.batch, batch_id, _owner(request))
         return await asyncio.to_thread(self._with_cancel, stored.batch)
 
     async def batches(self, request: Request) -> Page:
-        """Return a page of the owner's batches."""
+        """Return a page of the list of the caller's batches."""
         owner = _owner(request)
 
         def own() -> list[BatchObject]:
@@ -270,7 +278,9 @@ class BatchApi:
         return _page(await asyncio.to_thread(own), request, default=20, largest=100)
 
     async def cancel(self, request: Request, batch_id: str) -> BatchObject:
-        """Cancel a batch. Raises `NotFoundError`, and `BadRequestError` for a batch that has ended."""
+        """Cancel one of the caller's batches. Raises `NotFoundError`, and `BadRequestError` for a batch that has
+        ended.
+        """
         batch = await self.batch(request, batch_id)
         if batch.status in (*FINAL, "finalizing"):
             raise BadRequestError(f"the batch is {batch.status} and cannot be cancelled any more", code="batch_ended")
@@ -280,13 +290,17 @@ class BatchApi:
         return await self.batch(request, batch_id)
 
     def _with_cancel(self, batch: BatchObject) -> BatchObject:
-        """Return the batch as clients see it: cancelled by one of them, even if its process has not noticed yet."""
+        """Return the description of a batch for clients. If one of them has cancelled it, its status says so, even
+        before the process that runs it has noticed.
+        """
         at = None if batch.status in FINAL else self._store.cancelled_at(batch.id)
         return batch if at is None else cancelling(batch, now=at)
 
 
 def batch_routes(api: BatchApi | None) -> APIRouter:
-    """Return the routes of files and batches. Without `api` they answer 404 and name the flag that turns them on."""
+    """Return the HTTP routes of files and batches. If `api` is None, they answer 404 and name the flag that turns them
+    on.
+    """
     router = APIRouter()
     if api is None:
 
@@ -348,7 +362,9 @@ def _owner(request: Request) -> str:
 
 
 def _page(objects: list[T], request: Request, *, default: int, largest: int) -> Page:
-    """Return the page that `after`, `limit` and `order` of the query ask for. Raises `BadRequestError`."""
+    """Return the page of `objects` that the query parameters `after`, `limit` and `order` ask for. `default` and
+    `largest` are values of `limit`. Raises `BadRequestError`.
+    """
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequestError("order must be asc or desc", param="order")

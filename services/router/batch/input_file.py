@@ -24,7 +24,7 @@ otherwise hold for 5 ms at a time: live requests would wait for it."""
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """The place of a request in the input file, in bytes, and its id."""
+    """The position and length of one request in the input file, in bytes, and its `custom_id`."""
 
     custom_id: str
     offset: int
@@ -33,7 +33,7 @@ class InputLine:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """The requests of an input file in the order in which they run, and the errors found in it."""
+    """The requests of a batch's input file, in the order in which they run, and the errors found in the file."""
 
     lines: list[InputLine]
     errors: list[BatchError]
@@ -47,10 +47,10 @@ def read_input(
     max_line_bytes: int,
     pause: Callable[[float], None] = time.sleep,
 ) -> InputFile:
-    """Read an input file whose lines all call `endpoint`. Lines without content are skipped.
+    """Read and check the input file of a batch, whose lines must all call `endpoint`. Empty lines are skipped.
 
-    Requests with equal beginnings of their prompts are next to each other, so that cached prefixes are used before they
-    are evicted. Reading ends with `MAX_ERRORS` errors. Raises `OSError` if the file cannot be read.
+    Requests with equal beginnings of their prompts are next to each other in the result, so that cached prefixes are
+    used before they are evicted. Reading ends after `MAX_ERRORS` errors. Raises `OSError` if the file cannot be read.
     """
     found: list[tuple[bytes, int, InputLine]] = []
     first_lines: dict[str, int] = {}
@@ -88,7 +88,9 @@ def read_input(
 
 
 def _too_many(number: int, num_requests: int, max_lines: int) -> BatchError | None:
-    """Return the error of a file that has too many requests or lines with line `number`, or None."""
+    """Return an error if line `number` makes the file longer than allowed (more than `max_lines` requests, or too many
+    lines), or else None.
+    """
     if num_requests > max_lines:
         message = f"the file has more than {max_lines} requests (--batch-max-requests): split it"
         return BatchError("too_many_requests", message, number)
@@ -100,7 +102,9 @@ def _too_many(number: int, num_requests: int, max_lines: int) -> BatchError | No
 
 
 def _check_size(line: bytes, max_line_bytes: int) -> None:
-    """Raise `InvalidLineError` if a line is too long, or has more values than the endpoint would accept."""
+    """Raise `InvalidLineError` if a line has more than `max_line_bytes`, or more values than the endpoint would
+    accept.
+    """
     if len(line) > max_line_bytes:
         raise InvalidLineError(f"the line has more than {max_line_bytes} bytes (--max-request-bytes)")
     # The parser holds the interpreter's lock, and live requests would wait for it.
@@ -111,7 +115,9 @@ def _check_size(line: bytes, max_line_bytes: int) -> None:
 
 
 def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number, offset and content of each line. A longer line is cut after `max_line_bytes`, to bound memory."""
+    """Yield the number, the byte offset and the content of each line of a file. A line is cut after `max_line_bytes`,
+    to bound memory.
+    """
     with path.open("rb") as file:
         number, offset = 1, 0
         while line := file.readline(max_line_bytes + 1):
@@ -122,7 +128,7 @@ def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes
 
 
 def read_line(path: Path, line: InputLine) -> bytes:
-    """Return the content of one line. Raises `OSError` if the file cannot be read."""
+    """Return the content of one line of the input file at `path`. Raises `OSError` if the file cannot be read."""
     with path.open("rb") as file:
         file.seek(line.offset)
         return file.read(line.length)

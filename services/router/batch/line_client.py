@@ -31,7 +31,9 @@ _HEADERS = [(b"content-type", b"application/json")]
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The response to one request of a batch. `retry_after_s` is None unless the endpoint asked to wait."""
+    """The response to one request of a batch. `retry_after_s` is the time in seconds that the endpoint asked to wait,
+    or None.
+    """
 
     status: int
     body: bytes
@@ -40,20 +42,24 @@ class LineAnswer:
 
 
 class LineClient:
-    """Sends requests of batches to the endpoints of this router. Event loop only."""
+    """Sends the requests of batches to the endpoints of this router, inside the process. Use it on the event loop
+    only.
+    """
 
     def __init__(
         self, endpoints: Mapping[str, Asgi], limits: RequestLimits, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create the client. `endpoints` are the ASGI applications by path; `clock` is that of the router."""
+        """Create the client. `endpoints` are the ASGI applications by path; `clock` is the router's monotonic clock."""
         self._endpoints = endpoints
         self._limits = limits
         self._clock = clock
 
     async def post(self, path: str, body: bytes, caller: Caller, memory: BodyReservation) -> LineAnswer:
-        """Send one request of `caller` at the lowest priority and return its response, whatever its status.
+        """Send one request in the name of `caller`, at the lowest priority, and return its response, whatever its
+        status.
 
-        `memory` holds the memory of `body`; its owner releases it. If this call is cancelled, the request ends.
+        `memory` is the reservation for `body`, which the caller of this method releases. If this call is cancelled, the
+        request ends.
         """
         request_id = secrets.token_hex(16)
         # Set here and not in the body, which stays unparsed and as the client wrote it.
@@ -87,12 +93,14 @@ class LineClient:
 
 
 def refusal(error: ApiError, request_id: str = "") -> LineAnswer:
-    """Return the response to a request that was refused."""
+    """Return the response to a request of a batch that was refused with `error`."""
     return LineAnswer(error.status, msgspec.json.encode(error.body()), request_id, error.retry_after_s)
 
 
 class _Exchange:
-    """The body of one request and the parts of its response, as ASGI's `receive` and `send`."""
+    """One request of a batch as an endpoint sees it: provides ASGI's `receive` and `send`, and collects the
+    response.
+    """
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -100,14 +108,14 @@ class _Exchange:
         self.parts: list[bytes] = []
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """Return the body, and then wait: a client that never leaves sends no further message."""
+        """Return the body at the first call. Later calls wait forever, because this client never disconnects."""
         if (body := self._body) is not None:
             self._body = None
             return {"type": "http.request", "body": body, "more_body": False}
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Keep a part of the response."""
+        """Collect one part of the response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:

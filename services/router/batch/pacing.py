@@ -18,7 +18,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RouterLoad:
-    """The load of this router process at one moment, without the requests of batches."""
+    """The number of clients' requests in this router process at one moment. Requests of batches are not counted."""
 
     num_instances: int
     """Number of instances that are ready."""
@@ -33,9 +33,10 @@ class RouterLoad:
 
 
 def max_lines(load: RouterLoad, *, quiet_s: float, most: int) -> int:
-    """Return how many requests of batches may run now. `quiet_s` is the time since the last request of a client.
+    """Return how many requests of batches may run now, at most `most`. `quiet_s` is the time in seconds since a
+    client's request last ran.
 
-    There is at least one while an instance is ready: a batch must end although clients never pause.
+    The number is at least one while an instance is ready: a batch must end although clients never pause.
     """
     # Without an instance each request would only wait, fail with status 503 and be tried again.
     if not load.num_instances:
@@ -48,9 +49,10 @@ def max_lines(load: RouterLoad, *, quiet_s: float, most: int) -> int:
 
 
 def may_start(load: RouterLoad, *, num_running: int, quiet_s: float, held_s: float, most: int) -> bool:
-    """Return whether one more request of a batch may start beside `num_running` others.
+    """Return whether one more request of a batch may start while `num_running` others run, of at most `most`.
 
-    `held_s` is the time since the last one started. While clients wait for first tokens, one starts each `MAX_HOLD_S`.
+    `held_s` is the time in seconds since the last one started. While clients wait for first tokens, one starts each
+    `MAX_HOLD_S`.
     """
     if load.num_waiting and held_s < MAX_HOLD_S:
         return False
@@ -58,16 +60,19 @@ def may_start(load: RouterLoad, *, num_running: int, quiet_s: float, held_s: flo
 
 
 class LineGate:
-    """Lets requests of all batches of this process run, when `may_start` allows it. Event loop only.
+    """Decides when requests of this process's batches may start: each waits here until `may_start` allows it. Use it on
+    the event loop only.
 
-    A place that becomes free goes to the owner with the fewest requests among the owners that wait, however many
-    batches and requests each has.
+    The next request to start belongs to the owner with the fewest running requests among the owners that wait, however
+    many batches and requests each has.
     """
 
     def __init__(
         self, load: Callable[[], RouterLoad], *, most: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create the gate. `most` is the setting's limit; `load` is called for each decision."""
+        """Create the gate. At most `most` requests run at a time; `load` returns the present load of clients for each
+        decision.
+        """
         self._load = load
         self._most = most
         self._clock = clock
@@ -81,12 +86,12 @@ class LineGate:
 
     @property
     def num_running(self) -> int:
-        """Number of requests of batches that run now."""
+        """The number of requests of batches that run now."""
         return self._running.total()
 
     async def enter(self, stop: asyncio.Event, owner: str = "") -> bool:
-        """Wait until one more request of `owner` may run, and count it. Return False, without counting, once `stop` is
-        set.
+        """Wait until one more request of a batch of `owner` may run, and count it as running. Return False, without
+        counting, once `stop` is set.
         """
         self._waiting[owner] += 1
         try:
@@ -109,12 +114,12 @@ class LineGate:
             self._changed.set()
 
     def leave(self, owner: str = "") -> None:
-        """Count a request of `owner` as ended."""
+        """Stop counting a request of `owner` as running."""
         self._running[owner] -= 1
         self._changed.set()
 
     def _is_next(self, owner: str) -> bool:
-        """Return whether no owner that waits has fewer requests than this one."""
+        """Return whether this owner has no more running requests than any other owner that waits."""
         waiting = [other for other, number in self._waiting.items() if number > 0]
         return all(self._running[owner] <= self._running[other] for other in waiting)
 

@@ -13,7 +13,7 @@ FINAL: tuple[BatchStatus, ...] = ("completed", "expired", "cancelled", "failed")
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a file. Times are seconds since 1970."""
+    """Describes an uploaded file or a batch's output to clients. Times are seconds since 1970."""
 
     id: str
     object: str = "file"
@@ -26,14 +26,14 @@ class FileObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """The record of a file. `owner` is the name of the API key to which it belongs."""
+    """The record of a file in the folder of batches. `owner` is the name of the API key's owner to whom it belongs."""
 
     owner: str
     file: FileObject
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Describes one error of an input file. `line` counts from 1."""
+    """One error in a batch's input file. `line` is the number of the line, from 1, or None."""
 
     code: str
     message: str
@@ -42,14 +42,16 @@ class BatchError(msgspec.Struct, frozen=True):
 
 
 class BatchErrors(msgspec.Struct, frozen=True):
-    """The errors for which a batch failed."""
+    """The list of errors because of which a batch failed."""
 
     data: list[BatchError]
     object: str = "list"
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """Counts the requests of a batch. `completed` are those in the output file, `failed` those in the error file."""
+    """The numbers of a batch's requests: all, those with a result in the output file (`completed`), and those in the
+    error file (`failed`).
+    """
 
     total: int = 0
     completed: int = 0
@@ -57,7 +59,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes a batch. Times are seconds since 1970; a time is None until it is reached."""
+    """Describes a batch to clients. Times are seconds since 1970; a time is None until it is reached."""
 
     id: str
     object: str = "batch"
@@ -82,10 +84,10 @@ class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a batch. Only the process that holds the batch's lock changes it.
+    """The record of a batch in the folder. Only the process that holds the batch's lock changes it.
 
-    `outcome` is set with the status finalizing and says what follows. `output_ttl_s` is the time in seconds that the
-    output is kept, or None for that of the settings.
+    `outcome` is set with the status `finalizing` and says which status follows. `output_ttl_s` is the time in seconds
+    for which the output is kept, or None for that of the settings.
     """
 
     owner: str

@@ -18,12 +18,12 @@ from baton_serve.contracts.batch_lines import BatchResponse, BatchResult, LineEr
 
 
 def result_of(custom_id: str, *, status: int, body: bytes, request_id: str) -> BatchResult:
-    """Return the result of a request that got an HTTP response."""
+    """Return the result of a batch's request that got an HTTP response, as a line of the results files."""
     return BatchResult(_new_id(), custom_id, BatchResponse(status, request_id, msgspec.Raw(body)))
 
 
 def unanswered(custom_id: str, error: LineError) -> BatchResult:
-    """Return the result of a request that got no response."""
+    """Return the result of a batch's request that got no HTTP response, as a line of the error file."""
     return BatchResult(_new_id(), custom_id, None, error)
 
 
@@ -32,7 +32,7 @@ def _new_id() -> str:
 
 
 def is_success(result: BatchResult) -> bool:
-    """Return whether a result belongs into the output file."""
+    """Return whether a result belongs into the batch's output file; otherwise it belongs into the error file."""
     return result.response is not None and result.response.status_code == 200
 
 
@@ -44,7 +44,9 @@ class _ResultFile:
 
 
 class ResultLog:
-    """Appends the results of one batch. The process that holds the batch's lock owns it, and closes it."""
+    """Appends the results of one batch to its two files, output and errors. The process that holds the batch's lock
+    owns it, and closes it.
+    """
 
     def __init__(self, output: BinaryIO, errors: BinaryIO, answered: dict[str, bool]) -> None:
         self._output = _ResultFile(output)
@@ -55,7 +57,8 @@ class ResultLog:
 
     @classmethod
     def open(cls, output: Path, errors: Path) -> Self:
-        """Open the files of a batch, which may be new, and drop what a crash has left behind their last whole line.
+        """Open the two results files of a batch, which may be new. Cut off a line that a crash has left incomplete at a
+        file's end.
 
         Raises `OSError`. It reads all results: call it in a thread.
         """
@@ -73,11 +76,13 @@ class ResultLog:
         return cls(files[0], files[1], answered)
 
     def is_answered(self, custom_id: str) -> bool:
-        """Return whether the request has a result."""
+        """Return whether the request with this `custom_id` has a result."""
         return custom_id in self._answered
 
     def add(self, result: BatchResult) -> None:
-        """Append a result; the next `flush` writes it. Each request may get one."""
+        """Append the result of one request; the next `flush` writes it to disk. A second result of a request is an
+        error.
+        """
         # Clients join answers to requests by this id, so two results would be ambiguous.
         assert result.custom_id not in self._answered, "a request has two results"
         is_complete = is_success(result)
@@ -87,7 +92,7 @@ class ResultLog:
         (self._output if is_complete else self._errors).waiting.append(msgspec.json.encode(result) + b"\n")
 
     async def flush(self) -> None:
-        """Write and sync all results so far. Raises `OSError`, after which the log must not be used any more."""
+        """Write all results so far to disk. Raises `OSError`, after which the log must not be used any more."""
         work = [(one.file, b"".join(one.waiting)) for one in (self._output, self._errors) if one.waiting]
         # Cleared before the write, because results may be added while the thread works.
         for one in (self._output, self._errors):
@@ -109,7 +114,8 @@ def _write(work: list[tuple[BinaryIO, bytes]]) -> None:
 
 
 def _whole_bytes(file: BinaryIO, answered: dict[str, bool]) -> int:
-    """Return the length of the part of a file with whole results, and add their requests to `answered`.
+    """Return the length in bytes of the part of a file that consists of whole results. Add these results to `answered`:
+    `custom_id` and success.
 
     Reading stops at the first line that is not a result: after the loss of power a file may have a gap.
     """

@@ -35,10 +35,12 @@ class _Running:
 
 
 class BatchRunner:
-    """Runs the batches of a folder from `start` to `close`. `main` owns it. Event loop only."""
+    """Looks for batches in the folder and runs them, from `start` to `close`. `main` owns it. Use it on the event loop
+    only.
+    """
 
     def __init__(self, ports: RunPorts, *, clock: Callable[[], float]) -> None:
-        """Create the runner. `clock` is monotonic."""
+        """Create the runner without starting it. `clock` is monotonic."""
         self._ports = ports
         self._clock = clock
         self._running: dict[str, _Running] = {}
@@ -49,15 +51,17 @@ class BatchRunner:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start to look for batches."""
+        """Start to look for batches and run them, in the background."""
         self._scanning = asyncio.create_task(self._scan_forever(), name="batches")
 
     def wake(self) -> None:
-        """Look for new batches now."""
+        """Look for new or cancelled batches now and not after the usual pause."""
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop running batches after writing their results so far. They continue when a process starts again."""
+        """Stop running batches, after writing the results that they have so far. They continue when a process starts
+        again.
+        """
         self._is_closed = True
         if self._scanning is not None:
             await cancel_all([self._scanning])
@@ -87,7 +91,7 @@ class BatchRunner:
             await asyncio.sleep(_MIN_SCAN_S)
 
     def _open_batches(self) -> list[StoredBatch]:
-        """Return all batches that have not ended, the oldest first."""
+        """Return the records of all batches in the folder that have not ended, the oldest first."""
         # All names are listed at each look, and the records of open batches are read, in a thread.
         found = [stored for stored in self._ports.store.batches() if stored.batch.status not in FINAL]
         return sorted(found, key=lambda stored: (stored.batch.created_at, stored.batch.id))

@@ -24,11 +24,13 @@ MAX_ERRORS = 50
 
 
 class TransitionError(Exception):
-    """A change was asked for that the state of the batch does not allow: an error of this program."""
+    """Raised if a batch is to change to a status that cannot follow its present one. It is an error of this program."""
 
 
 def begun(stored: StoredBatch, *, total: int, now: int) -> StoredBatch:
-    """Return the batch in progress, after its input file was found to be valid."""
+    """Return the record of a batch with the status in progress, after its input file was found to have `total` valid
+    requests.
+    """
     _require(stored, "validating")
     counts = RequestCounts(total=total)
     batch = replace(stored.batch, status="in_progress", in_progress_at=now, request_counts=counts)
@@ -36,20 +38,22 @@ def begun(stored: StoredBatch, *, total: int, now: int) -> StoredBatch:
 
 
 def rejected(stored: StoredBatch, errors: Sequence[BatchError], *, now: int) -> StoredBatch:
-    """Return the batch as failed, because its input file is not valid or cannot be read."""
+    """Return the record of a batch with the status failed, because its input file is not valid or cannot be read."""
     _require(stored, "validating", "in_progress")
     found = BatchErrors(list(errors[:MAX_ERRORS]))
     return replace(stored, batch=replace(stored.batch, status="failed", failed_at=now, errors=found), outcome="failed")
 
 
 def counted(stored: StoredBatch, *, completed: int, failed: int) -> StoredBatch:
-    """Return the batch with other counts of ended requests."""
+    """Return the record of a batch with other numbers of completed and failed requests."""
     counts = RequestCounts(stored.batch.request_counts.total, completed, failed)
     return replace(stored, batch=replace(stored.batch, request_counts=counts))
 
 
 def cancelling(batch: BatchObject, *, now: int) -> BatchObject:
-    """Return the batch after a client has cancelled it. A batch that has ended or is about to end stays as it is."""
+    """Return the batch with the status cancelling, after a client has cancelled it. A batch that has ended or is about
+    to end stays as it is.
+    """
     if batch.status in (*FINAL, "finalizing", "cancelling"):
         return batch
     return replace(batch, status="cancelling", cancelling_at=now)
@@ -64,8 +68,9 @@ def finalizing(
     problem: BatchError | None = None,
     now: int,
 ) -> StoredBatch:
-    """Return the batch whose requests run no more. `output` and `errors` are the ids that its files will have, and
-    `problem` is the reason of the outcome "failed".
+    """Return the record of a batch with the status finalizing: its requests do not run any more, and its files are to
+    be published. `output` and `errors` are the ids that its files will have (None: no such file), and `problem` is the
+    reason of the outcome "failed".
     """
     _require(stored, "in_progress")
     found = None if problem is None else BatchErrors([problem])
@@ -79,7 +84,7 @@ def finalizing(
 
 
 def ended(stored: StoredBatch, *, now: int) -> StoredBatch:
-    """Return the batch in its final state, after its files were stored."""
+    """Return the record of a batch in its final status, after its results were published as files."""
     _require(stored, "finalizing", "cancelling")
     if stored.outcome is None:
         raise TransitionError(f"{stored.batch.id} ends without an outcome")

@@ -36,10 +36,10 @@ S = TypeVar("S", StoredFile, StoredBatch)
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds the content of the folder, in bytes and in seconds after the creation of a file or the end of a batch.
+    """Limits for the folder of batches, in bytes and in seconds after the creation of a file or the end of a batch.
 
-    The last three are numbers of one owner: of files, of batches that have not ended, and of batches. They bound the
-    time that each look into the folder takes.
+    The last three limit what one owner may have: files, batches that have not ended, and batches. They bound the time
+    that each look into the folder takes.
     """
 
     max_file_bytes: int
@@ -52,7 +52,9 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class OwnerUsage:
-    """Counts the files and batches of one owner. `num_bytes` includes results of running batches."""
+    """The numbers of files and batches of one owner, and their size. `num_bytes` includes the results of running
+    batches.
+    """
 
     num_files: int
     num_bytes: int
@@ -62,14 +64,16 @@ class OwnerUsage:
 
 
 class BatchStore:
-    """Reads and writes the folder. Any thread may use it: its only state are copies of records that never change."""
+    """Stores files and batches in the folder of `--batch-folder`. Any thread may use it: its only state are copies of
+    records that never change.
+    """
 
     def __init__(
         self, folder: str, limits: StoreLimits, *, has_several_owners: Callable[[], bool] = lambda: False
     ) -> None:
         """Create the folder if it is missing. Raises `ConfigurationError` if this process cannot write to it.
 
-        While `has_several_owners` returns True, each owner may use half of the folder.
+        While `has_several_owners` returns True, each owner of an API key may use at most half of the folder.
         """
         self.limits = limits
         self._has_several_owners = has_several_owners
@@ -92,7 +96,7 @@ class BatchStore:
             ) from exc
 
     def used_bytes(self) -> int:
-        """Return the size of everything in the folder."""
+        """Return the size of all files and records in the folder, in bytes."""
         total = 0
         for folder in (self._files, self._batches):
             with os.scandir(folder) as entries:
@@ -103,7 +107,7 @@ class BatchStore:
         return total
 
     def usage(self, owner: str) -> OwnerUsage:
-        """Return what the files and batches of one owner use of the folder."""
+        """Return how many files and batches one owner has in the folder, and how many bytes."""
         files = [stored.file for stored in self.files() if stored.owner == owner]
         batches = [stored.batch for stored in self.batches() if stored.owner == owner]
         running = [batch for batch in batches if batch.status not in FINAL]
@@ -125,14 +129,16 @@ class BatchStore:
         return free
 
     def new_upload(self) -> tuple[str, Path]:
-        """Return the id of a new file, and the path to which its content is to be written before `add_file`."""
+        """Return a new file id, and the path to which the file's content is to be written before `add_file` is
+        called.
+        """
         file_id = f"file-{secrets.token_hex(12)}"
         return file_id, self._files / f"{file_id}.part"
 
     def add_file(self, source: Path, stored: StoredFile) -> None:
-        """Move `source`, which is complete, into the folder as the content of a new file.
+        """Move the complete file at `source` into the folder, and write its record `stored`.
 
-        Doing it again after a crash completes what is missing. Raises `OSError`.
+        After a crash it may be called again, and completes what is missing. Raises `OSError`.
         """
         content = self.content(stored.file.id)
         if source.exists():
@@ -143,19 +149,19 @@ class BatchStore:
         _replace(self._files / f"{stored.file.id}.json", stored)
 
     def file(self, file_id: str, owner: str) -> FileObject:
-        """Return the record of a file. Raises `NotFoundError` if this owner has no file of this id."""
+        """Return the description of a file. Raises `NotFoundError` if this owner has no file with this id."""
         stored = self._read(self._files, file_id, StoredFile)
         if stored is None or stored.owner != owner:
             raise NotFoundError(f"no file has the id {file_id[:100]!r}", param="file_id")
         return stored.file
 
     def content(self, file_id: str) -> Path:
-        """Return the path of a file's content."""
+        """Return the path of the content of the file with this id."""
         assert _ID.fullmatch(file_id)
         return self._files / f"{file_id}.data"
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file with its record, if it exists."""
+        """Delete the content and the record of a file, if it exists."""
         # The record first: a record without its content would be an error for clients that read the file.
         (self._files / f"{file_id}.json").unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
@@ -165,15 +171,17 @@ class BatchStore:
         return self._records(self._files, StoredFile)
 
     def save_batch(self, stored: StoredBatch) -> None:
-        """Write the record of a batch. Only its creator, and then the holder of its lock, may do this."""
+        """Write the record of a batch to disk. Only the process that creates the batch, and then the holder of its
+        lock, may do this.
+        """
         _replace(self._batches / f"{stored.batch.id}.json", stored)
 
     def stored_batch(self, batch_id: str) -> StoredBatch | None:
-        """Return the record of a batch, or None if there is none."""
+        """Return the record of the batch with this id, or None if there is none."""
         return self._read(self._batches, batch_id, StoredBatch)
 
     def batch(self, batch_id: str, owner: str) -> StoredBatch:
-        """Return the record of a batch. Raises `NotFoundError` if this owner has no batch of this id."""
+        """Return the record of a batch. Raises `NotFoundError` if this owner has no batch with this id."""
         stored = self.stored_batch(batch_id)
         if stored is None or stored.owner != owner:
             raise NotFoundError(f"no batch has the id {batch_id[:100]!r}", param="batch_id")
@@ -184,25 +192,26 @@ class BatchStore:
         return self._records(self._batches, StoredBatch)
 
     def cancel(self, batch_id: str) -> None:
-        """Record that a client has cancelled a batch; the process that runs it will notice."""
+        """Record that a client has cancelled a batch. The process that runs the batch will notice and stop it."""
         (self._batches / f"{batch_id}.cancel").touch()
 
     def cancelled_at(self, batch_id: str) -> int | None:
-        """Return the time at which a client has cancelled a batch, or None."""
+        """Return the time at which a client has cancelled a batch, in seconds since 1970, or None."""
         try:
             return int((self._batches / f"{batch_id}.cancel").stat().st_mtime)
         except FileNotFoundError:
             return None
 
     def results(self, batch_id: str) -> tuple[Path, Path]:
-        """Return the paths of the results of a running batch: its output and its errors."""
+        """Return the paths of the two files to which a running batch writes: its output and its errors."""
         return self._batches / f"{batch_id}.output", self._batches / f"{batch_id}.errors"
 
     @contextlib.contextmanager
     def lock(self, batch_id: str) -> Iterator[bool]:
-        """Lock a batch until the block ends. Yield False if another process has locked it.
+        """Return a context manager that locks a batch for this process until the block ends. It yields False if another
+        process has locked it.
 
-        The kernel releases the lock of a process that dies.
+        If a process dies, the kernel releases its lock.
         """
         with (self._batches / f"{batch_id}.lock").open("wb") as file:
             try:
@@ -214,7 +223,9 @@ class BatchStore:
                 yield True
 
     def sweep(self, now: float) -> None:
-        """Delete files that have expired, batches that ended long ago, and uploads that were broken off."""
+        """Delete files that have expired, batches that ended long ago, and uploads that were broken off. `now` is in
+        seconds since 1970.
+        """
         in_use = {stored.batch.input_file_id for stored in self.batches() if stored.batch.status not in FINAL}
         for stored in list(self.files()):
             expires_at = stored.file.expires_at
@@ -231,12 +242,12 @@ class BatchStore:
                     part.unlink()
 
     def delete_batch(self, batch_id: str) -> None:
-        """Delete everything about a batch that has ended, but its input and output files."""
+        """Delete the record of a batch that has ended, and all that belongs to it except its input and output files."""
         for suffix in ("json", "output", "errors", "cancel", "lock"):
             (self._batches / f"{batch_id}.{suffix}").unlink(missing_ok=True)
 
     def remove_working_files(self, batch_id: str) -> None:
-        """Delete what a batch needs only while it runs."""
+        """Delete the files that a batch needs only while it runs."""
         for suffix in ("output", "errors", "cancel"):
             (self._batches / f"{batch_id}.{suffix}").unlink(missing_ok=True)
 
@@ -268,12 +279,14 @@ class BatchStore:
 
 
 def new_batch_id() -> str:
-    """Return the id of a new batch."""
+    """Return a new random id for a batch."""
     return f"batch_{secrets.token_hex(12)}"
 
 
 def _replace(path: Path, record: Any) -> None:
-    """Write a record so that others, and this process after a crash, find either the old or the new one."""
+    """Write a record to `path` so that other processes, and this one after a crash, find either the old or the new
+    record.
+    """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -23,7 +23,7 @@ _MAX_NAME_CHARS = 255
 
 @dataclass(slots=True)
 class Upload:
-    """An uploaded form: its file, which is at the path that was given, and its other fields by name."""
+    """An upload form that has arrived: the name and size of its file, and its other fields by name."""
 
     filename: str | None = None
     num_bytes: int = 0
@@ -38,12 +38,14 @@ async def receive_upload(
     max_bytes: int,
     free_bytes: Callable[[], int],
 ) -> Upload:
-    """Write the field `file` of a form to `path` and return the form. The caller removes the file after an error.
+    """Receive an upload form, of whose body `pieces` are the parts. Write its file (the field `file`) to `path`, and
+    return the other fields. The caller deletes the file after an error.
 
-    `free_bytes` returns the free space; it is called in a thread, for each `SPACE_CHECK_BYTES` before they are written.
+    `free_bytes` returns the free space in bytes; it is called in a thread, each time before `SPACE_CHECK_BYTES` more
+    are written.
 
     Raises `MediaTypeError` for another type than multipart/form-data, `BadRequestError` for a malformed form,
-    `RequestTooLargeError` for a longer file than `max_bytes` or the free space, and `RequestTimeoutError`.
+    `RequestTooLargeError` for a file larger than `max_bytes` or the free space, and `RequestTimeoutError`.
     """
     boundary = form_boundary(content_type, "-F purpose=batch -F file=@in.jsonl")
     with path.open("wb") as file:

@@ -25,7 +25,9 @@ RETRY_AFTER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class FoundAdapter:
-    """An adapter in the folder. `base` is the model that it was trained for, as its config names it."""
+    """A LoRA adapter in the folder. `path` is its own folder; `base` is the model that it was trained for, according to
+    its config, or None.
+    """
 
     name: str
     path: str
@@ -33,7 +35,8 @@ class FoundAdapter:
 
 
 class AdapterFolder:
-    """Loads adapters at the first request for them. Each name is loaded once at a time. Event loop only.
+    """Loads LoRA adapters from a folder at the first request for them. An adapter is not loaded twice at the same time.
+    Use it on the event loop only.
 
     `load` loads an adapter on all instances and raises `ApiError` if that fails.
     """
@@ -53,7 +56,7 @@ class AdapterFolder:
         self._used_at: dict[str, float] = {}
 
     def on_use(self, name: str) -> None:
-        """Record that a request uses an adapter that is loaded."""
+        """Record that a request uses the loaded adapter of this name now."""
         self._used_at.pop(name, None)
         self._used_at[name] = self._clock()
         # Adapters that clients load over HTTP and unload again must not fill the memory. The oldest comes first.
@@ -61,7 +64,8 @@ class AdapterFolder:
             del self._used_at[next(iter(self._used_at))]
 
     def least_recently_used(self, adapters: Iterable[AdapterRecord]) -> str | None:
-        """Return the name of the adapter of this folder whose last use is longest ago, or None if none is from here.
+        """Return the name of the adapter that was not used for the longest time, among the `adapters` that are from
+        this folder; None if none is from this folder.
 
         It may be unloaded to make room: `resolve` loads it again.
         """
@@ -69,7 +73,9 @@ class AdapterFolder:
         return min(own, key=lambda name: (self._used_at.get(name, 0.0), name), default=None)
 
     async def resolve(self, name: str) -> None:
-        """Load the adapter of this name if the folder has it. Raises `ApiError` if an instance refuses it."""
+        """Load the adapter of this name on all instances if the folder has it; otherwise do nothing. Raises `ApiError`
+        if an instance refuses it.
+        """
         if _NAME.fullmatch(name) is None:
             return
         # No await lies between this look-up and the new entry, so that a name is never loaded twice at a time.
@@ -80,7 +86,9 @@ class AdapterFolder:
         await asyncio.shield(task)
 
     async def _find_and_load(self, name: str) -> None:
-        """Load the adapter of this name if the folder has it, and remember a refusal. Raises `ApiError`."""
+        """Load the adapter of this name if the folder has it. If an instance refuses it, raise the same `ApiError` at
+        later calls for a while.
+        """
         try:
             if (found := await asyncio.to_thread(self._find, name)) is None:
                 return
@@ -99,7 +107,7 @@ class AdapterFolder:
             del self._loading[name]
 
     def _find(self, name: str) -> FoundAdapter | None:
-        """Return the adapter of this name, or None if the folder has none that PEFT could have written."""
+        """Return the adapter of this name in the folder, or None if the folder has none with a readable PEFT config."""
         path = self._folder / name
         config = path / "adapter_config.json"
         try:

@@ -26,7 +26,7 @@ ADAPTER_TIMEOUT_S = 120.0
 
 
 class AdapterRollout:
-    """Applies one adapter change at a time to the instances of the cluster, and waits for their answers."""
+    """Loads or unloads a LoRA adapter on many instances and waits for their answers. It makes one change at a time."""
 
     def __init__(self, cluster: Cluster, *, timeout_s: float = ADAPTER_TIMEOUT_S) -> None:
         # An instance that is lost meanwhile needs no answer: when it joins again it gets the adapters of the others.
@@ -37,10 +37,11 @@ class AdapterRollout:
         self._unexpected, cluster.on_adapter_changed = cluster.on_adapter_changed, self._on_changed
 
     async def load(self, workers: Sequence[WorkerState], name: str, path: str, *, in_place: bool = False) -> None:
-        """Load an adapter on all `workers` and wait for it. With `in_place` it replaces one of the same name.
+        """Load the adapter in the folder `path` on all `workers` under `name`, and wait until they have done so. With
+        `in_place` it replaces an adapter of the same name.
 
         Raises `ApiError` if an instance rejects it or does not answer in time. Then the instances that have loaded it
-        unload it again, but for a replacement. An instance that rejects a replacement keeps the previous adapter.
+        unload it again, unless it was a replacement. An instance that rejects a replacement keeps the previous adapter.
         """
         async with self._one_at_a_time:
             answers = await self._broadcast.send(
@@ -55,7 +56,8 @@ class AdapterRollout:
                 raise error
 
     async def unload(self, workers: Sequence[WorkerState], name: str) -> None:
-        """Unload an adapter on all `workers` and wait for it. An instance that does not have it counts as done.
+        """Unload the adapter `name` on all `workers` and wait until they have done so. An instance that does not have
+        it counts as done.
 
         Raises `ApiError` if an instance does not answer in time.
         """
@@ -65,7 +67,7 @@ class AdapterRollout:
                 raise _error(answers) or DeadlineError("not all instances have answered")
 
     def _on_changed(self, worker: WorkerState, changed: AdapterChanged) -> None:
-        """Pass an answer to the change that waits for it."""
+        """Pass an instance's answer to the call of `load` or `unload` that waits for it."""
         if not self._broadcast.on_answer(worker, changed):
             self._unexpected(worker, changed)
 
@@ -79,7 +81,9 @@ def _unanswered(answers: Mapping[InstanceId, AdapterChanged | TimeoutError | Non
 
 
 def _error(answers: Mapping[InstanceId, AdapterChanged | TimeoutError | None]) -> ApiError | None:
-    """Return the error for the client: the first rejection, or else a timeout, or else that all instances were lost."""
+    """Return the error for the client, or None if a change of adapters has succeeded: the first rejection, or else a
+    timeout, or else that all instances were lost.
+    """
     for instance, answer in answers.items():
         if isinstance(answer, AdapterChanged) and answer.refusal is not None:
             kind = NotFoundError if answer.refusal == "not_found" else BadRequestError

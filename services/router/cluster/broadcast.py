@@ -12,7 +12,7 @@ from baton_serve.services.router.cluster.worker_state import WorkerState
 
 
 class HasRequestId(Protocol):
-    """An answer of an instance that repeats the id of its request."""
+    """An answer of an instance that contains the id of the message that it answers."""
 
     @property
     def request_id(self) -> RequestId: ...
@@ -22,13 +22,13 @@ A = TypeVar("A", bound=HasRequestId)
 
 
 class Broadcast(Generic[A]):
-    """Sends messages to instances and collects their answers of type `A`. Event loop only.
+    """Sends a message to several instances and collects their answers, of type `A`. Use it on the event loop only.
 
     The owner passes each answer that it receives to `on_answer`.
     """
 
     def __init__(self, cluster: Cluster, *, timeout_s: float) -> None:
-        """Wait for the answers to a message at most `timeout_s` seconds."""
+        """Create it for the instances of `cluster`. A call of `send` waits for answers at most `timeout_s` seconds."""
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._pending: dict[tuple[RequestId, InstanceId], asyncio.Future[A | None]] = {}
@@ -40,12 +40,11 @@ class Broadcast(Generic[A]):
         *,
         timeout_s: float | None = None,
     ) -> Mapping[InstanceId, A | TimeoutError | None]:
-        """Send a message to all `workers` and return their answers, by instance. `message` gets the request id.
+        """Send a message to all `workers`, wait for their answers and return them by instance. `message` builds the
+        message from the request id.
 
-        `timeout_s` replaces that of the constructor.
-
-        The value is a `TimeoutError` for an instance that did not answer in time, and None for one whose connection was
-        lost meanwhile.
+        `timeout_s` replaces that of the constructor, if it is not None. The answer is a `TimeoutError` for an instance
+        that did not answer in time, and None for one whose connection was lost meanwhile.
         """
         request_id = RequestId(f"all-{secrets.token_hex(8)}")
         loop = asyncio.get_running_loop()
@@ -69,7 +68,7 @@ class Broadcast(Generic[A]):
         }
 
     def on_answer(self, worker: WorkerState, answer: A) -> bool:
-        """Take an answer of an instance. Return False if no `send` waits for it."""
+        """Take an answer of an instance for the `send` that waits for it. Return False if none does."""
         future = self._pending.get((answer.request_id, worker.record.instance))
         if future is not None and not future.done():
             future.set_result(answer)
@@ -78,7 +77,7 @@ class Broadcast(Generic[A]):
     def _give_up_lost(
         self, workers: Sequence[WorkerState], futures: Mapping[InstanceId, asyncio.Future[A | None]]
     ) -> None:
-        """Stop waiting for instances that were lost. Called whenever the cluster changes."""
+        """Stop waiting for answers of instances whose connection is lost. It is called whenever the cluster changes."""
         for worker in workers:
             future = futures[worker.record.instance]
             # The same instance may be back already with a new `WorkerState`, which did not get the message.

@@ -50,40 +50,50 @@ _RECONNECT_S = 1.0
 
 
 class InstanceRegistry(Protocol):
-    """The interface by which the cluster reads the registered instances: `services.common.registry.RegistryView`."""
+    """The interface by which `Cluster` reads the registry, the list of instances.
+    `services.common.registry.RegistryView` implements it.
+    """
 
     async def start(self, on_change: Callable[[], None]) -> None:
-        """Read the records, and call `on_change` on the event loop whenever one comes, changes or goes."""
+        """Read the records of all instances, and call `on_change` on the event loop whenever a record is added, changed
+        or removed.
+        """
 
     def records(self) -> list[InstanceRecord]: ...
     def is_connected(self) -> bool:
-        """Return whether the registry's backend can be reached. Without it the last records stay valid."""
+        """Return whether the registry's backend, such as Redis, can be reached. While it cannot, the last records stay
+        valid.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
 class Connector(Protocol):
-    """Creates the connections to instances: `connections.InstanceConnector`, or fakes in tests and in the
+    """Creates the connections to instances. It is `connections.InstanceConnector`, or a fake in tests and in the
     simulation.
     """
 
     def link(
         self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
     ) -> WorkerLink:
-        """Return a connection for requests and answers that is not started yet. `on_lost` gets the reason, once."""
+        """Return a connection to an instance for requests and answers, which is not started yet. It calls `on_message`
+        with each answer, and `on_lost` once, with the reason.
+        """
         ...
 
     def subscriber(
         self, record: InstanceRecord, on_batch: Callable[[EventBatch], None], on_gap: Callable[[], None]
     ) -> Subscriber:
-        """Return a subscription to cache events that is not started yet. It calls `on_gap` when a batch was lost."""
+        """Return a subscription to the cache events of an instance (blocks stored and evicted), which is not started
+        yet. It calls `on_batch` with each batch of events, and `on_gap` when a batch was lost.
+        """
         ...
 
 
 class Cluster:
-    """The instances as one router process knows them: it follows the registry, connects to each instance, and keeps its
-    state. It is used on the event loop only.
+    """Holds the state of all instances as one router process knows them. It follows the registry and connects to each
+    instance. Use it on the event loop only.
     """
 
     def __init__(
@@ -95,7 +105,7 @@ class Cluster:
         first_turn: int = 0,
         prefill_fallback_after_s: float | None = None,
     ) -> None:
-        """Create a cluster without workers; `start` connects to the instances in `registry`.
+        """Create a cluster without instances; `start` connects to those in `registry`.
 
         `first_turn` is where the policies `round_robin` and `random` begin. It should differ between the routers of a
         cluster, or all of them send their first requests to the same instance. For `prefill_fallback_after_s` see
@@ -127,13 +137,15 @@ class Cluster:
         """
 
     async def start(self) -> None:
-        """Read the registry and start connecting to its instances. It does not wait until they are ready."""
+        """Read the registry and start to connect to its instances. It does not wait until they are ready."""
         self._expecting_since = self._clock()
         await self._registry.start(self._refresh)
         self._refresh()
 
     async def close(self) -> None:
-        """Close all connections and the registry's view. Requests that still run are notified of the loss."""
+        """Close all connections and stop reading the registry. The owners of requests that still run are notified that
+        their instances are lost.
+        """
         self.is_closed = True
         self._fallback.close()
         for worker in list(self._workers.values()):
@@ -144,11 +156,11 @@ class Cluster:
         await self._registry.close()
 
     def workers(self) -> list[WorkerState]:
-        """Return all workers in the order of their ids, including those without a connection."""
+        """Return the states of all instances in the order of their ids, including instances without a connection."""
         return [self._workers[instance] for instance in sorted(self._workers)]
 
     def worker(self, instance: InstanceId) -> WorkerState | None:
-        """Return the worker of an instance, or None if it is not in the registry any more."""
+        """Return the state of an instance, or None if the instance is not in the registry any more."""
         return self._workers.get(instance)
 
     def is_registry_connected(self) -> bool:
@@ -157,9 +169,9 @@ class Cluster:
     def expects_instances(self, *, within_s: float) -> bool:
         """Return whether an instance that accepts no requests now may soon do so.
 
-        That is the case while a known instance is connecting, lost or draining (but not while it sleeps), and for
-        `within_s` seconds after this router started or an instance was removed. Later it is assumed that no other
-        instance will come. It is also the case while a prefill instance may soon generate.
+        That is so while a known instance is connecting, lost or draining (but not while it sleeps), and for `within_s`
+        seconds after this router started or an instance was removed. Later it is assumed that no other instance will
+        come. It is also so while a prefill instance may soon be allowed to generate answers.
         """
         # A request that waits then is placed when the fallback begins, which calls the listeners.
         if self._fallback.is_pending or any(worker.is_expected for worker in self._workers.values()):
@@ -172,8 +184,8 @@ class Cluster:
         return self._fallback.is_allowed
 
     async def wait_until(self, fact: Callable[[], bool], *, within_s: float) -> bool:
-        """Wait until the function `fact` returns True, and return False if it does not within `within_s` seconds. It is
-        called now and whenever the cluster changes. If no instance is expected, return immediately.
+        """Wait until the function `fact` returns True. Return False if it does not within `within_s` seconds, or
+        immediately if no instance is expected. `fact` is called now and whenever the cluster changes.
         """
         if fact():
             return True
@@ -193,7 +205,7 @@ class Cluster:
             remove_listener()
 
     def routable_workers(self) -> RoutableWorkers:
-        """Return the workers that accept new requests now."""
+        """Return the instances that generate text and accept new requests now."""
         if self._routable_workers is None:
             self._routable_workers = RoutableWorkers(self._workers.values())
         return self._routable_workers
@@ -214,10 +226,11 @@ class Cluster:
         *,
         has_images: bool = False,
     ) -> ClusterView:
-        """Return the workers that can serve a request now, each with its cached prefix of the prompt.
+        """Return the instances that can serve a request now, each with the length of the prompt's prefix that it has
+        cached.
 
-        `block_hashes` returns the prompt's block hashes for a KV layout. See `RoutableWorkers.serving` for the others.
-        Each call advances the turn of the policies `round_robin` and `random`.
+        `block_hashes` returns the prompt's block hashes for a KV layout. See `RoutableWorkers.serving` for the other
+        arguments. Each call counts as one turn of the policies `round_robin` and `random`.
         """
         now = self._clock()
         self.index.expire(now)
@@ -231,7 +244,7 @@ class Cluster:
         return ClusterView(candidates, self._turn, self._fallback.is_allowed, is_asleep)
 
     def _refresh(self) -> None:
-        """Add and remove workers as the registry's records have changed."""
+        """Add and remove instances according to the present records in the registry. It is called when these change."""
         if self.is_closed:
             return
         records = {record.instance: record for record in self._registry.records()}
@@ -251,14 +264,14 @@ class Cluster:
         self._notify()
 
     def _add(self, record: InstanceRecord) -> None:
-        """Add a worker for a new instance, and connect to it."""
+        """Add an instance that is new in the registry, and start to connect to it."""
         layout = self._layouts.setdefault(record.layout, record.layout)
         worker = WorkerState(msgspec.structs.replace(record, layout=layout))
         self._workers[record.instance] = worker
         self._connect(worker)
 
     def _connect(self, worker: WorkerState) -> None:
-        """Start to connect to an instance. It becomes ready with its first load report."""
+        """Start to connect to an instance. It becomes ready when its first load report arrives."""
         worker.state = "connecting"
         worker.link = self._connector.link(
             worker.record,
@@ -268,7 +281,8 @@ class Cluster:
         self._spawn(worker.link.start())
 
     def _remove_when_idle(self, worker: WorkerState) -> None:
-        """Remove a worker whose record is gone, or let it drain while requests of this router run there.
+        """Remove an instance whose record has left the registry. If requests of this router still run there, let it
+        drain first.
 
         The record of a healthy instance may also expire, for example if the instance cannot reach the registry.
         """
@@ -277,7 +291,9 @@ class Cluster:
             self._remove(worker, "its record is not in the registry any more")
 
     def _remove(self, worker: WorkerState, reason: str) -> None:
-        """Forget a worker and disconnect from it."""
+        """Remove an instance and close the connection to it. `reason` is for the log and for requests that still run
+        there.
+        """
         if self._workers.get(worker.record.instance) is worker:
             del self._workers[worker.record.instance]
             if not self.is_closed:
@@ -287,7 +303,9 @@ class Cluster:
         self._disconnect(worker, reason)
 
     def _on_lost(self, worker: WorkerState, reason: str) -> None:
-        """Handle a lost or failed connection: log it once, disconnect, and try again later."""
+        """Handle the loss of the connection to an instance, or a failed connection: log it once, clean up, and try
+        again later.
+        """
         if self._workers.get(worker.record.instance) is not worker or worker.state == "lost":
             return
         if worker.state == "ready":
@@ -304,7 +322,9 @@ class Cluster:
         asyncio.get_running_loop().call_later(_RECONNECT_S, self._reconnect, worker)
 
     def _reconnect(self, worker: WorkerState) -> None:
-        """Connect again to a worker whose connection was lost, unless its record is gone meanwhile."""
+        """Connect again to an instance whose connection was lost. If its record has left the registry meanwhile, remove
+        it instead.
+        """
         known = {(record.instance, record.generation) for record in self._registry.records()}
         if self.is_closed or self._workers.get(worker.record.instance) is not worker:
             return
@@ -314,7 +334,9 @@ class Cluster:
             self._remove(worker, "its record is not in the registry any more")
 
     def _disconnect(self, worker: WorkerState, reason: str) -> None:
-        """Close the connection to a worker, forget its blocks, and notify the handlers of its requests."""
+        """Close the connection to an instance, forget its cached blocks, and notify the owners of requests that run
+        there.
+        """
         was_ready = worker.state == "ready"
         worker.state = "lost"
         self._routable_workers = None
@@ -333,7 +355,9 @@ class Cluster:
             self._notify()
 
     def _on_message(self, worker: WorkerState, message: ToRouter) -> None:
-        """Handle one message of an instance."""
+        """Handle one message of an instance: answers, a load report, a snapshot of its cache, or the result of a
+        command.
+        """
         if worker.link is None:
             return  # it was received before the connection was given up
         match message:
@@ -353,7 +377,9 @@ class Cluster:
                 self.on_engine_command_done(worker, message)
 
     def _deliver(self, worker: WorkerState, answers: Sequence[Answer]) -> None:
-        """Pass answers to the handlers of their requests. Answers to requests that have ended are dropped."""
+        """Pass the answers of an instance to the handlers of their requests. Answers to requests that have ended are
+        dropped.
+        """
         now, load_estimates = self._clock(), worker.load_estimates
         for answer in answers:
             if (estimate := load_estimates.get(answer.request_id)) is not None:
@@ -363,7 +389,7 @@ class Cluster:
                     logger.exception("failed to handle an answer of instance %s", worker.record.instance)
 
     def _on_load(self, worker: WorkerState, report: LoadReport) -> None:
-        """Apply a load report. With the first one after connecting, the instance becomes ready."""
+        """Apply a load report of an instance. The first one after connecting makes the instance ready."""
         record = worker.record
         # After a restart the address may belong to another process, whose load must not count as this instance's.
         if (report.instance, report.generation) != (record.instance, record.generation):
@@ -392,13 +418,15 @@ class Cluster:
             self._remove(worker, "its record is not in the registry any more")
 
     def _notify(self) -> None:
-        """Call all listeners: instances have come, gone, or changed other than in load."""
+        """Call all listeners, because instances have come, gone, or changed in something else than load."""
         self.version += 1
         self._routable_workers = None
         call_each("a listener of cluster changes", list(self._listeners))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` in a task that `close` waits for. The set keeps the task alive: asyncio itself does not."""
+        """Run `work` in an asyncio task for which `close` waits. The set keeps the task alive, which asyncio itself
+        does not.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -415,7 +443,9 @@ def _log_adapter_refusal(worker: WorkerState, changed: AdapterChanged) -> None:
 
 
 def _log_impossible_handoffs(here: InstanceRecord, others: Iterable[InstanceRecord]) -> None:
-    """Log with which instances a new one cannot exchange KV blocks, although their roles and models suggest it."""
+    """Log a warning for each instance in `others` with which the new instance `here` cannot exchange KV blocks,
+    although their roles and models suggest it.
+    """
     for there in others:
         if {here.role, there.role} == {"prefill", "decode"} and serves_model(there, frozenset({here.model})):
             source, sink = (here, there) if here.role == "prefill" else (there, here)

@@ -17,9 +17,9 @@ MAX_ZMQ_SOCKETS = 65_535
 
 
 class InstanceConnector:
-    """Makes the connections of one router process. `main` owns it and closes it last.
+    """Creates the connections of one router process to instances. `main` owns it and closes it last.
 
-    All subscribers share one ZeroMQ context, and so one I/O thread: it wakes up once for the messages of several
+    All subscriptions share one ZeroMQ context, and so one I/O thread: it wakes up once for the messages of several
     connections, and not once for each.
     """
 
@@ -30,14 +30,16 @@ class InstanceConnector:
         self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
 
     async def close(self) -> None:
-        """Close the context. Call it after every subscriber was closed."""
+        """Close the ZeroMQ context. Call it after every subscription was closed."""
         # `term` blocks until the last socket is closed, which must not happen on the event loop.
         await asyncio.to_thread(self._context.term)
 
     def link(
         self, record: InstanceRecord, on_message: Callable[[ToRouter], None], on_lost: Callable[[str], None]
     ) -> InstanceLink:
-        """Return a connection for requests and answers, which the caller starts and closes."""
+        """Return a connection to an instance for requests and answers, which the caller starts and closes. It calls
+        `on_message` with each answer, and `on_lost` once, with the reason.
+        """
         return InstanceLink(
             record.rpc_address,
             on_message=on_message,
@@ -49,7 +51,9 @@ class InstanceConnector:
     def subscriber(
         self, record: InstanceRecord, on_batch: Callable[[EventBatch], None], on_gap: Callable[[], None]
     ) -> EventSubscriber:
-        """Return a subscription to the events of the instance's KV cache, which the caller starts and closes."""
+        """Return a subscription to the cache events of an instance (blocks stored and evicted), which the caller starts
+        and closes. It calls `on_batch` with each batch of events, and `on_gap` when a batch was lost.
+        """
         return EventSubscriber(
             record.events_address,
             generation=record.generation,

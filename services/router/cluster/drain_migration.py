@@ -18,7 +18,9 @@ MAX_MIGRATION_RATIO = 0.5
 
 
 def migrate(leaving: WorkerState, hot: HotBlocks, workers: Iterable[WorkerState]) -> None:
-    """Ask another instance of its pool to fetch the blocks `hot` of a draining worker, and answer that worker."""
+    """Ask another instance of the same pool to fetch the blocks `hot` of the draining instance `leaving`, and answer
+    `leaving`, which has sent `hot`.
+    """
     if hot.generation != leaving.record.generation:
         return
     found = pick_target(leaving, hot, workers)

@@ -24,7 +24,7 @@ Answer = EngineCommandDone | TimeoutError | None
 
 
 class EngineActions:
-    """Sends the commands of operators to instances. Event loop only."""
+    """Sends commands of operators, such as resetting the prefix cache, to instances. Use it on the event loop only."""
 
     def __init__(self, cluster: Cluster, *, timeout_s: float = ACTION_TIMEOUT_S) -> None:
         self._broadcast = Broadcast[EngineCommandDone](cluster, timeout_s=timeout_s)
@@ -33,10 +33,10 @@ class EngineActions:
         cluster.on_engine_command_done = self._on_done
 
     async def run(self, workers: Sequence[WorkerState], action: EngineAction) -> Mapping[str, str]:
-        """Let all `workers` execute an action, and return what each has answered, by instance.
+        """Let all `workers` execute an action, and return the text that each has answered, by instance.
 
         Raises `BadRequestError` if an instance refuses it, after all have answered. Raises `DeadlineError` if one does
-        not answer in time, and `UnavailableError` if one was lost.
+        not answer in time, and `UnavailableError` if the connection to one was lost.
         """
         async with self.one_at_a_time:
             return results(action, await self.ask(workers, action))
@@ -50,9 +50,10 @@ class EngineActions:
         work_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Mapping[InstanceId, Answer]:
-        """Send a command to all `workers` and return their answers. The caller holds `one_at_a_time`.
+        """Send a command to all `workers` and return their answers by instance. The caller holds `one_at_a_time`.
 
-        `work_s` is the time that the command itself names, and `timeout_s` the time in which answers must come.
+        `weights` says which weights to load, for commands that do so. `work_s` is the time in seconds that the command
+        gives to the instance, and `timeout_s` the time in which answers must come (None: the default).
         """
         return await self._broadcast.send(
             workers,
@@ -66,7 +67,9 @@ class EngineActions:
 
 
 def results(action: str, answers: Mapping[InstanceId, Answer]) -> dict[str, str]:
-    """Return the texts of all answers. Raises an `ApiError` for the first instance that has not executed the action."""
+    """Return the texts of all answers by instance. Raises an `ApiError` for the first instance that has not executed
+    the action.
+    """
     done: dict[str, str] = {}
     for instance, answer in answers.items():
         if (problem := problem_of(action, instance, answer)) is not None:
@@ -77,7 +80,9 @@ def results(action: str, answers: Mapping[InstanceId, Answer]) -> dict[str, str]
 
 
 def problem_of(action: str, instance: InstanceId, answer: Answer) -> ApiError | None:
-    """Return the error of an instance that has not executed an action, or None if it has."""
+    """Return the error for the client if an instance has not executed an action, or None if it has. `answer` is its
+    answer, a `TimeoutError`, or None if the connection was lost.
+    """
     if isinstance(answer, TimeoutError):
         return DeadlineError(f"{action} timed out on {instance}; other instances may have executed it")
     if answer is None:

@@ -12,11 +12,13 @@ from baton_serve.services.router.placement.block_index import BlockIndex
 
 
 class Subscriber(Protocol):
-    """Receives the cache events of one instance: `services.common.zmq.block_events.EventSubscriber`."""
+    """Receives the cache events of one instance. `services.common.zmq.block_events.EventSubscriber` implements it."""
 
     async def start(self) -> None: ...
     def rebase(self, sequence: int) -> None:
-        """Expect batch `sequence` + 1 next: a snapshot contains everything before it."""
+        """Expect the event batch with the number `sequence` + 1 next: a snapshot has just given the state up to
+        `sequence`.
+        """
 
     async def close(self) -> None: ...
 
@@ -26,19 +28,23 @@ Subscribe = Callable[[InstanceRecord, Callable[[EventBatch], None], Callable[[],
 
 
 class BlockIndexSync:
-    """Subscribes to the cache events of ready instances and applies them to `index`. `Cluster` owns it."""
+    """Keeps the router's block index up to date: subscribes to the cache events of ready instances and applies them to
+    `index`. `Cluster` owns it.
+    """
 
     def __init__(
         self, index: BlockIndex, subscribe: Subscribe, *, spawn: Callable[[Coroutine[None, None, None]], None]
     ) -> None:
-        """`spawn` runs a coroutine in a task that the owner waits for when it closes."""
+        """Create it without subscriptions. `subscribe` creates the subscription to an instance; `spawn` runs a
+        coroutine in a task for which the owner waits when it closes.
+        """
         self._index = index
         self._subscribe = subscribe
         self._spawn = spawn
         self._subscribers: dict[InstanceId, Subscriber] = {}
 
     def start(self, worker: WorkerState) -> None:
-        """Subscribe to the cache events of a worker, and request a snapshot of its blocks."""
+        """Subscribe to the cache events of an instance, and ask it for a snapshot of all its cached blocks."""
         record = worker.record
         # The subscription starts in a task, so the snapshot may be older than the first batch. Batches that are missing
         # between the two show as a gap in the numbers, and `_on_gap` requests another snapshot.
@@ -49,13 +55,13 @@ class BlockIndexSync:
         worker.send(SnapshotRequest())
 
     def stop(self, instance: InstanceId) -> None:
-        """Forget the blocks of an instance and close the subscription, if there is one."""
+        """Remove the blocks of an instance from the index and close the subscription to it, if there is one."""
         self._index.remove(instance)
         if (subscriber := self._subscribers.pop(instance, None)) is not None:
             self._spawn(subscriber.close())
 
     def on_snapshot(self, worker: WorkerState, snapshot: Snapshot) -> None:
-        """Replace the blocks of a worker by those of a snapshot."""
+        """Replace the blocks of an instance in the index by those of a snapshot that it has sent."""
         applied = self._index.load(snapshot)
         if applied is None:
             return

@@ -27,7 +27,7 @@ _ANSWER_MARGIN_S = 10.0
 
 
 class ModelActions:
-    """Changes the models of all given instances together. Event loop only."""
+    """Lets several instances sleep, wake up or load other weights together. Use it on the event loop only."""
 
     def __init__(self, cluster: Cluster, actions: EngineActions, *, settle_timeout_s: float = SETTLE_TIMEOUT_S) -> None:
         self._cluster = cluster
@@ -35,9 +35,9 @@ class ModelActions:
         self._settle_timeout_s = settle_timeout_s
 
     async def sleep(self, workers: Sequence[WorkerState], *, drain_s: float) -> Mapping[str, str]:
-        """Free the memory of the model on all `workers`, and return what each has answered, by instance.
+        """Let all `workers` free the memory of the model, and return what each has answered, by instance.
 
-        Sleeping instances are left out. Raises `ConflictError` if requests still run after `drain_s` seconds;
+        Instances that sleep already are left out. Raises `ConflictError` if requests still run after `drain_s` seconds;
         then no instance sleeps. Raises another `ApiError` if an instance has failed.
         """
         async with self._actions.one_at_a_time:
@@ -47,7 +47,7 @@ class ModelActions:
             return await self._changed("sleep", awake, answers, lambda worker: worker.record.sleeping)
 
     async def wake_up(self, workers: Sequence[WorkerState]) -> Mapping[str, str]:
-        """Load the model again on all `workers` that sleep, and return what each has answered, by instance.
+        """Let all `workers` that sleep load the model again, and return what each has answered, by instance.
 
         Raises an `ApiError` if an instance has failed; the others are awake then.
         """
@@ -59,10 +59,11 @@ class ModelActions:
     async def update_weights(
         self, workers: Sequence[WorkerState], weights: WeightsSource, *, drain_s: float
     ) -> Mapping[str, str]:
-        """Load other weights on all `workers`, and return what each has answered, by instance.
+        """Let all `workers` load other weights, and return what each has answered, by instance.
 
         Raises `ConflictError` if an instance sleeps or if requests still run after `drain_s` seconds, and another
-        `ApiError` if an instance cannot load the weights. After any of them the old weights serve on all instances.
+        `ApiError` if an instance cannot load the weights. After any of these errors all instances serve with the old
+        weights.
         """
         async with self._actions.one_at_a_time:
             if asleep := [worker.record.instance for worker in workers if worker.record.sleeping]:
@@ -78,7 +79,9 @@ class ModelActions:
                 await self._resume(self._present(workers))
 
     async def _load(self, workers: Sequence[WorkerState], weights: WeightsSource) -> Mapping[str, str]:
-        """Load weights on paused instances. If one fails, let the others load their previous ones again."""
+        """Let paused instances load weights, and return what each has answered. If one fails, let the others load their
+        previous weights again and raise its error.
+        """
         answers = await self._actions.ask(
             workers, "update_weights", weights=weights, work_s=LOAD_TIMEOUT_S, timeout_s=LOAD_TIMEOUT_S
         )
@@ -96,7 +99,7 @@ class ModelActions:
             raise
 
     async def _restore(self, workers: Sequence[WorkerState]) -> None:
-        """Let instances load their previous weights again. A failure is logged."""
+        """Let instances load their previous weights again. A failure is logged and not raised."""
         answers = await self._actions.ask(workers, "restore_weights", work_s=LOAD_TIMEOUT_S, timeout_s=LOAD_TIMEOUT_S)
         try:
             await self._changed("restore_weights", workers, answers, lambda worker: True)
@@ -104,7 +107,9 @@ class ModelActions:
             logger.error("the instances of a model have different weights now: %s", exc)  # noqa: TRY400
 
     async def _pause(self, workers: Sequence[WorkerState], drain_s: float) -> None:
-        """Let all instances become idle, or none pause. Raises `ApiError`."""
+        """Let all instances finish their requests within `drain_s` seconds and take no new ones. If one cannot, end the
+        pause of all and raise `ApiError`.
+        """
         answers = await self._actions.ask(workers, "pause", work_s=drain_s, timeout_s=drain_s + _ANSWER_MARGIN_S)
         try:
             results("pause", answers)
@@ -114,7 +119,9 @@ class ModelActions:
             raise
 
     async def _resume(self, workers: Sequence[WorkerState]) -> None:
-        """End the pause of instances. One that cannot be reached ends its pause itself, at the end of its lease."""
+        """End the pause of instances. An instance that cannot be reached ends its pause by itself when the time of the
+        pause is over.
+        """
         for instance, answer in (await self._actions.ask(workers, "resume")).items():
             if (problem := problem_of("resume", instance, answer)) is not None:
                 logger.warning("cannot end the pause of an instance: %s", problem)
@@ -126,9 +133,10 @@ class ModelActions:
         answers: Mapping[InstanceId, Answer],
         is_done: Callable[[WorkerState], bool],
     ) -> Mapping[str, str]:
-        """Wait until all instances have registered the state that follows an action, and return their answers.
+        """Wait until all instances have registered again after an action has changed their models. Return the text of
+        each answer, by instance. `is_done` returns whether the action took effect on an instance.
 
-        Raises `ApiError` for an instance that has refused the action, or that does not reach the state in time.
+        Raises `ApiError` for an instance that has refused the action, or that is not ready again in time.
         """
         wanted = {worker.record.instance: worker for worker in workers}
         # The reason of a lost connection is usually the change itself; see the module's docstring.
@@ -162,7 +170,9 @@ class ModelActions:
     async def _wait_for(
         self, instances: Sequence[InstanceId], fact: Callable[[InstanceId], bool], timeout_s: float
     ) -> Sequence[InstanceId]:
-        """Wait until `fact` is true of all instances, and return those of which it is not after `timeout_s` seconds."""
+        """Wait until `fact` is true for all instances. Return the instances for which it is still false after
+        `timeout_s` seconds.
+        """
         changed = asyncio.Event()
         remove_listener = self._cluster.add_listener(changed.set)
         try:
@@ -177,6 +187,8 @@ class ModelActions:
         return []
 
     def _present(self, workers: Sequence[WorkerState]) -> list[WorkerState]:
-        """Return the present states of instances, which change with their generations."""
+        """Return the present `WorkerState` of each instance: an instance that has registered again has a new one.
+        Instances that are gone are left out.
+        """
         found = (self._cluster.worker(worker.record.instance) for worker in workers)
         return [worker for worker in found if worker is not None]

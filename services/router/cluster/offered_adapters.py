@@ -10,9 +10,10 @@ from baton_serve.services.router.cluster.worker_state import WorkerState
 
 
 def most_common_adapters(of_instances: Iterable[Sequence[AdapterRecord]]) -> dict[str, AdapterRecord]:
-    """Return the adapters of several instances by name.
+    """Return the LoRA adapters that several instances have loaded, by name.
 
-    While an adapter is being replaced, instances have different versions of it: the most common version is returned.
+    While an adapter is being replaced, instances have different versions of it: the version that most of them have is
+    returned.
     """
     held: dict[str, Counter[str]] = {}
     records: dict[tuple[str, str], AdapterRecord] = {}
@@ -40,7 +41,9 @@ def missing_adapters(newcomer: InstanceRecord, others: Iterable[InstanceRecord])
 
 
 def load_missing_adapters(newcomer: WorkerState, others: Iterable[InstanceRecord]) -> None:
-    """Send `LoadAdapter` to a new worker for each adapter that other instances of its model have loaded over HTTP."""
+    """Send `LoadAdapter` to a new instance for each LoRA adapter that other instances of its model have loaded over
+    HTTP.
+    """
     for adapter in missing_adapters(newcomer.record, others):
         request_id = RequestId(f"join-{newcomer.record.instance}-{adapter.name}")
         newcomer.send(LoadAdapter(request_id=request_id, name=adapter.name, path=adapter.path))

@@ -8,18 +8,20 @@ from baton_serve.services.router.cluster.worker_state import WorkerState
 
 
 class PrefillFallback:
-    """Allows the fallback when the order in which instances start cannot be the reason for it.
+    """Decides when prefill instances may generate answers because no decode or unified instance is ready (the
+    fallback).
 
     After the start of a cluster the first prefill instance may be ready before the first decode instance. Answers that
     are generated there slow down the prompts of later requests until they end. So a router first waits for a decode or
     unified instance. Once it has seen one, the loss of all of them is a fault, and the fallback begins immediately.
-    `Cluster` owns this object; event loop only.
+    `Cluster` owns this object. Use it on the event loop only.
     """
 
     def __init__(self, *, after_s: float | None, on_allowed: Callable[[], None]) -> None:
-        """`after_s` is how long to wait, in seconds from the first prefill instance; None never allows the fallback.
+        """Create it. `after_s` is how long to wait, in seconds from the first prefill instance; None never allows the
+        fallback.
 
-        `on_allowed` is called if the wait ends without a decode or unified instance.
+        `on_allowed` is called if this time passes without a decode or unified instance.
         """
         self._after_s = after_s
         self._on_allowed = on_allowed
@@ -28,11 +30,13 @@ class PrefillFallback:
 
     @property
     def is_pending(self) -> bool:
-        """True while this object waits for a decode or unified instance before it allows the fallback."""
+        """True while this object waits for a decode or unified instance; when the time is over it allows the
+        fallback.
+        """
         return self._timer is not None
 
     def on_ready(self, record: InstanceRecord) -> None:
-        """Handle an instance that has become ready."""
+        """Record that an instance has become ready. The first prefill instance starts the waiting time."""
         if self._after_s is None or self.is_allowed or record.pooling is not None:
             return
         if record.role != "prefill":
@@ -44,7 +48,7 @@ class PrefillFallback:
             self._timer = asyncio.get_running_loop().call_later(self._after_s, self._allow)
 
     def close(self) -> None:
-        """Stop waiting, so that `on_allowed` is not called any more."""
+        """Stop the timer, so that `on_allowed` is not called any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -56,9 +60,10 @@ class PrefillFallback:
 
 
 def only_prefill_generates(workers: Iterable[WorkerState]) -> bool:
-    """Return whether prefill instances can generate answers, and no decode or unified instance accepts requests.
+    """Return whether prefill instances are the only ones among `workers` that can generate answers: no decode or
+    unified instance accepts requests.
 
-    Instances of models that compute vectors do not count.
+    Instances of pooling models do not count.
     """
     records = [worker.record for worker in workers if worker.takes_work and worker.record.pooling is None]
     return any(record.can_generate for record in records) and all(record.role == "prefill" for record in records)

@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class HasWorkers(Protocol):
-    """Instances whose pools are counted: those of the cluster, or those of one model."""
+    """Has the instances that are counted for readiness: those of the cluster, or those of one model."""
 
     def workers(self) -> list[WorkerState]: ...
 
 
 class WatchedCluster(HasWorkers, Protocol):
-    """The part of a cluster that decides whether requests can be served: `cluster.Cluster`."""
+    """The part of `cluster.Cluster` that decides whether requests can be served."""
 
     is_closed: bool
 
@@ -31,13 +31,15 @@ class WatchedCluster(HasWorkers, Protocol):
 
 
 def count_pools(cluster: HasWorkers) -> Mapping[str, int]:
-    """Return the number of instances of each role that accept requests."""
+    """Return by role (`prefill`, `decode`, `unified`) how many instances accept requests."""
     roles = Counter[str](w.record.role for w in cluster.workers() if w.state == "ready" and w.takes_work)
     return {role: roles[role] for role in ("prefill", "decode", "unified")}
 
 
 def fallback_warning(cluster: WatchedCluster) -> str | None:
-    """Return the text for the operator while prefill instances generate the answers, or else None."""
+    """Return a text for the operator while prefill instances generate the answers because no decode instance is ready,
+    or else None.
+    """
     # Pools of all models count together here: placement decides for each model.
     if not (cluster.allows_prefill_fallback and only_prefill_generates(cluster.workers())):
         return None
@@ -45,14 +47,15 @@ def fallback_warning(cluster: WatchedCluster) -> str | None:
 
 
 def sleep_warning(cluster: HasWorkers) -> str | None:
-    """Return the text for the operator while instances sleep, or else None."""
+    """Return a text for the operator while instances sleep, or else None."""
     sleeping = [w.record.instance for w in cluster.workers() if w.state == "ready" and w.record.sleeping]
     return f"{len(sleeping)} instances sleep (POST /wake_up): {', '.join(sleeping)}" if sleeping else None
 
 
 def empty_pools_reason(cluster: WatchedCluster) -> str | None:
-    """Return the reason why no request can be served now, without names of instances, or None if requests can be, or if
-    instances sleep."""
+    """Return the reason why no request can be served now, without names of instances. Return None if requests can be
+    served, or if instances sleep.
+    """
     workers, pools = cluster.workers(), count_pools(cluster)
     computes_vectors = any(w.state == "ready" and w.takes_work and w.record.pooling is not None for w in workers)
     if pools["decode"] or pools["unified"] or computes_vectors or fallback_warning(cluster) is not None:
@@ -65,7 +68,9 @@ def empty_pools_reason(cluster: WatchedCluster) -> str | None:
 
 
 def unready_reason(cluster: WatchedCluster) -> str | None:
-    """Return the reason of `empty_pools_reason` with the instances that are not connected, or None without a reason."""
+    """Return the reason of `empty_pools_reason` with the names of the instances that are not connected, or None if
+    requests can be served.
+    """
     reason = empty_pools_reason(cluster)
     if reason is None:
         return None
@@ -78,10 +83,14 @@ def unready_reason(cluster: WatchedCluster) -> str | None:
 
 
 class ReadinessLog:
-    """Logs when the router becomes able to serve requests, and when it loses this ability. Event loop only."""
+    """Logs when the router becomes able to serve requests, and when it loses this ability. Use it on the event loop
+    only.
+    """
 
     def __init__(self, cluster: WatchedCluster, *, url: str, names: str) -> None:
-        """`url` is the router's address without a path; `names` are the models, for the log lines."""
+        """Create it without logging. `url` is the router's address without a path, and `names` are the names of the
+        models; both appear in the log lines.
+        """
         self._cluster = cluster
         self._url = url
         self._names = names
@@ -89,7 +98,7 @@ class ReadinessLog:
         self._warning: str | None = None
 
     def start(self) -> None:
-        """Log the present state, and each change from now on."""
+        """Log whether the router can serve requests now, and each change from now on."""
         logger.info("listening on %s, waiting for instances of %s", self._url, self._names)
         self._cluster.add_listener(self._check)
         self._check()

@@ -19,9 +19,9 @@ A checkpoint there costs the end of a chunk and a copy of the recurrent states."
 
 
 class RoutableWorkers:
-    """The workers that generate text and accept new requests at one moment.
+    """The instances that generate text and accept new requests at one moment.
 
-    `Cluster` makes a new one when its workers change: building its groups for every request would cost too much.
+    `Cluster` makes a new one when its instances change: building its groups for every request would cost too much.
     """
 
     def __init__(self, workers: Iterable[WorkerState]) -> None:
@@ -38,10 +38,10 @@ class RoutableWorkers:
         self._assumed_rates = {layout: _highest_prefill_rate(found) for layout, found in self._by_layout.items()}
 
     def serving(self, model: frozenset[str] | None, lora: str, *, has_images: bool = False) -> "RoutableWorkers":
-        """Return the workers that can serve a request.
+        """Return those of the instances that can serve a request.
 
         `model` is the set of names of one model, or None if the router serves only one. `lora` is the fingerprint of an
-        adapter that must be loaded, or empty. With `has_images` a worker needs a vision tower, unless it is a decode
+        adapter that must be loaded, or empty. With `has_images` an instance needs a vision tower, unless it is a decode
         instance, which gets the KV of the images from a prefill instance.
         """
         if model is None and not lora and not has_images:
@@ -56,7 +56,8 @@ class RoutableWorkers:
         return RoutableWorkers(workers)
 
     def with_allowed_traffic(self, now: float) -> "RoutableWorkers":
-        """Return the workers whose circuit breaker allows requests; for a role without any, all of its workers.
+        """Return the instances whose circuit breaker allows requests. If it allows none of a role, all instances of
+        this role are returned.
 
         An instance whose circuit is open may still work, and is better than none.
         """
@@ -69,9 +70,11 @@ class RoutableWorkers:
     def candidates(
         self, block_hashes: Callable[[KVLayout], Sequence[BlockHash]], index: BlockIndex, now: float
     ) -> list[Candidate]:
-        """Return all workers as candidates, each with its cached prefix of one prompt.
+        """Return all instances as candidates for one request, each with the length of the prompt's prefix that it has
+        cached.
 
-        `block_hashes` returns the prompt's block hashes for a KV layout: they depend on block size and dtype.
+        `block_hashes` returns the prompt's block hashes for a KV layout: they depend on block size and dtype. `index`
+        knows the cached blocks, and `now` is the time for which the load is computed.
         """
         found: list[Candidate] = []
         for layout, workers in self._by_layout.items():
@@ -94,7 +97,8 @@ class RoutableWorkers:
 
 
 def _highest_prefill_rate(workers: Iterable[WorkerState]) -> float:
-    """Return the highest prefill rate in tokens per second of prefill and unified instances, 0 without any.
+    """Return the highest speed, in prompt tokens per second, that any prefill or unified instance has measured; 0 if
+    there are none.
 
     An instance that has not computed a prompt yet is assumed to be equally fast.
     """
@@ -102,20 +106,22 @@ def _highest_prefill_rate(workers: Iterable[WorkerState]) -> float:
 
 
 def _prefixes_differ(matches: Mapping[InstanceId, Match], workers: Sequence[WorkerState]) -> bool:
-    """Return whether the cached prefixes of `workers` differ in length, so that one could fetch from another."""
+    """Return whether some of the `workers` have a longer cached prefix of the prompt than others, so that one could
+    fetch blocks from another.
+    """
     if not matches:
         return False
     return len({matches.get(worker.record.instance, _NO_MATCH).total for worker in workers}) > 1
 
 
 def _branches(matches: Mapping[InstanceId, Match], layout: KVLayout) -> tuple[int, ...]:
-    """Return the numbers of tokens after which the prompt parts from prompts that are known on some instance, the
-    largest first. They may not all be cached where the prompt is computed.
+    """Return the numbers of tokens after which the prompt differs from prompts that some instance has cached, the
+    largest first. The instance that computes the prompt need not have these blocks.
     """
     lengths = sorted({match.total for match in matches.values()}, reverse=True)
     return tuple(length * layout.block_tokens for length in lengths[:MAX_BRANCHES])
 
 
 def serves_model(record: InstanceRecord, names: frozenset[str]) -> bool:
-    """Return whether an instance serves a model that is known under one of the names."""
+    """Return whether an instance serves a model that has one of the `names`."""
     return record.model in names or not names.isdisjoint(record.model_aliases)

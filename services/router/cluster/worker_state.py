@@ -39,28 +39,36 @@ Sending = Callable[[], None]
 
 
 class WorkerLink(Protocol):
-    """The connection to an instance: `services.common.rpc.links.InstanceLink`, or a fake in tests and simulation."""
+    """The connection to an instance, over which requests are sent. It is `services.common.rpc.links.InstanceLink`, or a
+    fake in tests and in the simulation.
+    """
 
     async def start(self) -> None: ...
     def prepare(self, message: ToInstance) -> Sending:
-        """Encode `message` and return a function that sends it. Raises `contracts.wire.WireError` if it is too long."""
+        """Encode `message` and return a function that sends it. Raises `contracts.wire.WireError` if the message is too
+        long.
+        """
         ...
 
     async def close(self) -> None: ...
 
 
 class AnswerHandler(Protocol):
-    """Receives the answers of an instance to one request id: an `Attempt` or a call for pooling."""
+    """Receives an instance's answers to one request id. An `Attempt` or a call for pooling implements it."""
 
     def on_answer(self, worker: "WorkerState", answer: Answer, now: float) -> None:
-        """Handle one answer. `now` is the moment when its message arrived, of the router's monotonic clock."""
+        """Handle one answer of `worker`. `now` is the time when its message arrived (router's monotonic clock, in
+        seconds).
+        """
 
     def on_lost(self, worker: "WorkerState", reason: str) -> None:
-        """Handle the loss of the connection to the worker: no more answers will come."""
+        """Handle the loss of the connection to `worker`: no more answers will come from it."""
 
 
 class LoadEstimate(msgspec.Struct):
-    """The load that one placed request is expected to cause on an instance."""
+    """The load that one request of this router is expected to cause on an instance: tokens to compute, sequences and KV
+    blocks.
+    """
 
     handler: AnswerHandler
     prefill_tokens: int
@@ -73,9 +81,9 @@ class LoadEstimate(msgspec.Struct):
 
 
 class Lease:
-    """Counts the load of one request on one instance until it is released.
+    """Counts one request as load of an instance until `release` is called.
 
-    The holder calls `release` when the request has ended there, or uses the lease as a context manager.
+    Its holder calls `release` when the request has ended on the instance, or uses the lease as a context manager.
     """
 
     __slots__ = ("_is_released", "request_id", "worker")
@@ -86,7 +94,7 @@ class Lease:
         self._is_released = False
 
     def release(self) -> None:
-        """Stop counting the load. Further calls do nothing."""
+        """Stop counting the request as load of the instance. Further calls do nothing."""
         if not self._is_released:
             self._is_released = True
             self.worker.release(self.request_id)
@@ -103,9 +111,10 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """The state of one instance, as this router process knows it. A restarted instance gets a new one.
+    """The state of one instance, as this router process knows it: record, connection, load and measured speeds. An
+    instance that restarts gets a new object.
 
-    `Cluster` owns it; it is used on the event loop only.
+    `Cluster` owns it. Use it on the event loop only.
     """
 
     record: InstanceRecord
@@ -146,41 +155,45 @@ class WorkerState:
 
     @property
     def takes_work(self) -> bool:
-        """Whether new requests may be placed there: it is connected and not draining."""
+        """True if new requests may be sent to the instance: it is connected and not draining."""
         return self.state == "ready" and not self.draining and not self.record.draining
 
     @property
     def is_expected(self) -> bool:
-        """Whether it accepts no requests now, but may soon do so: it is connecting, lost or draining.
+        """True if the instance accepts no requests now but may soon do so: it is connecting, lost or draining.
 
         An instance that sleeps is not expected: nobody knows when an operator will wake it up.
         """
         return not self.takes_work and not self.record.sleeping
 
     def prepare(self, message: ToInstance) -> Sending:
-        """Encode `message` and return a function that sends it.
+        """Encode `message` and return a function that sends it to the instance.
 
-        Callers encode before they count load: if that raises `contracts.wire.WireError`, nothing has to be undone.
+        Callers encode before they count load: if encoding raises `contracts.wire.WireError`, nothing has to be undone.
         """
         return self.link.prepare(message) if self.link is not None else _send_nothing
 
     def send(self, message: ToInstance) -> None:
-        """Send a message whose loss fails no request, such as `Cancel`. An error is logged and not raised."""
+        """Send the instance a message whose loss fails no request, such as `Cancel`. An error is logged and not
+        raised.
+        """
         try:
             self.prepare(message)()
         except Exception:
             logger.exception("%s could not be sent to %s", type(message).__name__, self.record.instance)
 
     def first_gap_s(self) -> float:
-        """Return the expected time in seconds between the first two tokens of a sequence whose KV is handed off to this
-        instance.
+        """Return the expected time in seconds between the first two tokens of a sequence whose KV blocks are handed off
+        to this instance.
         """
         return self.first_gap_quantile.expected_s(
             self.step_time_fit.predict(self.own_sequences + self.foreign_sequences)
         )
 
     def assign(self, request_id: RequestId, estimate: LoadEstimate) -> Lease:
-        """Count `estimate` as load until the caller releases the returned lease."""
+        """Count a request as load of the instance, with the sizes in `estimate`, until the caller releases the returned
+        lease.
+        """
         self.load_estimates[request_id] = estimate
         self.own_tokens += estimate.prefill_tokens
         self.recent_tokens += estimate.prefill_tokens
@@ -189,13 +202,13 @@ class WorkerState:
         return Lease(self, request_id)
 
     def on_prefill_done(self, request_id: RequestId) -> None:
-        """Stop counting the prompt tokens of a request: they have been computed."""
+        """Stop counting the prompt tokens of a request as load: the instance has computed them."""
         if estimate := self.load_estimates.get(request_id):
             self.own_tokens -= estimate.prefill_tokens
             estimate.prefill_tokens = 0
 
     def release(self, request_id: RequestId) -> None:
-        """Stop counting the load of a request. Callers use `Lease.release`."""
+        """Stop counting a request as load of the instance. Callers use `Lease.release` instead."""
         if estimate := self.load_estimates.pop(request_id, None):
             self.own_tokens -= estimate.prefill_tokens
             self.own_sequences -= estimate.sequences
@@ -203,7 +216,7 @@ class WorkerState:
                 self.unreported_blocks -= estimate.blocks
 
     def report(self, report: LoadReport, now: float) -> None:
-        """Apply a load report that arrived at `now`."""
+        """Store the load, adapters and speeds of a load report of the instance, which arrived at `now`."""
         load = report.load
         if self.rate_changed_at == inf or load.prefill_tokens_per_s != self.record.load.prefill_tokens_per_s:
             self.rate_changed_at = now
@@ -223,7 +236,7 @@ class WorkerState:
             estimate.is_reported = True
 
     def renew(self, record: InstanceRecord) -> None:
-        """Apply a new registry record of this generation.
+        """Store what a new registry record of the same process has changed.
 
         Only `draining` is used: load and adapters come earlier, in the load reports of the instance.
         """
@@ -231,10 +244,12 @@ class WorkerState:
             self.draining = record.draining
 
     def candidate(self, match: Match, now: float, *, held_blocks: int = 0, assumed_rate: float = 0.0) -> Candidate:
-        """Return this instance as a candidate for a prompt, with its load at `now`. `match` is the prompt's cached
-        prefix on this instance, including blocks that are only expected there; `held_blocks` is the length of the part
-        that the instance has reported. Until the instance has measured its prefill rate, it is assumed to be
-        `assumed_rate` tokens per second; later, while it computes no prompts, its rate gradually returns to that value.
+        """Return this instance as a candidate for a prompt, with its load at `now`.
+
+        `match` is the length of the prompt's cached prefix on this instance, including blocks that are only expected
+        there; `held_blocks` is the length of the part that the instance has reported, in blocks. Until the instance has
+        measured its prefill rate, it is assumed to be `assumed_rate` tokens per second; later, while it computes no
+        prompts, its rate gradually returns to that value.
         """
         record, load = self.record, self.record.load
         rate = load.prefill_tokens_per_s
@@ -280,7 +295,9 @@ class WorkerState:
         )
 
     def check_invariants(self) -> None:
-        """Assert that the counted load equals the sum of the load estimates of all requests placed there. For tests."""
+        """Assert that the counted load equals the sum of the load estimates of all requests placed on the instance. For
+        tests.
+        """
         assert self.own_tokens == sum(estimate.prefill_tokens for estimate in self.load_estimates.values())
         assert self.own_sequences == sum(estimate.sequences for estimate in self.load_estimates.values())
         unreported = (estimate.blocks for estimate in self.load_estimates.values() if not estimate.is_reported)
@@ -288,11 +305,14 @@ class WorkerState:
 
 
 def _send_nothing() -> None:
-    """Drop a message to an instance whose connection is lost. The handlers of its requests have been notified."""
+    """Do nothing, in place of sending a message to an instance whose connection is lost. The owners of its requests
+    have been notified of the loss.
+    """
 
 
 def _uncertainty(quiet_s: float) -> float:
-    """Return by which factor an instance may be faster than measured, after `quiet_s` seconds without a measurement.
+    """Return the factor, at least 1, by which an instance may be faster than it was last measured, `quiet_s` seconds
+    ago.
 
     It is 1 if `quiet_s` is -inf, that is, before the first load report.
     """

@@ -29,9 +29,9 @@ R = TypeVar("R", bound=AdapterRequest)
 
 
 def adapter_endpoints(service: ModelService) -> tuple[Asgi, Asgi]:
-    """Return the endpoints that load and that unload an adapter.
+    """Return two ASGI applications: one that loads a LoRA adapter on the instances, and one that unloads it.
 
-    `service` is that of the default model; a request may name another one.
+    `service` is that of the default model; a request may name another model.
     """
     rollout = AdapterRollout(service.cluster)
 
@@ -75,10 +75,10 @@ def adapter_endpoints(service: ModelService) -> tuple[Asgi, Asgi]:
 
 
 class _Endpoint(Generic[R]):
-    """An ASGI application that applies one kind of change to the adapters of a model.
+    """An ASGI application that loads or unloads a LoRA adapter of a model.
 
-    `change` gets the service of the model that the request names. It returns the verb of the success message: "added"
-    or "removed".
+    `change` does it; it gets the service of the model that the request names. It returns the verb of the success
+    message: "added" or "removed".
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class _Endpoint(Generic[R]):
 
 
 def _workers(service: ModelService) -> list[WorkerState]:
-    """Return the connected instances of a model that generate text: pooling models have no adapters.
+    """Return the connected instances of a model that generates text; pooling models have no adapters.
 
-    Raises `UnavailableError` if there is none.
+    Raises `UnavailableError` if no such instance is connected.
     """
     workers = [worker for worker in service.view.workers() if worker.state == "ready" and worker.record.pooling is None]
     if not workers:

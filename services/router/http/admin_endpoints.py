@@ -58,7 +58,7 @@ _TAGS = frozenset({"weights", "kv_cache"})
 
 
 class ActionAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to an action: the result of each instance by its id."""
+    """The answer to an operator's action: the result of each instance, by its id."""
 
     instances: Mapping[str, str]
 
@@ -70,7 +70,7 @@ class SleepState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsUpdated(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `/update_weights_from_disk`, with SGLang's fields, and the result of each instance by its id."""
+    """The answer to `/update_weights_from_disk`: SGLang's fields, and the result of each instance by its id."""
 
     success: bool = True
     message: str
@@ -78,7 +78,8 @@ class WeightsUpdated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def admin_routes(service: ModelService) -> APIRouter:
-    """Return the routes for operators. They act on the model that the parameter `model` names, or else on all.
+    """Return the HTTP routes for operators, such as /sleep and /reset_prefix_cache. They act on the model that the
+    query parameter `model` names, or else on all models.
 
     `service` is that of the default model.
     """
@@ -107,7 +108,7 @@ def admin_routes(service: ModelService) -> APIRouter:
 
 
 def _add_model_actions(router: APIRouter, service: ModelService, models: ModelActions) -> None:
-    """Add the routes that free and replace models."""
+    """Add the routes to `router` by which an operator lets models sleep, wakes them up and replaces their weights."""
 
     @router.post("/sleep", summary="Free weights and KV cache of all instances; both levels do the same")
     async def sleep(
@@ -148,7 +149,8 @@ def _add_model_actions(router: APIRouter, service: ModelService, models: ModelAc
 
 
 def allowed_weights(path: str, folder: str | None) -> str:
-    """Return `path` in normal form if it lies in `folder`. Raises `PermissionDeniedError` or `BadRequestError`.
+    """Return `path` in normal form if it lies in `folder`. Raises `PermissionDeniedError` or `BadRequestError` if it
+    does not; `folder` None permits no path.
 
     The path is one on the hosts of the instances, so only its text is checked. Links in the folder are followed: its
     content is the operator's.
@@ -168,14 +170,16 @@ def allowed_weights(path: str, folder: str | None) -> str:
 
 
 def _log_call(request: Request, service: ModelService, action: str) -> None:
-    """Check that the request may act, and log it. Raises as `check_access` does."""
+    """Check that the caller of the request may act as an operator, and log the action. Raises as `check_access`
+    does.
+    """
     check_access(request, service)
     logger.info("%s on request of the API key %s", action, RequestContext.of(request.scope).caller.name)
 
 
 def check_access(request: Request, service: ModelService) -> None:
-    """Raise `NotFoundError` if these endpoints are off, and `PermissionDeniedError` for the key of an ordinary
-    caller and for a request of a foreign page.
+    """Raise `NotFoundError` if the operators' endpoints are turned off, and `PermissionDeniedError` if the API key is
+    not an operator's or a web page of another site sends the request.
     """
     settings = service.settings
     if not settings.enable_admin_endpoints:
@@ -188,7 +192,9 @@ def check_access(request: Request, service: ModelService) -> None:
 
 
 def _workers(service: ModelService, model: str | None) -> Sequence[WorkerState]:
-    """Return the ready instances of a model, or of all models, that generate text. Raises `UnavailableError`."""
+    """Return the ready instances that generate text, of one model or (with None) of all models. Raises
+    `UnavailableError` if no instance is ready.
+    """
     services = service.siblings if model is None else [service.of(model)]
     if model is not None:
         services[0].view.model_name(model)  # called for its error, if the model does not exist

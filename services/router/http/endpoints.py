@@ -52,8 +52,8 @@ FORM = "multipart/form-data"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One row of the table of endpoints: an ASGI application that answers POST requests, with what the OpenAPI document
-    says about it.
+    """One row of the table of endpoints: an ASGI application that answers POST requests, and how the OpenAPI document
+    describes it.
     """
 
     summary: str
@@ -67,7 +67,9 @@ class Endpoint:
 
 
 def endpoints(service: ModelService, kept: KeptResponses) -> dict[str, Endpoint]:
-    """Return the table of a router, by path. `service` is that of the default model; `kept` holds stored answers."""
+    """Return the table of the router's POST endpoints, by path. `service` is that of the default model; `kept` holds
+    the answers of the Responses API.
+    """
     score = Endpoint(
         "Score how well pairs of texts match",
         ScoreRequest,
@@ -173,7 +175,7 @@ _STATUSES = {
 
 
 def add_to_document(document: dict[str, Any], table: Mapping[str, Endpoint]) -> None:
-    """Add the endpoints of a table, with the schemas of their bodies, to an OpenAPI document."""
+    """Add the endpoints of a table, with the schemas of their bodies, to the OpenAPI document `document`."""
     _, definitions = models_json_schema(
         [(endpoint.schema, "validation") for endpoint in table.values()], ref_template=_SCHEMAS
     )

@@ -46,7 +46,8 @@ from baton_serve.services.router.quota.audit_log import AuditLog
 
 
 def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
-    """Return `app` inside the middleware of `--middleware`; the last path of `paths` is the outermost layer.
+    """Return `app` wrapped in the classes or functions of `--middleware`, which `paths` names; the last path is the
+    outermost layer.
 
     A class is constructed with the application that it wraps. A coroutine function is called for each request with
     Starlette's request and the function that calls the next layer, as in vLLM. Raises `ConfigurationError` if a path
@@ -67,7 +68,7 @@ def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
 
 
 class _Plain:
-    """Hides the server's direct write (`EXTENSION`) from the application inside.
+    """An ASGI layer that hides the server's direct write (`EXTENSION`) from the application that it wraps.
 
     Without it, all parts of an answer go through ASGI's `send`, so that a middleware sees and can change them.
     """
@@ -81,7 +82,9 @@ class _Plain:
 
 
 def _imported(path: str) -> Any:
-    """Return the object at an import path. Raises `ConfigurationError` if there is none."""
+    """Return the object at an import path such as `package.module.name`. Raises `ConfigurationError` if it cannot be
+    imported.
+    """
     module, _, name = path.rpartition(".")
     if not module:
         raise ConfigurationError(f"--middleware {path} is not an import path: give it as package.module.Name")
@@ -106,6 +109,7 @@ NO_TRACE: Mapping[str, str] = {}
 
 class Gateway:
     """The outermost ASGI application of the router: it checks API keys and hosts, and passes a request to its endpoint.
+
     POST requests to a path of `table` go directly to that endpoint, without the routing of FastAPI, which would cost
     more than the endpoint's own work. All other requests go to `app`. Requests to `open_paths` need no API key, and
     they are not written to the audit log.
@@ -121,7 +125,9 @@ class Gateway:
         keys: ApiKeys,
         audit: AuditLog | None = None,
     ) -> None:
-        """Create the gateway. `service` is that of the default model, and `audit` is None without `--audit-log`."""
+        """Create the gateway. `service` is that of the default model; `audit` is the audit log, or None without
+        `--audit-log`.
+        """
         self._audit = audit
         self._app = app
         self.table = table
@@ -230,7 +236,7 @@ class Gateway:
 
 
 class _Response:
-    """Wraps the `send` of one request: it adds the request id to the response's head and remembers the status.
+    """Wraps ASGI's `send` of one request: it adds the request id to the response's headers and remembers the status.
 
     `status` stays 0 if the client left before a response began.
     """
@@ -281,7 +287,9 @@ def _request_id(value: bytes | None) -> str:
 
 
 def _slo(headers: Headers) -> Slo:
-    """Return the SLO that the request's headers ask for. Raises `BadRequestError` if one is not a valid number."""
+    """Return the SLO that the request's headers ask for (`x-baton-ttft-ms`, `x-baton-itl-ms`). Raises `BadRequestError`
+    if a value is not a valid number.
+    """
     ttft, itl = headers.get(b"x-baton-ttft-ms"), headers.get(b"x-baton-itl-ms")
     if ttft is None and itl is None:
         return NO_SLO
@@ -289,7 +297,9 @@ def _slo(headers: Headers) -> Slo:
 
 
 def _seconds(value: bytes | None, name: str) -> float | None:
-    """Convert a header in milliseconds to seconds. Raises `BadRequestError`; `name` is the header's, for the error."""
+    """Return the value of a header, which is in milliseconds, in seconds; None without the header. Raises
+    `BadRequestError` with the header's `name` for a value that is not valid.
+    """
     if value is None:
         return None
     try:

@@ -18,7 +18,7 @@ _LOCAL = ("localhost", "*.localhost")
 
 
 def with_allowed_hosts(app: AsgiApp, allowed: Sequence[str], *, bound_to: str) -> AsgiApp:
-    """Return `app` behind a check of the `Host` header, or `app` itself if every name is allowed.
+    """Return `app` behind a check of the `Host` header, or `app` itself if every host name is allowed.
 
     `allowed` holds host names; `*.example.com` stands for all subdomains, `*` for every name. If it is empty, a server
     on a loopback address (`bound_to`) accepts only names of this machine, and any other server accepts every name.
@@ -28,7 +28,7 @@ def with_allowed_hosts(app: AsgiApp, allowed: Sequence[str], *, bound_to: str) -
 
 
 class _HostCheck:
-    """A plain ASGI application that answers requests with a foreign `Host` itself and passes all others on."""
+    """A plain ASGI application that rejects requests whose `Host` header is not allowed, and passes all others on."""
 
     def __init__(self, app: AsgiApp, names: Sequence[str]) -> None:
         self._app = app
@@ -54,8 +54,8 @@ class _HostCheck:
 
 
 def is_allowed(host: str, names: Sequence[str]) -> bool:
-    """Return whether the value of a `Host` header, with or without a port, is one of the allowed `names`. An IP address
-    is always allowed.
+    """Return whether `host`, the value of a `Host` header with or without a port, is one of the allowed `names`. An IP
+    address is always allowed.
     """
     name = _without_port(host)
     # DNS rebinding needs a name that resolves to this machine. A page cannot have the machine's address as its origin.

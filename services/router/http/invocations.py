@@ -28,7 +28,9 @@ _MARKS = (
 
 
 class InvocationsEndpoint:
-    """A plain ASGI application that passes a request on to one of the endpoints in `direct`, which are by path."""
+    """Answers `POST /invocations`: passes a request on to the endpoint that its fields belong to. `direct` has these
+    endpoints by path. It is a plain ASGI application.
+    """
 
     def __init__(self, service: ModelService, direct: Mapping[str, Asgi]) -> None:
         self._service = service
@@ -53,25 +55,29 @@ class InvocationsEndpoint:
         await endpoint(scope, replay_body, send)
 
     def _tasks(self, model: str | None) -> list[str]:
-        """Return the pooling tasks of a model; the list is empty for one that generates text."""
+        """Return the tasks of a pooling model, such as `embed`; the list is empty for a model that generates text. None
+        stands for the default model.
+        """
         profiles = [worker.record.pooling for worker in self._service.of(model).view.workers()]
         return [task for profile in profiles if profile is not None for task in profile.tasks]
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The parts of a body that decide which endpoint answers it: the names of its fields, and the model."""
+    """The parts of a request's body that decide which endpoint answers it: the names of its fields, and the model."""
 
     keys: Container[str]
     model: str | None
 
 
 def path_of(body: bytes, tasks_of: Callable[[str | None], Sequence[str]]) -> str:
-    """Return the path of the endpoint that serves a request with this body. Raises `ApiError`."""
+    """Return the path of the endpoint that serves a request with this body. Raises `ApiError` as `path_for` and
+    `marks_of` do.
+    """
     return path_for(marks_of(body), tasks_of)
 
 
 def marks_of(body: bytes) -> Marks:
-    """Read the field names and the model from a body. Raises `BadRequestError` if it is not a JSON object."""
+    """Read the field names and the model from a request's body. Raises `BadRequestError` if it is not a JSON object."""
     check_counts(body)
     try:
         # The values stay unparsed: the endpoint parses the body by its own schema later.
@@ -87,8 +93,8 @@ def marks_of(body: bytes) -> Marks:
 def path_for(marks: Marks, tasks_of: Callable[[str | None], Sequence[str]]) -> str:
     """Return the path of the endpoint that serves a request with these fields.
 
-    `tasks_of` returns the pooling tasks of a model, and an empty list for a model that generates text. Raises
-    `ApiError` if no endpoint fits or the model does not exist.
+    `tasks_of` returns the pooling tasks of a model (None: the default model), and an empty list for a model that
+    generates text. Raises `ApiError` if no endpoint fits or the model does not exist.
     """
     keys = marks.keys
     tasks = tasks_of(marks.model)

@@ -14,7 +14,7 @@ from baton_serve.services.router.text.tokenization import read_json
 
 
 def tokenizer_routes(service: ModelService) -> APIRouter:
-    """Return the route `GET /tokenizer_info`, or no route without `--enable-tokenizer-info-endpoint`.
+    """Return the HTTP route `GET /tokenizer_info`, or none without `--enable-tokenizer-info-endpoint`.
 
     Raises `ModelFolderError` if the tokenizer's files cannot be read.
     """
@@ -32,7 +32,8 @@ def tokenizer_routes(service: ModelService) -> APIRouter:
 
 
 def tokenizer_info(service: ModelService) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json, with special tokens as plain texts, and the chat template in use.
+    """Return the content of the model's tokenizer_config.json, with special tokens as plain texts, and the chat
+    template in use.
 
     The chat template is that of `--chat-template` if it is given.
     """
@@ -48,7 +49,9 @@ def tokenizer_info(service: ModelService) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Any:
-    """Replace each token object by its `content`; its other fields only control how text is split."""
+    """Return a JSON value in which each token object is replaced by its `content`; the other fields of such an object
+    only control how text is split.
+    """
     if isinstance(value, list):
         return [_texts(one) for one in value]
     if not isinstance(value, dict):
@@ -59,7 +62,7 @@ def _texts(value: Any) -> Any:
 
 
 def model_routes(service: ModelService) -> APIRouter:
-    """Return the routes that list the models and adapters, all of them or one by its name."""
+    """Return the HTTP routes that list the models and adapters: all of them, or one by its name."""
     router = APIRouter()
 
     @router.get("/v1/models", summary="List the names under which models and adapters are served")
@@ -83,7 +86,9 @@ def model_routes(service: ModelService) -> APIRouter:
 
 
 def _cards(service: ModelService) -> list[ModelCard]:
-    """Return the entries of /v1/models: all models under each of their names, then their adapters."""
+    """Return the entries of /v1/models: all models of the router under each of their names, then their LoRA
+    adapters.
+    """
     cards = [
         ModelCard(
             id=name,

@@ -19,7 +19,7 @@ _ASSET_TYPES = {"swagger-ui.js": "text/javascript", "swagger-ui.css": "text/css"
 
 
 def page_routes() -> list[Route]:
-    """Return the routes of the pages and of the files that they load. They need no API key."""
+    """Return the HTTP routes of the router's web pages and of the files that these load. They need no API key."""
     assets = [_asset_route(name, media_type) for name, media_type in _ASSET_TYPES.items()]
     # ReDoc loads its scripts from another host, so that clients which look for its page get the one of /docs.
     return [_page_route("/", "index.html"), *(_page_route(path, "docs.html") for path in ("/docs", "/redoc")), *assets]
@@ -36,7 +36,8 @@ def _page_route(path: str, name: str) -> Route:
 
 
 def _policy(html: str) -> str:
-    """Return the Content-Security-Policy of a page: it may load files of this server and its own inline elements.
+    """Return the Content-Security-Policy for a page with this HTML: it may load files of this server and its own inline
+    elements.
 
     The status page shows texts that models generate and instances report, and it keeps the API key. Under this policy
     injected markup can neither run a script, nor load anything from elsewhere, nor send data there.
@@ -48,7 +49,9 @@ def _policy(html: str) -> str:
 
 
 def _hashes(tag: str, html: str) -> str:
-    """Return the sources, as in a policy, that allow the inline elements `<tag>` of a page."""
+    """Return the part of a Content-Security-Policy that allows the inline elements `<tag>` of a page: the hash of
+    each.
+    """
     inline = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return "".join(f" 'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in inline)
 

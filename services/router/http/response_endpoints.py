@@ -28,7 +28,9 @@ class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def response_routes(kept: KeptResponses) -> APIRouter:
-    """Return the routes for stored answers. Each caller reaches its own answers only; others are status 404."""
+    """Return the HTTP routes that read, cancel and delete kept answers of the Responses API. Each caller reaches its
+    own answers only; others give status 404.
+    """
     router = APIRouter(prefix="/v1/responses/{response_id}")
 
     @router.get("", summary="Return a stored answer in its present state")

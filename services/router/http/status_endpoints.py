@@ -43,7 +43,7 @@ from baton_serve.services.router.text.tokenization import beside_loop
 
 
 class LinkHealth(msgspec.Struct, frozen=True):
-    """Describes one KV transfer link of an instance in /health."""
+    """Describes one KV transfer link of an instance in the body of /health."""
 
     peer: str
     transport: str
@@ -56,7 +56,7 @@ class LinkHealth(msgspec.Struct, frozen=True):
 
 
 class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes one connected instance in /health, from its record and its last load report."""
+    """Describes one connected instance in the body of /health, from its registry record and its last load report."""
 
     instance: str
     generation: int
@@ -78,7 +78,7 @@ class InstanceHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnreachableInstance(msgspec.Struct, frozen=True):
-    """Describes an instance in /health that is registered but not connected to this router."""
+    """Describes an instance in the body of /health that is registered but not connected to this router."""
 
     instance: str
     role: str
@@ -112,7 +112,7 @@ class RouterHealth(RouterStatus, frozen=True, kw_only=True):
 
 
 def own_metrics(service: ModelService) -> str:
-    """Return the metrics of this process in Prometheus' text format."""
+    """Return the metrics of this router process in Prometheus' text format."""
     # The request log counts in batches. Flush it, so that the metrics contain the requests that have just ended.
     for sibling in service.siblings:
         sibling.dispatcher.request_log.flush()
@@ -120,7 +120,7 @@ def own_metrics(service: ModelService) -> str:
 
 
 def own_stats(service: ModelService) -> ProcessStats:
-    """Return the counters and the recent requests of this process, over all its models."""
+    """Return the counters and the recent requests of this router process, of all its models together."""
     recent = [request for sibling in service.siblings for request in sibling.dispatcher.request_log.recent()]
     return ProcessStats(
         requests_in_flight=sum(sibling.dispatcher.num_running for sibling in service.siblings),
@@ -135,7 +135,7 @@ def _own_handoffs(service: ModelService) -> dict[str, HandoffStats]:
 
 
 def public_status(service: ModelService) -> RouterStatus:
-    """Return the part of the cluster's state that needs no API key."""
+    """Return those parts of the body of /health that a client without an API key may see."""
     cluster = service.cluster
     reason = empty_pools_reason(cluster)
     return RouterStatus(
@@ -147,9 +147,10 @@ def public_status(service: ModelService) -> RouterStatus:
 
 
 def health(service: ModelService, others: Sequence[ProcessStats] = ()) -> RouterHealth:
-    """Return the state of the cluster as this process sees it.
+    """Return the body of /health: the state of the cluster as this router process sees it.
 
-    `others` are the counters of the sibling processes behind this port; their sum with this process's is returned.
+    `others` are the counters of the sibling processes behind this port; the result has their sum with this process's
+    counters.
     """
     cluster = service.cluster
     ready = [worker for worker in cluster.workers() if worker.state == "ready"]
@@ -198,7 +199,8 @@ def _instance_health(worker: WorkerState) -> InstanceHealth:
 
 
 def monitoring_routes(service: ModelService, api_keys: ApiKeys, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
-    """Return the routes for probes and scrapers. They need no API key, but without one /health leaves out the details.
+    """Return the HTTP routes for health probes and metrics. They need no API key, but without one /health leaves out
+    the details.
 
     Counters and metrics include those of the sibling processes if `sibling_rpc` is given.
     """
@@ -228,7 +230,9 @@ def monitoring_routes(service: ModelService, api_keys: ApiKeys, sibling_rpc: Sib
 
 
 def system_routes(service: ModelService, sibling_rpc: SiblingRpc | None = None) -> APIRouter:
-    """Return the routes that show Baton's version and the recent requests of all processes behind this port."""
+    """Return the HTTP routes that show Baton's version and the recent requests of all router processes behind this
+    port.
+    """
     router = APIRouter()
 
     @router.get("/version", summary="Return Baton's version")

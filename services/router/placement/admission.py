@@ -18,7 +18,7 @@ RefusalCause = Literal["ttft", "itl", "queue"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRules:
-    """Limits of the router's waiting queue, from its settings."""
+    """Limits of the router's queue of waiting requests, from its settings."""
 
     max_queued_tokens: int
     """Prompt tokens that may wait in the router; further requests are rejected (`--max-queued-tokens`)."""
@@ -28,7 +28,7 @@ class AdmissionRules:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why a request is rejected, as a value; the caller turns it into a `RateLimitError`."""
+    """Says why a request is rejected. It is a value, not an exception; the caller turns it into a `RateLimitError`."""
 
     cause: RefusalCause
     """Label of the metric `baton:admission_refusals`."""
@@ -39,7 +39,7 @@ class Refusal:
 
 
 class QueueState(msgspec.Struct, frozen=True, kw_only=True):
-    """The router's waiting queue at the moment when a new request arrives."""
+    """The router's queue of waiting requests at the moment when a new request arrives."""
 
     queued_tokens: int
     """Prompt tokens of all waiting requests."""
@@ -55,9 +55,10 @@ AdmissionVerdict = Literal["go", "wait"] | Refusal
 def admission_verdict(
     placement: Placement, slo: Slo, rules: AdmissionRules, *, waited_s: float, tokens: int, waiting: QueueState
 ) -> AdmissionVerdict:
-    """Decide whether a new request goes to its instances, waits, or is rejected.
+    """Decide whether a new request is sent to its instances ("go"), waits in the router, or is rejected.
 
-    `waited_s` is the time since its arrival, `tokens` the length of its prompt, and `waiting` the queue that it finds.
+    `waited_s` is the time in seconds since its arrival, `tokens` the length of its prompt, and `waiting` the queue that
+    it finds.
     """
     refusal = slo_refusal(placement, slo, waited_s=waited_s, before_s=waiting.before_s)
     if refusal is not None:
@@ -79,11 +80,12 @@ def admission_verdict(
 
 
 def slo_refusal(placement: Placement, slo: Slo, *, waited_s: float, before_s: float = 0.0) -> Refusal | None:
-    """Return why a placement is predicted to miss an SLO of the request, or None if it is predicted to meet both.
+    """Return why a request would probably miss an SLO on the instances of `placement`, or None if it is predicted to
+    meet both.
 
-    `waited_s` is the time since the arrival and `before_s` the predicted time in the router's queue. The prediction is
-    divided by the uncertainty of the instance's measured speed: an instance that was slow when it was last measured
-    would otherwise get no more requests, and so it could never show that it is fast again.
+    `waited_s` is the time in seconds since the arrival, and `before_s` the predicted time in the router's queue. The
+    prediction is divided by the uncertainty of the instance's measured speed: an instance that was slow when it was
+    last measured would otherwise get no more requests, and so it could never show that it is fast again.
     """
     ttft_s = waited_s + before_s + placement.predicted_ttft_s
     # Only the time at the instance is uncertain; the time in the router's queue is the same at best.

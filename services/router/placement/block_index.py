@@ -22,7 +22,7 @@ from baton_serve.contracts.messages import Snapshot
 
 
 class Match(msgspec.Struct, frozen=True):
-    """The length of a prompt's cached prefix on one instance, in blocks of each tier."""
+    """How much of a prompt's beginning one instance has cached: the length of this prefix in blocks."""
 
     device: int = 0
     """Length of the prefix that lies in the device tier."""
@@ -32,7 +32,7 @@ class Match(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Source:
-    """An instance whose events the index receives."""
+    """An instance whose cached blocks the index knows, and the state of its event stream."""
 
     generation: Generation
     bit: int
@@ -47,7 +47,9 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Expectation:
-    """Blocks that count as cached on an instance until the moment `until`."""
+    """Blocks that count as cached on an instance until `until`, a time of the router's clock, because a request for
+    them was sent there.
+    """
 
     until: float
     instance: InstanceId
@@ -56,9 +58,11 @@ class _Expectation:
 
 
 class BlockIndex:
-    """Knows which blocks each instance has cached, from the instances' events, and finds the cached prefix of a prompt
-    on every instance. `Cluster` owns it and calls it on the event loop. A batch or snapshot is ignored unless it has
-    the generation that was given to `add`: a restarted process starts with an empty cache.
+    """Knows which KV blocks each instance has cached, from the instances' events, and finds on every instance how much
+    of a prompt it has cached.
+
+    `Cluster` owns it and calls it on the event loop. A batch of events or a snapshot is ignored unless it has the
+    generation that was given to `add`: a restarted process starts with an empty cache.
     """
 
     def __init__(self) -> None:
@@ -71,7 +75,7 @@ class BlockIndex:
         self._expectations: deque[_Expectation] = deque()
 
     def add(self, instance: InstanceId, generation: Generation) -> None:
-        """Add an instance without any blocks. Its event batches are kept, and applied after its first snapshot."""
+        """Add an instance without any blocks. Its batches of events are kept, and applied after its first snapshot."""
         self.remove(instance)
         # Reuse the bits of removed instances: they keep the integers short.
         used = {source.bit for source in self._sources.values()}
@@ -79,25 +83,30 @@ class BlockIndex:
         self._sources[instance] = _Source(generation=generation, bit=bit, early=[])
 
     def remove(self, instance: InstanceId) -> None:
-        """Remove an instance with all its blocks."""
+        """Remove an instance and all its blocks from the index."""
         source = self._sources.pop(instance, None)
         if source is not None:
             for table in (self._device, self._host, self._expected):
                 _clear(table, source.bit)
 
     def wait_for_snapshot(self, instance: InstanceId, generation: Generation) -> None:
-        """Record that a batch was lost. Later batches are kept until the next snapshot; known blocks still count."""
+        """Record that a batch of an instance's events was lost. Later batches are kept until its next snapshot; blocks
+        that are known already still count.
+        """
         source = self._sources.get(instance)
         if source is not None and source.generation == generation and source.early is None:
             source.early = []
 
     def is_waiting(self, instance: InstanceId) -> bool:
-        """Return whether the index needs a snapshot of the instance, because it is new or a batch was lost."""
+        """Return whether the index needs a snapshot of the instance's blocks, because the instance is new or a batch of
+        its events was lost.
+        """
         source = self._sources.get(instance)
         return source is not None and source.early is not None
 
     def load(self, snapshot: Snapshot) -> int | None:
-        """Replace the known blocks of an instance, and apply the batches that were kept.
+        """Replace the known blocks of an instance by those of a snapshot, and then apply the batches of events that
+        were kept.
 
         Return the number of the last batch that is applied now, or None if the instance or generation is unknown.
         """
@@ -117,7 +126,9 @@ class BlockIndex:
         return source.sequence
 
     def apply(self, batch: EventBatch) -> bool:
-        """Apply a batch of events. Return False if a batch before it was lost: the caller must request a snapshot."""
+        """Apply a batch of an instance's events. Return False if the batch before it was lost: the caller must then
+        request a snapshot.
+        """
         source = self._sources.get(batch.instance)
         if source is None or source.generation != batch.generation:
             return True
@@ -135,9 +146,9 @@ class BlockIndex:
         return True
 
     def expect(self, instance: InstanceId, block_hashes: Sequence[BlockHash], *, until: float) -> None:
-        """Count blocks as cached on an instance until `until`, because a request for them has been sent there.
+        """Count blocks as cached on an instance until the time `until`, because a request for them has been sent there.
 
-        Without this, prompts with the same prefix that arrive before the events would be computed elsewhere.
+        Without this, prompts with the same prefix that arrive before the instance's events would be computed elsewhere.
         """
         source = self._sources.get(instance)
         if source is None or not block_hashes:
@@ -148,7 +159,7 @@ class BlockIndex:
         self._expectations.append(_Expectation(until, instance, source.generation, block_hashes))
 
     def expire(self, now: float) -> None:
-        """Remove expected blocks whose time is over. Call it before `match`."""
+        """Remove blocks that were expected on an instance until a time before `now`. Call it before `match`."""
         while self._expectations and self._expectations[0].until <= now:
             past = self._expectations.popleft()
             source = self._sources.get(past.instance)
@@ -159,7 +170,9 @@ class BlockIndex:
                         self._drop_expected(block_hash, source)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, Match]:
-        """Return the cached prefix of every instance that has at least the first block, including expected blocks."""
+        """Return for every instance how much of the prompt with these block hashes it has cached, including expected
+        blocks. Instances without the first block are left out.
+        """
         if not block_hashes:
             return {}
         device = self._walk(block_hashes, (self._device, self._expected))
@@ -171,8 +184,8 @@ class BlockIndex:
     def up_to_checkpoints(
         self, block_hashes: Sequence[BlockHash], matches: Mapping[InstanceId, Match], state_blocks: int
     ) -> dict[InstanceId, Match]:
-        """Cut the prefixes that `match` has found to the last checkpoint of recurrent states in them: a sequence can
-        start only where its states are cached too. A checkpoint has `state_blocks` blocks.
+        """Shorten the prefixes that `match` has found to the last checkpoint of recurrent states in them: a sequence
+        can continue only where its states are cached too. A checkpoint has `state_blocks` blocks.
         """
         device = {instance: match.device for instance, match in matches.items()}
         device = self._cut(block_hashes, device, state_blocks, (self._device, self._expected))
@@ -183,16 +196,17 @@ class BlockIndex:
         return {instance: Match(device.get(instance, 0), length) for instance, length in total.items()}
 
     def held(self, block_hashes: Sequence[BlockHash], *, state_blocks: int = 0) -> dict[InstanceId, int]:
-        """Return for each instance the length of the prompt's prefix that it has reported as cached, in blocks of any
-        tier. Blocks that are only expected do not count, because another instance cannot fetch a block that may not
-        exist yet. With `state_blocks`, the prefixes end at checkpoints, as in `up_to_checkpoints`.
+        """Return for each instance how many blocks of the prompt's beginning it has reported as cached, in any tier.
+
+        Blocks that are only expected do not count, because another instance cannot fetch a block that may not exist
+        yet. With `state_blocks`, the prefixes end at checkpoints, as in `up_to_checkpoints`.
         """
         tables = (self._device, self._host)
         lengths = self._walk(block_hashes, tables)
         return self._cut(block_hashes, lengths, state_blocks, tables) if state_blocks else lengths
 
     def check_invariants(self) -> None:
-        """Assert that every bit in a table belongs to exactly one known instance. For tests."""
+        """Assert that every instance bit in the tables of blocks belongs to exactly one known instance. For tests."""
         known = 0
         for source in self._sources.values():
             assert known & source.bit == 0, "two instances share a bit"
@@ -206,7 +220,9 @@ class BlockIndex:
                 assert owners & ~known == 0, "a block of an instance that was removed"
 
     def _walk(self, block_hashes: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> dict[InstanceId, int]:
-        """Return the length of each instance's prefix in the union of `tables`, in blocks; 0 is left out."""
+        """Return for each instance how many of the first `block_hashes` it has in any of the `tables`. Instances with 0
+        are left out.
+        """
         by_bit = {source.bit: instance for instance, source in self._sources.items()}
         alive = sum(by_bit)  # the instances that have every block so far
         lengths: dict[InstanceId, int] = {}
@@ -228,7 +244,9 @@ class BlockIndex:
         state_blocks: int,
         tables: Sequence[dict[BlockHash, int]],
     ) -> dict[InstanceId, int]:
-        """Return the length of each instance's prefix up to its last checkpoint in `tables`; 0 is left out."""
+        """Return for each instance the length of its prefix, in blocks, up to its last checkpoint in `tables`.
+        `lengths` has the full lengths. Instances with 0 are left out.
+        """
         found: dict[InstanceId, int] = {}
         rest = {self._sources[instance].bit: instance for instance in lengths}
         for count in range(max(lengths.values(), default=0), 0, -1):
@@ -276,7 +294,9 @@ def _clear(table: dict[BlockHash, int], bit: int) -> None:
 
 
 def _owners(block_hashes: Sequence[BlockHash], tables: Sequence[dict[BlockHash, int]]) -> Iterator[int]:
-    """Iterate over the owners of each block, as bits."""
+    """Iterate over the blocks and yield, for each, the instances that have it in any of the `tables`: one bit per
+    instance.
+    """
     # `map` runs the loop in C: a prompt may have thousands of blocks, and every placement walks over them.
     if len(tables) == 1:
         return map(tables[0].get, block_hashes, repeat(0))
@@ -285,7 +305,7 @@ def _owners(block_hashes: Sequence[BlockHash], tables: Sequence[dict[BlockHash, 
 
 
 def _record_length(lengths: dict[InstanceId, int], by_bit: dict[int, InstanceId], bits: int, length: int) -> None:
-    """Set the prefix length of each instance in `bits`."""
+    """Store `length` as the prefix length of each instance whose bit is set in `bits`."""
     while bits and length:
         bit = bits & -bits
         lengths[by_bit[bit]] = length

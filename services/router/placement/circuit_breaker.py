@@ -27,11 +27,11 @@ class RetryBudget:
     _at: float = 0.0
 
     def record_request(self) -> None:
-        """Add the share of one new request to the budget."""
+        """Add the share that one new request contributes to the budget."""
         self._tokens = min(_MAX_RETRIES, self._tokens + self.ratio)
 
     def take_retry(self, now: float) -> bool:
-        """Take one retry from the budget. Return False if it is used up, or always if `ratio` is 0."""
+        """Take one retry from the budget. Return False if the budget is used up, and always if `ratio` is 0."""
         if self.ratio <= 0:
             return False
         self._tokens = min(_MAX_RETRIES, self._tokens + max(0.0, now - self._at) * MIN_RETRIES_PER_S)
@@ -53,7 +53,9 @@ CircuitState = Literal["closed", "open", "half_open"]
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """Keeps new requests away from one instance while it fails. `WorkerState` owns it."""
+    """Keeps new requests away from one instance while it fails. `WorkerState` owns it. Times are in seconds on the
+    router's monotonic clock.
+    """
 
     failures: int = 0
     """Failures since the last success."""
@@ -63,13 +65,17 @@ class CircuitBreaker:
     """The request that tries the instance in a half-open circuit; None if none does."""
 
     def state(self, now: float) -> CircuitState:
-        """Return whether requests may use the instance (closed), may not (open), or one may try (half open)."""
+        """Return whether new requests may be sent to the instance ("closed"), may not ("open"), or one may try whether
+        it works again ("half_open").
+        """
         if self.failures < FAILURE_THRESHOLD:
             return "closed"
         return "open" if now < self._open_until else "half_open"
 
     def allows(self, now: float) -> bool:
-        """Return whether a new request may be sent to the instance. A half-open circuit allows one at a time."""
+        """Return whether a new request may be sent to the instance now. If the circuit is half open, one request at a
+        time may.
+        """
         # The first test repeats one of `state`: placement asks for every instance, and nearly all are healthy.
         if self.failures < FAILURE_THRESHOLD:
             return True
@@ -77,8 +83,8 @@ class CircuitBreaker:
         return state == "closed" or (state == "half_open" and self._probe is None)
 
     def begin_attempt(self, request_id: RequestId, now: float) -> None:
-        """Record that a request is sent to the instance. If the circuit is half open, this request is the trial that
-        decides whether it closes.
+        """Record that this request is sent to the instance. If the circuit is half open, it is the trial that decides
+        whether the circuit closes.
         """
         self._probe = request_id if self.state(now) == "half_open" else None
 
@@ -87,7 +93,9 @@ class CircuitBreaker:
         self.failures, self._pause_s, self._probe = 0, 0.0, None
 
     def failed(self, now: float) -> None:
-        """Count a failure of the instance, and open the circuit for a while if there were too many in a row."""
+        """Count a failure of the instance, and open the circuit for a while if too many failures have come one after
+        another.
+        """
         self.failures += 1
         self._probe = None
         if self.failures >= FAILURE_THRESHOLD:
@@ -95,8 +103,8 @@ class CircuitBreaker:
             self._open_until = now + self._pause_s
 
     def abandon_attempt(self, request_id: RequestId) -> None:
-        """Let another request be the trial of a half-open circuit if this one was it: it ended without success or
-        failure, for example by `Cancel`.
+        """Record that a request ended without success or failure, for example by `Cancel`. If it was the trial of a
+        half-open circuit, another request may be the next trial.
         """
         # Requests that were sent before the circuit opened also end here, while another one still tries.
         if self._probe == request_id:

@@ -25,8 +25,9 @@ HELD_TTFT_RATIO = 0.9
 
 
 class FirstGapQuantile:
-    """Estimates for one decode instance the time between the first two tokens of a sequence after a handoff. It is
-    measured when the tokens arrive in the router, so holding back the first token does not change it.
+    """Estimates, for one decode instance, the time between the first two tokens of a sequence whose KV blocks were
+    handed off to it. The time is measured when the tokens arrive in the router, so that holding back the first token
+    does not change it.
     """
 
     __slots__ = ("_expected_s", "_recent")
@@ -36,13 +37,15 @@ class FirstGapQuantile:
         self._expected_s = 0.0
 
     def observe(self, gap_s: float) -> None:
-        """Add a measured first gap."""
+        """Add a measured time between the first two tokens of a sequence, in seconds."""
         self._recent.append(gap_s)
         ordered = sorted(self._recent)
         self._expected_s = ordered[min(len(ordered) - 1, int(GAP_QUANTILE * len(ordered)))]
 
     def expected_s(self, step_s: float) -> float:
-        """Return the expected first gap in seconds. `step_s` is the duration of a decode step, 0 if unknown."""
+        """Return the expected time between the first two tokens in seconds. `step_s` is the duration of a decode step,
+        0 if unknown.
+        """
         return (
             self._expected_s if len(self._recent) >= MIN_GAP_SAMPLES else max(self._expected_s, MIN_GAP_STEPS * step_s)
         )
@@ -51,14 +54,15 @@ class FirstGapQuantile:
 def first_token_hold_s(expected_s: float, *, itl_s: float, max_itls: float, ttft_budget_s: float) -> float:
     """Return for how many seconds to hold back a first token; 0 if it should be sent immediately.
 
-    Holding it shortens the gap before the second token, which `expected_s` predicts, to a part of the ITL SLO `itl_s`.
+    Holding it shortens the gap before the second token, predicted as `expected_s`, to a part of the ITL SLO `itl_s`.
     The result is at most `max_itls` times that SLO, and at most `ttft_budget_s`, the time left within the TTFT SLO.
     """
     return max(0.0, min(expected_s - FIRST_GAP_ITL_RATIO * itl_s, max_itls * itl_s, ttft_budget_s))
 
 
 def ttft_budget_s(ttft_s: float | None, waited_s: float) -> float:
-    """Return how long a first token may still be held back, `waited_s` after the arrival; inf without a TTFT SLO.
+    """Return for how many seconds a first token may still be held back without missing the TTFT SLO `ttft_s`; inf
+    without such an SLO. `waited_s` is the time since the request's arrival.
 
     The result is negative if the SLO is already nearly used up.
     """
@@ -73,9 +77,9 @@ _MIN_COUNT_VARIANCE = 0.25
 
 @dataclass(slots=True)
 class StepTimeFit:
-    """Predicts the duration of an instance's decode step from the number of running sequences.
+    """Predicts the duration of an instance's decode step from the number of running sequences, by a fitted line.
 
-    The private fields are weighted sums of the points, as least squares needs them.
+    The private fields are weighted sums of the measured points, as least squares needs them.
     """
 
     _weight: float = 0.0
@@ -88,7 +92,7 @@ class StepTimeFit:
     _slope: float = 0.0
 
     def observe(self, running: int, step_s: float) -> None:
-        """Add a point from a load report: `running` sequences and the measured duration of a decode step.
+        """Add a measured point from a load report: with `running` sequences a decode step took `step_s` seconds.
 
         Ignore points without a measured duration, and points without running sequences other than the first one.
         """
@@ -110,5 +114,7 @@ class StepTimeFit:
         self._mean_x, self._mean_y = mean_x, mean_y
 
     def predict(self, running: int) -> float:
-        """Return the predicted duration of a step with `running` sequences in seconds, or 0 without any point."""
+        """Return the predicted duration of a decode step with `running` sequences in seconds, or 0 if nothing was
+        measured yet.
+        """
         return max(0.0, self._mean_y + self._slope * (running - self._mean_x))

@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, order=True)
 class _Entry(Generic[T]):
-    """One waiting item. The order of the fields is the sort order: the smallest priority, then the earliest start."""
+    """One item in the queue. The order of the fields is the sort order: the smallest priority first, then the earliest
+    start.
+    """
 
     priority: int
     start: float
@@ -28,7 +30,9 @@ class _Entry(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Holds waiting items. They are compared by identity, and each may be in the queue once."""
+    """Holds waiting items, such as requests, and orders them by priority and fairly among callers. Items are compared
+    by identity, and each may be in the queue once.
+    """
 
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
@@ -43,7 +47,9 @@ class FairQueue(Generic[T]):
         return len(self._entries)
 
     def push(self, item: T, caller: Caller, *, priority: int, tokens: int) -> None:
-        """Add an item of `caller` that needs `tokens` prompt tokens. Items with a smaller `priority` go first."""
+        """Add an item of `caller` that needs `tokens` prompt tokens computed. Items with a smaller `priority` go
+        first.
+        """
         # A caller that was idle starts at the clock: it must not collect credit while it sends nothing.
         start = max(self._virtual_clock, self._virtual_ends.get(caller.name, 0.0))
         self._virtual_ends[caller.name] = start + tokens / caller.weight
@@ -54,13 +60,13 @@ class FairQueue(Generic[T]):
         heapq.heappush(self._heap, entry)
 
     def first(self) -> T | None:
-        """Return the item that is next in order without removing it, or None if nothing waits."""
+        """Return the item that is next in the queue's order without removing it, or None if the queue is empty."""
         while self._heap and self._heap[0].item is None:
             heapq.heappop(self._heap)
         return self._heap[0].item if self._heap else None
 
     def remove(self, item: T) -> bool:
-        """Remove an item that is sent on or given up. Return False if it was not in the queue."""
+        """Remove an item, because it goes on or is given up. Return False if it was not in the queue."""
         entry = self._entries.pop(id(item), None)
         if entry is None:
             return False
@@ -76,7 +82,9 @@ class FairQueue(Generic[T]):
         return True
 
     def tokens_before(self, caller: Caller, *, priority: int) -> int:
-        """Return the prompt tokens of all items that would go before a new one of `caller`."""
+        """Return the number of prompt tokens of all items that would go before a new item of `caller` with this
+        priority.
+        """
         if not self._entries:
             return 0
         start = max(self._virtual_clock, self._virtual_ends.get(caller.name, 0.0))
@@ -87,7 +95,7 @@ class FairQueue(Generic[T]):
         return [entry.item for entry in self._entries.values() if entry.item is not None]
 
     def check_invariants(self) -> None:
-        """Assert that the counts agree with the entries. For tests."""
+        """Assert that the queue's counts agree with its items. For tests."""
         assert self.tokens == sum(entry.tokens for entry in self._entries.values())
         assert len(self._entries) <= len(self._heap)
         assert all(entry.item is not None for entry in self._entries.values())

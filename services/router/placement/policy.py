@@ -23,7 +23,7 @@ from baton_serve.services.router.placement.prefix_pull import PullPlan, PullPoli
 
 
 def spread(number: int) -> int:
-    """Return 64 bits that look random and depend on `number` alone.
+    """Return a number of 64 bits that looks random and depends on `number` alone.
 
     This is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     """
@@ -68,7 +68,9 @@ few instances that have a common system prompt, and evict each other's blocks th
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The needs of one attempt of a request: its tokens, its SLO, and the instances to avoid or to prefer."""
+    """Describes what one attempt of a request needs for its placement: tokens, SLO, and instances to avoid or to
+    prefer.
+    """
 
     num_tokens: int
     """Tokens whose KV must exist before the next token: the prompt, and in a replay the tokens generated so far."""
@@ -89,7 +91,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance as a given request sees it.
+    """One instance that may serve a given request, with its load and with how much of the request's prompt it has
+    cached.
 
     All numbers include work that this router has placed there and that the instance has not reported yet.
     """
@@ -135,7 +138,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     def uncached(self, num_tokens: int) -> float:
-        """Return how many of `num_tokens` tokens must be computed, counting host-tier tokens in part.
+        """Return how many of a request's `num_tokens` tokens must be computed on this instance. Tokens cached in the
+        host tier count in part.
 
         It is at least 1, since the last token is always computed: its logits are needed.
         """
@@ -146,23 +150,25 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def queue_s(self) -> float:
-        """Seconds until the prompts that are queued there have been computed."""
+        """The predicted time in seconds until the instance has computed the prompts that are queued there."""
         return self.queued_tokens / self.tokens_per_s if self.queued_tokens else 0.0
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of this request's prefix that are cached there, in both tiers."""
+        """The number of tokens of this request's prefix that are cached on the instance, in both tiers."""
         return self.cached_tokens + self.host_cached_tokens
 
     @property
     def tokens_per_s(self) -> float:
-        """Prefill rate in tokens per second, or `UNMEASURED_TOKENS_PER_S`."""
+        """The instance's prefill rate in tokens per second, or `UNMEASURED_TOKENS_PER_S` if it is not known."""
         return self.prefill_tokens_per_s if self.prefill_tokens_per_s > 0 else UNMEASURED_TOKENS_PER_S
 
     def time_to_first_token_s(self, num_tokens: int, *, harm: float = 0.0) -> float:
-        """Return the predicted time to the first token in seconds if `num_tokens` tokens are computed here. With `harm`
-        the result is a cost: it also includes the delay that this prompt causes to later prompts, `harm` times its
-        computation.
+        """Return the predicted time to the first token in seconds if a prompt of `num_tokens` tokens is computed on
+        this instance.
+
+        With `harm` the result is a cost: it also includes the delay that this prompt causes to later prompts, which is
+        `harm` times its computation.
         """
         rate = self.tokens_per_s
         wait_s = self.queued_tokens / rate
@@ -173,7 +179,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """The instances that accept new requests at one moment, as a given request sees them."""
+    """The instances that accept new requests at one moment, each as a candidate for a given request."""
 
     candidates: Sequence[Candidate]
     turn: int = 0
@@ -186,7 +192,7 @@ class ClusterView(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PlacementPolicy:
-    """The router's settings for placement."""
+    """The router's settings for placement, the choice of instances for a request."""
 
     disaggregation_min_tokens: int = 32
     """Prompts with fewer uncached tokens are computed on the decode instance."""
@@ -197,7 +203,7 @@ class PlacementPolicy:
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Names the instances chosen for one request.
+    """Names the instances chosen for one request, and what is predicted for it there.
 
     `prefill` computes the prompt and `decode` generates; if one instance does both, only `decode` is set. The decision
     "prefill_only" is for requests that end with their first token, so that nothing is handed off. With
@@ -219,12 +225,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def predicted_itl_s(self) -> float:
-        """Predicted inter-token latency in seconds; 0 if it is unknown or nothing is decoded."""
+        """The predicted inter-token latency in seconds; 0 if it is unknown or nothing is decoded."""
         return self.decode.next_step_s if self.decode is not None else 0.0
 
     @property
     def handoff_is_due(self) -> bool:
-        """Whether this placement needs a KV handoff, or would need one that no two instances can do."""
+        """True if this placement needs a KV handoff, or would need one that no two instances can do."""
         return self.decision == "disaggregated" or self.misses_handoff
 
     @property
@@ -236,7 +242,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoCapacity(msgspec.Struct, frozen=True):
-    """The result of a placement that found no instance, with the reason."""
+    """Says that placement has found no instance for a request, and why."""
 
     reason: Reason
     """`empty_pool`: an instance may come later. `never_fits`: the request is too long for every instance."""
@@ -248,7 +254,8 @@ _Pools = dict[Role, list[Candidate]]
 
 
 def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
-    """Return the best placement for `demand`, or the reason why there is none.
+    """Choose the instances for `demand` by their predicted TTFT or the policy of the settings. Return the placement, or
+    the reason why there is none.
 
     `cluster` is a snapshot made for this demand. Instances in `demand.avoided` are used only if nothing else works.
     """
@@ -265,7 +272,9 @@ def place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Plac
 
 
 def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Placement | NoCapacity:
-    """Return the placement with the smallest predicted TTFT over all groups that can exchange blocks."""
+    """Return the placement with the smallest predicted TTFT. Instances are divided into groups that can exchange KV
+    blocks, and the best placement of each group is compared.
+    """
     candidates = cluster.candidates
     # Strictly less: the next token needs a place in the cache too.
     fitting = [c for c in candidates if demand.num_tokens < c.total_blocks * c.layout.block_tokens]
@@ -297,7 +306,9 @@ def _misses_handoff(
     candidates: Sequence[Candidate],
     groups: Sequence[Sequence[Candidate]],
 ) -> bool:
-    """Return whether a prompt is computed on one instance only because no two instances can do a handoff."""
+    """Return whether `best` computes a prompt on one instance only because no prefill instance can hand off blocks to a
+    decode instance. `groups` are the instances that can exchange blocks.
+    """
     if best.decode is None or best.prefill is not None or demand.max_new_tokens == 1:
         return False
     if best.decode.uncached(demand.num_tokens) < policy.disaggregation_min_tokens:
@@ -308,14 +319,16 @@ def _misses_handoff(
 
 
 def _group(candidates: Sequence[Candidate], layout: KVLayout) -> list[Candidate]:
-    """Return the instances of one KV layout, and the prefill instances that can hand off blocks to that layout."""
+    """Return the instances with this KV layout, and the prefill instances that can hand off blocks to that layout."""
     return [c for c in candidates if c.layout == layout or (c.role == "prefill" and obstacle(c.layout, layout) is None)]
 
 
 def _place_in_group(
     demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy, cluster: ClusterView
 ) -> Placement | None:
-    """Return the best placement on instances that can exchange blocks, or None if there is none."""
+    """Return the best placement on the instances of one group, which can exchange KV blocks, or None if there is
+    none.
+    """
     pick_prefill, pick_decode = _PICKS[policy.name]
     turn = cluster.turn
     pools: _Pools = {"prefill": [], "decode": [], "unified": []}
@@ -340,7 +353,9 @@ def _place_in_group(
 
 
 def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy) -> Sequence[Candidate]:
-    """Return the instances of a group, prefill and unified ones with the prefix that is worth fetching for them."""
+    """Return the instances of a group. A prefill or unified instance for which fetching a cached prefix from another
+    one is worth it has the plan for this fetch.
+    """
     # A pull counts the blocks of tokens, and the cached prefix begins with those of the source.
     if demand.has_source or policy.name != "prefix" or policy.pull == "never":
         return group
@@ -356,7 +371,9 @@ def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPol
 def _place_split(
     demand: Demand, prefill: Candidate | None, decode: Candidate | None, policy: PlacementPolicy, pools: _Pools
 ) -> Placement | None:
-    """Return a placement on a prefill and a decode instance, or on one of them, or None if that is impossible."""
+    """Return a placement on the given prefill and decode instance, or on one of them alone. Return None if these cannot
+    serve the request.
+    """
     if prefill is not None and demand.max_new_tokens == 1:
         return _prefill_on("prefill_only", prefill, None, demand, pools)
     if decode is None or (prefill is None and demand.has_images):
@@ -376,7 +393,8 @@ def _place_split(
 
 
 def _local_ttft_s(decode: Candidate, demand: Demand) -> float:
-    """Return the predicted TTFT if the decode instance computes the prompt, in chunks that keep the ITL SLOs there.
+    """Return the predicted TTFT in seconds if the decode instance computes the prompt itself, in chunks that keep the
+    ITL SLOs of its running sequences.
 
     Return inf if the request has no ITL SLO or the instance has no headroom: a prompt would slow down its sequences.
     """
@@ -407,7 +425,9 @@ def _prefill_on(
 
 
 def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
-    """Pick the instance with the lowest cost: its predicted TTFT, and the expected harm to later prompts."""
+    """Return the instance with the lowest cost: its predicted TTFT, and the expected harm to later prompts. Return None
+    without candidates.
+    """
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     num_tokens = demand.num_tokens
@@ -430,7 +450,8 @@ def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> 
 
 
 def _expected_followers(queued_tokens: float, num_tokens: int) -> float:
-    """Return how many later prompts of this one's size it is expected to delay.
+    """Return how many later prompts of the same size the placed prompt is expected to delay. `queued_tokens` is the
+    mean number of tokens queued per instance.
 
     By Little's law that is the number of prompts that wait on average now. The factor and the bound come from replaying
     a trace (docs/log/placement.md, "what a cached prefix is worth").
@@ -439,7 +460,9 @@ def _expected_followers(queued_tokens: float, num_tokens: int) -> float:
 
 
 def _least_busy(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
-    """Pick the instance with room for the request and the fewest sequences, then the one that needs fewest blocks."""
+    """Return the instance that has room for the request and the fewest running sequences, and among equal ones the one
+    that needs the fewest blocks for it. Return None without candidates.
+    """
     num_tokens = demand.num_tokens
 
     def cost(c: Candidate) -> tuple[bool, float, int, InstanceId]:
@@ -454,7 +477,9 @@ def _least_busy(demand: Demand, candidates: Iterable[Candidate], turn: int) -> C
 
 
 def _least_loaded(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
-    """Pick the instance with the fewest queued tokens, then the one with the fewest sequences."""
+    """Return the instance with the fewest queued tokens, and among equal ones the one with the fewest sequences. Return
+    None without candidates.
+    """
     return min(
         candidates, key=lambda c: (c.queued_tokens, c.active_sequences, -c.free_blocks, c.instance), default=None
     )
@@ -482,7 +507,7 @@ _PICKS: dict[PolicyName, tuple[_Pick, _Pick]] = {
 
 
 def _no_capacity_message(candidates: Sequence[Candidate], demand: Demand, *, is_asleep: bool) -> str:
-    """Return the text for the client that says which pool has no ready instance."""
+    """Return the error message for the client that says which pool has no ready instance."""
     if is_asleep:
         return "the model sleeps: an operator must wake it up (POST /wake_up)"
     roles = {c.role for c in candidates}

@@ -29,7 +29,9 @@ number of instances."""
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """A planned fetch of a cached prefix from another instance: from where, how many tokens, and how long it takes."""
+    """A planned fetch of a cached prefix by one instance from another: the source, how many tokens, and the predicted
+    time.
+    """
 
     source: InstanceId
     num_tokens: int
@@ -41,8 +43,8 @@ class PullPlan:
 
 
 class PrefixHolder(Protocol):
-    """An instance from which a cached prefix may be fetched. It is a `policy.Candidate`, which cannot be imported here
-    because `policy` imports this module.
+    """An instance from which another one may fetch a cached prefix. It is a `policy.Candidate`, which cannot be
+    imported here because `policy` imports this module.
     """
 
     @property
@@ -58,7 +60,7 @@ class PrefixHolder(Protocol):
 
 
 class PullSink(PrefixHolder, Protocol):
-    """An instance that may fetch a prefix before it computes the rest of a prompt; also a `policy.Candidate`."""
+    """An instance that may fetch a cached prefix before it computes the rest of a prompt; also a `policy.Candidate`."""
 
     @property
     def own_tokens(self) -> int: ...
@@ -67,7 +69,9 @@ class PullSink(PrefixHolder, Protocol):
 
 
 def best_holders(candidates: Iterable[PrefixHolder]) -> list[PrefixHolder]:
-    """Return the instances with the longest reported prefixes, at most `MAX_PULL_SOURCES`, the longest first."""
+    """Return the instances that have reported the longest cached prefixes of the prompt, at most `MAX_PULL_SOURCES`,
+    the longest first.
+    """
     holders = [c for c in candidates if c.held_tokens]
     return nlargest(MAX_PULL_SOURCES, holders, key=lambda c: (c.held_tokens, c.instance)) if holders else []
 
@@ -75,7 +79,8 @@ def best_holders(candidates: Iterable[PrefixHolder]) -> list[PrefixHolder]:
 def plan_pull(
     sink: PullSink, holders: Iterable[PrefixHolder], *, num_tokens: int, policy: PullPolicy = "auto"
 ) -> PullPlan | None:
-    """Return the fetch that saves the most time, or None if no fetch is worth its cost.
+    """Return the fetch of a cached prefix that saves `sink` the most time, or None if no fetch is worth its cost.
+    `num_tokens` is the length of the prompt.
 
     With the policy `always`, every possible fetch counts as worth its cost; with `never`, none does.
     """
@@ -101,7 +106,7 @@ def plan_pull(
 
 
 def link_speed(sink: PullSink, holder: PrefixHolder) -> float:
-    """Return the expected speed of a fetch in bytes per second.
+    """Return the expected speed at which `sink` fetches blocks from `holder`, in bytes per second.
 
     It is the speed that `sink` measured on this link, or else the one that `holder` measured in the other direction, or
     else the median of all links of both. If nothing was measured yet, it is a constant.

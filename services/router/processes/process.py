@@ -16,7 +16,9 @@ from baton_serve.services.router.settings import RouterSettings
 
 
 def main() -> int:
-    """Run one process of a router that has several (`--workers`). Serve until SIGTERM and return the exit status."""
+    """Run one of the processes of a router with several (`--workers`). Serve until SIGTERM and return the exit
+    status.
+    """
     # Not by flags: settings contain secrets such as API keys, and other users can see the command lines of processes.
     assignment = msgspec.json.decode(sys.stdin.buffer.read(), type=ProcessAssignment)
     settings = RouterSettings(**assignment.settings)  # type: ignore[arg-type]

@@ -18,19 +18,24 @@ logger = logging.getLogger(__name__)
 
 
 class RegistryRelay:
-    """Hosts the registry of a router with several processes and forwards its messages to each of them.
+    """Hosts the registry of a router with several processes, and forwards the messages of instances to each of these
+    processes.
 
-    The supervisor owns it, from its start to its end; it runs on the event loop of the supervisor.
+    The supervisor process owns it, from its start to its end; it runs on the supervisor's event loop.
     """
 
     def __init__(self, url: str, workers: list[str], *, key: ClusterKey | None = None) -> None:
-        """Create the relay. `url` is where instances connect; `workers` are the registries of the router processes."""
+        """Create the relay without starting it. `url` is where instances connect; `workers` are the URLs of the router
+        processes' own registries. `key` is the cluster's key, or None.
+        """
         self._view = hosted_registry(url, self._on_message, key)
         self._forwarders = [_Forwarder(registry_client(worker, key)) for worker in workers]
         self._known: dict[InstanceId, Register] = {}
 
     async def start(self) -> None:
-        """Start to host the registry and to forward. Raises `zmq.ZMQError` if the address is already in use."""
+        """Start to host the registry and to forward messages. Raises `zmq.ZMQError` if the address is already in
+        use.
+        """
         await self._view.start(lambda: None)
         for sender in self._forwarders:
             sender.start()
@@ -42,7 +47,9 @@ class RegistryRelay:
         await self._view.close()
 
     def send_all_records(self, index: int) -> None:
-        """Forward all current records to a router process that has just started and knows none of them."""
+        """Forward the records of all instances to the router process `index`, which has just started and knows none of
+        them.
+        """
         for record in self._view.records():
             self._forwarders[index].put(self._known[record.instance])
 
@@ -56,7 +63,7 @@ class RegistryRelay:
 
 
 class _Forwarder:
-    """Forwards messages to one router process, in the order of `put`.
+    """Forwards messages of instances to one router process, in the order in which `put` gets them.
 
     Each process has its own queue, so that one that hangs does not delay the others.
     """

@@ -33,14 +33,15 @@ class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def newest_requests(stats: Iterable[ProcessStats], caller: str) -> list[msgspec.Raw]:
-    """Return the recent requests of one caller in all processes as JSON, the one that ended last first."""
+    """Return the recent requests of one caller in all router processes, each as JSON, the one that ended last first."""
     # Ids and times of a request would show the owner of another key when and how much its owner computes.
     ended = [(at, request) for found in stats for at, name, request in found.recent if name == caller]
     return [request for _, request in sorted(ended, key=lambda one: -one[0])]
 
 
 def join_metrics(texts: Mapping[int, str]) -> str:
-    """Join the metrics of all processes to one text; `texts` holds Prometheus' text format by index of the process.
+    """Join the metrics of all router processes to one text. `texts` holds each process's metrics in Prometheus' text
+    format, by the index of the process.
 
     Every sample gets the label `worker`. Sums over processes are left to Prometheus: if one process restarts, a sum
     would drop, and Prometheus would take that for a reset of the counters of all processes.
@@ -80,7 +81,7 @@ SiblingQuery = Literal["stats", "metrics", "usage"]
 
 
 class RouterProcess(msgspec.Struct, frozen=True):
-    """Identifies one process of a router that has several, and names the sockets by which they communicate."""
+    """Identifies one process of a router that has several, and names the Unix sockets by which they communicate."""
 
     index: int
     """Number of this process, from 0."""
@@ -90,23 +91,25 @@ class RouterProcess(msgspec.Struct, frozen=True):
     """Folder of their sockets. Only the user who runs the router can open it; the supervisor removes it."""
 
     def socket(self, index: int) -> str:
-        """Return the path of the socket at which process `index` answers queries."""
+        """Return the path of the Unix socket at which the process `index` answers queries of the others."""
         return str(Path(self.folder) / f"worker-{index}")
 
     def registry(self) -> str:
-        """Return the URL of the registry that this process hosts for itself, filled by `RegistryRelay`."""
+        """The URL of the registry that this process hosts for itself. `RegistryRelay` sends the instances' records to
+        it.
+        """
         return f"memory://{self.folder}/registry-{self.index}"
 
     def siblings(self) -> list[int]:
-        """Return the numbers of all other processes."""
+        """The indexes of all other processes of the router."""
         return [index for index in range(self.count) if index != self.index]
 
 
 class SiblingRpc:
-    """Connects the processes of one router over Unix sockets.
+    """Connects the processes of one router by Unix sockets.
 
-    Between `start` and `close` it serves this process's counters, metrics and key usage, and it queries those of the
-    other processes. Implements `UsageStore`. Runs on the event loop.
+    Between `start` and `close` it answers queries for this process's counters, metrics and key usage, and it queries
+    those of the other processes. Implements `UsageStore`. Runs on the event loop.
     """
 
     def __init__(
@@ -117,7 +120,9 @@ class SiblingRpc:
         metrics: Callable[[], str],
         usage: Callable[[], list[WindowUsage]],
     ) -> None:
-        """Create the RPC of process `worker`. The three functions return its values; each is called for every query."""
+        """Create it for the process `worker`, without starting it. `stats`, `metrics` and `usage` return the values of
+        this process; each is called for every query.
+        """
         self._worker = worker
         self._log = LimitedLog(logger)
         self._answers: dict[str, Callable[[], object]] = {"stats": stats, "metrics": metrics, "usage": usage}
@@ -129,24 +134,28 @@ class SiblingRpc:
         self._server = await asyncio.start_unix_server(self._answer, self._worker.socket(self._worker.index))
 
     async def close(self) -> None:
-        """Stop answering. Queries to other processes stay possible."""
+        """Stop answering queries. This process can still query the others."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     async def siblings(self) -> list[ProcessStats]:
-        """Return the counters of all other processes that answer in time."""
+        """Return the counters and recent requests of all other processes that answer in time."""
         answers = await self._query("stats")
         return [msgspec.json.decode(answer, type=ProcessStats) for answer in answers.values()]
 
     async def metrics(self) -> dict[int, str]:
-        """Return the metrics of all processes that answer in time and of this one, by index of the process."""
+        """Return the metrics of this process and of all others that answer in time, as Prometheus' text by index of the
+        process.
+        """
         answers = await self._query("metrics", METRICS_TIMEOUT_S)
         found = {index: msgspec.json.decode(answer, type=str) for index, answer in answers.items()}
         return dict(sorted((found | {self._worker.index: self._metrics()}).items()))
 
     async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
-        """Return the usage that all other processes counted, for each window of `own` and in the same order."""
+        """Return how much the callers have used in all other processes together, for each window of `own` and in the
+        same order.
+        """
         requests: dict[UsageWindow, int] = {}
         tokens: dict[UsageWindow, int] = {}
         for answer in (await self._query("usage")).values():
@@ -176,7 +185,8 @@ class SiblingRpc:
 
 
 async def is_hung(path: str, timeout_s: float) -> bool:
-    """Return whether the process at a socket takes a query but does not answer it in time.
+    """Return whether the process at the socket `path` accepts a query but does not answer it within `timeout_s`
+    seconds.
 
     A process that has closed its socket, because it ends, is not hung.
     """
@@ -197,7 +207,9 @@ async def is_hung(path: str, timeout_s: float) -> bool:
 
 
 async def _query(path: str, query: SiblingQuery, timeout_s: float) -> bytes:
-    """Return the answer of one process as JSON, or empty bytes if it does not answer in time."""
+    """Send a query to the process at the socket `path` and return its answer as JSON, or empty bytes if it does not
+    answer within `timeout_s` seconds.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(path)

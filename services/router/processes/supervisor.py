@@ -36,7 +36,9 @@ _CLOSE_GRACE_S = 5.0
 
 
 class ProcessAssignment(msgspec.Struct, frozen=True):
-    """The JSON that a router process reads from its standard input when it starts: its settings, and its identity."""
+    """The JSON that a router process reads from its standard input when it starts: its settings, and which of the
+    router's processes it is.
+    """
 
     settings: dict[str, object]
     """Values of `RouterSettings` by name. The supervisor has checked them already."""
@@ -65,7 +67,7 @@ async def start_router_processes(settings: RouterSettings, lifecycle: Lifecycle)
 
 
 def _hold_port(settings: RouterSettings, lifecycle: Lifecycle) -> int:
-    """Reserve the port for this router's processes and return its number; they bind it with SO_REUSEPORT.
+    """Reserve the port for this router's processes and return its number; the processes bind it with SO_REUSEPORT.
 
     Raises `ConfigurationError` if another program uses the port.
     """
@@ -86,7 +88,8 @@ def _hold_port(settings: RouterSettings, lifecycle: Lifecycle) -> int:
 async def _start_relay(
     settings: RouterSettings, workers: list[RouterProcess], lifecycle: Lifecycle
 ) -> RegistryRelay | None:
-    """Start the relay of a `memory:` registry. Return None for Redis, which each process reads by itself.
+    """Start the relay for a registry in memory (`memory:`) and return it. Return None for Redis, which each process
+    reads by itself.
 
     Raises `ConfigurationError` if the registry's address is in use.
     """
@@ -103,10 +106,14 @@ async def _start_relay(
 
 
 class _RouterRun:
-    """One run of a router process. It is ready once it has printed `READY`, and is killed if it hangs after that."""
+    """One router process from its start to its end. It is ready once it has printed `READY`, and is killed if it hangs
+    after that.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, name: str, socket: str, rules: WatchRules) -> None:
-        """Follow `process`, which answers queries at `socket` once it is ready."""
+        """Watch `process`, which is called `name` in logs and answers queries at `socket` once it is ready. `rules` say
+        when it counts as hung.
+        """
         self.is_ready = False
         self.status: int | None = None
         self._process = process
@@ -146,7 +153,9 @@ class _RouterRun:
 
 
 class RouterSupervisor(ProcessSupervisor[_RouterRun]):
-    """Starts the processes of one router, restarts each that exits, and stops them. Runs on the event loop."""
+    """Starts the processes of one router, restarts each that exits, and stops all of them at the end. Runs on the event
+    loop.
+    """
 
     def __init__(
         self,
@@ -156,7 +165,9 @@ class RouterSupervisor(ProcessSupervisor[_RouterRun]):
         relay: RegistryRelay | None,
         rules: WatchRules | None = None,
     ) -> None:
-        """Create the supervisor. The caller owns `relay`, which is None if the registry is not a `memory:` one."""
+        """Create the supervisor without starting a process. The caller owns `relay`, which is None if the registry is
+        not a `memory:` one.
+        """
         super().__init__()
         self._rules = rules or WatchRules()
         self._settings = settings
@@ -172,7 +183,7 @@ class RouterSupervisor(ProcessSupervisor[_RouterRun]):
             await self._wait_until(self._are_all_ready)
 
     async def stop(self) -> None:
-        """Send SIGTERM to all processes and wait until they have finished their requests.
+        """Send SIGTERM to all processes and wait until they have finished their requests and exited.
 
         If the caller cancels this at its deadline, the remaining processes are killed.
         """
@@ -210,7 +221,7 @@ class RouterSupervisor(ProcessSupervisor[_RouterRun]):
         )
 
     def _assignment(self, worker: RouterProcess) -> ProcessAssignment:
-        """Return the settings of one process: the limits on all requests together are divided among the processes."""
+        """Return the settings for one process. The limits on all requests together are divided among the processes."""
         settings = self._settings
         own = msgspec.structs.replace(
             settings,

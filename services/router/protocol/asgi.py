@@ -47,10 +47,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """Limits for one HTTP request.
+    """Limits for one HTTP request: the size of its body, and the time in which its client must send and receive.
 
-    `slow_client_s` bounds the time in which the body must arrive, and the time in which the client must accept each
-    part of the response.
+    `slow_client_s` is the longest time in seconds in which the body must arrive, and in which the client must accept
+    each part of the response.
     """
 
     max_body_bytes: int
@@ -58,9 +58,10 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
 
 class RequestContext(msgspec.Struct, frozen=True):
-    """Values that the gateway (the outermost middleware) reads from the headers, for all layers below it.
+    """Describes one HTTP request to all endpoints: its id, its caller and other values that the `Gateway` reads from
+    the headers.
 
-    `arrived_at` is a time of the router's monotonic clock.
+    `arrived_at` is a time of the router's monotonic clock, in seconds.
     """
 
     request_id: str
@@ -76,12 +77,12 @@ class RequestContext(msgspec.Struct, frozen=True):
     """The request's connection, if the server is this repository's own; None on other ASGI servers."""
 
     def attach(self, scope: Scope) -> None:
-        """Store the context in the ASGI scope of its request."""
+        """Store the context in the ASGI scope of its request, where `of` finds it."""
         scope[_CONTEXT] = self
 
     @staticmethod
     def is_attached(scope: Scope) -> bool:
-        """Return whether the request has a context. It has none if the gateway rejected its headers."""
+        """Return whether the request has a context. It has none if the `Gateway` has rejected its headers."""
         return _CONTEXT in scope
 
     @staticmethod
@@ -93,7 +94,9 @@ class RequestContext(msgspec.Struct, frozen=True):
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of the first header called `name`, or None. `name` must be in lower case, as in ASGI."""
+    """Return the value of the request's first header called `name`, or None without such a header. `name` must be in
+    lower case, as in ASGI.
+    """
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -101,7 +104,9 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def authorization(headers: Mapping[bytes, bytes]) -> str | None:
-    """Return the value of the Authorization header, or None if the request carries no API key."""
+    """Return the value of the Authorization header, or of `x-api-key` in the form `Bearer KEY`; None if the request
+    carries no API key.
+    """
     # Anthropic's clients send the bare key in a header of their own.
     key = headers.get(b"x-api-key")
     value = headers.get(b"authorization") if key is None else b"Bearer " + key
@@ -109,8 +114,8 @@ def authorization(headers: Mapping[bytes, bytes]) -> str | None:
 
 
 def exchange_of(scope: Scope) -> Exchange | None:
-    """Return the `Exchange` of a request, by which Baton's own HTTP server offers direct writes, or None on other
-    servers.
+    """Return the connection of a request, to which Baton's own HTTP server lets endpoints write directly, or None on
+    other servers.
     """
     exchange = scope.get("extensions", {}).get(EXTENSION)
     assert exchange is None or isinstance(exchange, Exchange)
@@ -118,7 +123,7 @@ def exchange_of(scope: Scope) -> Exchange | None:
 
 
 def check_media_type(scope: Scope) -> None:
-    """Raise `MediaTypeError` unless the Content-Type header says that the body is JSON."""
+    """Raise `MediaTypeError` unless the request's Content-Type header says that the body is JSON."""
     # Any web page can make a browser send a body as text, as a form or without a type to this server, without a CORS
     # preflight. Requiring JSON forces the preflight, so such pages cannot use a server on the user's own network.
     given = header(scope, b"content-type")
@@ -133,7 +138,7 @@ def check_media_type(scope: Scope) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Read the whole body of a request with JSON. If the client disconnects, return the part that arrived.
+    """Read the whole body of a request, which must be JSON. If the client disconnects, return the part that arrived.
 
     Raises `MediaTypeError` if the Content-Type is not JSON, `RequestTooLargeError` if the body is longer than the
     limit, `RateLimitError` if the bodies of other requests leave too little memory, and `RequestTimeoutError` if it
@@ -145,14 +150,16 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 
 async def read_form(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Read the whole body of a request with a form of at most `max_bytes`, whose type and origin the caller checks. It
-    raises the other errors of `read_body`.
+    """Read the whole body of a request that sends a form, of at most `max_bytes`. The caller checks its type and
+    origin. Raises the same errors as `read_body`, except `MediaTypeError`.
     """
     return await _read_whole(scope, receive, max_bytes, flag="--max-audio-bytes")
 
 
 async def _read_whole(scope: Scope, receive: Receive, limit: int, *, flag: str) -> bytes:
-    """Read a body of at most `limit` bytes. `flag` sets that limit."""
+    """Read the request's body of at most `limit` bytes. `flag` is the router's flag that sets this limit, for the
+    error. Raises the errors of `read_body`.
+    """
     context = RequestContext.of(scope)
     limits = context.limits
     chunks: list[bytes] = []
@@ -194,7 +201,7 @@ async def _receive_in_time(receive: Receive, deadline: float, limits: RequestLim
 async def send_json(
     send: Send, body: object, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
-    """Send a whole response with `body` encoded as JSON. `headers` are added to the content type and length."""
+    """Send a whole response with `body` encoded as JSON. `headers` are sent beside the content type and length."""
     content = msgspec.json.encode(body)
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": fields + (headers or [])})
@@ -202,7 +209,7 @@ async def send_json(
 
 
 async def send_error(send: Send, error: ApiError, body: object = None) -> None:
-    """Send an error response. `body` replaces the body in OpenAI's format, for the formats of other APIs."""
+    """Send an error response. `body` is its body in the format of another API; None: OpenAI's format."""
     headers = []
     if error.retry_after_s is not None:
         # HTTP knows whole seconds only, and 0 would make clients retry immediately.
@@ -213,10 +220,11 @@ async def send_error(send: Send, error: ApiError, body: object = None) -> None:
 
 
 class EventStream:
-    """Sends one response as server-sent events.
+    """Sends one response as server-sent events (SSE).
 
     The response headers are sent with the first event, so a request that fails before it still gets an HTTP status.
-    After that, on this repository's own server, events are written directly to `exchange` while the client keeps up.
+    After that, on Baton's own HTTP server, events are written directly to `exchange`, the connection, while the client
+    keeps up.
     """
 
     def __init__(self, send: Send, *, slow_client_s: float, exchange: Exchange | None = None) -> None:
@@ -226,9 +234,9 @@ class EventStream:
         self.is_started = False
 
     async def write(self, events: bytes) -> None:
-        """Send one or more whole events, each `data: ...` followed by an empty line.
+        """Send one or more whole events, each of which is `data: ...` followed by an empty line.
 
-        Raises `ClientGoneError` if the client accepts no data for `slow_client_s`.
+        Raises `ClientGoneError` if the client accepts no data for `slow_client_s` seconds.
         """
         if self.exchange is not None and self.exchange.is_writable:
             self.exchange.write(events)
@@ -236,7 +244,7 @@ class EventStream:
             await self._send_in_time(events, is_last=False)
 
     async def end(self, last: bytes = DONE) -> None:
-        """Send the last events and end the response. Raises `ClientGoneError` as `write` does."""
+        """Send the events in `last` and end the response. Raises `ClientGoneError` as `write` does."""
         await self._send_in_time(last, is_last=True)
 
     async def _send_in_time(self, events: bytes, *, is_last: bool) -> None:
@@ -258,9 +266,9 @@ class EventStream:
 
 
 async def while_connected(work: Coroutine[Any, Any, T], exchange: Exchange | None) -> T:
-    """Run `work` and return its result, but cancel it if the client disconnects.
+    """Run `work` and return its result, but cancel it if the client of the connection `exchange` disconnects.
 
-    Raises `ClientGoneError` if it was cancelled for that reason. Without `exchange` a disconnect is not detected.
+    Raises `ClientGoneError` if it was cancelled for that reason. With `exchange` None a disconnect is not detected.
     """
     if exchange is None:
         return await work
@@ -284,9 +292,9 @@ async def while_connected(work: Coroutine[Any, Any, T], exchange: Exchange | Non
 
 
 class DisconnectWatch:
-    """Context manager that calls `on_disconnect` if the client disconnects before the `with` block ends.
+    """A context manager that calls `on_disconnect` if the client of a request disconnects before the `with` block ends.
 
-    Use it after the body has been read: on other ASGI servers it consumes the messages of `receive`.
+    Use it after the body has been read: on other servers than Baton's it consumes the messages of ASGI's `receive`.
     """
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], None], exchange: Exchange | None = None) -> None:

@@ -21,11 +21,11 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 
 
 class TooDeepError(ValueError):
-    """The JSON text is nested more than 200 levels deep."""
+    """A JSON text is nested more than 200 levels deep."""
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text and return its value.
 
     Raises `ValueError` if the text is not valid JSON, and its subclass `TooDeepError` if it is nested too deeply.
     """
@@ -48,8 +48,8 @@ _PIECE_BYTES = 64 * 1024
 
 @dataclass(slots=True)
 class Counts:
-    """How many objects and lists, strings, and commas (`items`) a JSON text has; a comma stands between any
-    two values.
+    """The numbers of values in a JSON text: objects and lists, strings, and commas (`items`), one of which stands
+    between any two values.
     """
 
     objects: int = 0
@@ -58,7 +58,8 @@ class Counts:
 
 
 def check_counts(body: bytes, what: str = "the body") -> None:
-    """Raise `BadRequestError` if a JSON text has too many values. `what` names the text in the error message.
+    """Raise `BadRequestError` if a JSON text has more values than the limits allow, before it is parsed. `what` names
+    the text in the error message.
 
     The text need not be valid JSON: the parser that comes next reports such errors.
     """
@@ -70,7 +71,9 @@ def check_counts(body: bytes, what: str = "the body") -> None:
 
 
 def count(body: bytes, counts: Counts, *, piece_bytes: int) -> Iterator[None]:
-    """Add the numbers of values in `body` to `counts`, piece by piece. The iterator yields after each piece."""
+    """Add the numbers of values in the JSON text `body` to `counts`, in pieces of `piece_bytes` bytes. The iterator
+    yields after each piece.
+    """
     is_text = False
     at = 0
     while at < len(body):
@@ -81,7 +84,9 @@ def count(body: bytes, counts: Counts, *, piece_bytes: int) -> Iterator[None]:
 
 
 def _end_of_piece(body: bytes, start: int, piece_bytes: int) -> int:
-    """Return the end of the piece that begins at `start`, so that no escape sequence is cut in two."""
+    """Return the end of the piece that begins at byte `start`, so that no escape sequence of the JSON text is cut in
+    two.
+    """
     # An odd number of backslashes at the end means that the last one escapes the next byte: take that byte as well.
     end = min(start + piece_bytes, len(body))
     backslashes = end - start - len(body[start:end].rstrip(b"\\"))
@@ -89,7 +94,7 @@ def _end_of_piece(body: bytes, start: int, piece_bytes: int) -> int:
 
 
 def _count(piece: bytes, counts: Counts, *, is_text: bool) -> bool:
-    """Add the numbers of values in `piece` to `counts`. Return whether the piece ends within a string.
+    """Add the numbers of values in one piece of a JSON text to `counts`. Return whether the piece ends within a string.
 
     `is_text` says whether the piece begins within a string.
     """

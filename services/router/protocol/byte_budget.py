@@ -8,7 +8,8 @@ from baton_serve.services.router.protocol.errors import RateLimitError
 
 
 class ByteBudget:
-    """Grants bytes to requests in the order in which they ask. Use it from one event loop at a time.
+    """A number of bytes of memory that requests share: it grants bytes in the order in which they are asked for. Use it
+    from one event loop at a time.
 
     A request should ask once for all that it needs: then no two requests can each wait for what the other one has.
     """
@@ -22,11 +23,12 @@ class ByteBudget:
 
     @property
     def num_free(self) -> int:
-        """Number of bytes that are not granted."""
+        """The number of bytes that are not granted now."""
         return self._free
 
     async def acquire(self, num_bytes: int) -> bool:
-        """Wait for `num_bytes`, which the caller must return with `release`. Return False if they do not become free.
+        """Wait until `num_bytes` are granted; the caller must give them back with `release`. Return False if they do
+        not become free in time.
 
         More than the whole budget never becomes free.
         """
@@ -49,13 +51,13 @@ class ByteBudget:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Return bytes that `acquire` has granted, and grant them to the requests that wait."""
+        """Give back bytes that `acquire` has granted. Requests that wait for bytes get them."""
         self._free += num_bytes
         assert self._free <= self._max_bytes, "more bytes were released than granted"
         self._grant()
 
     def _withdraw(self, entry: tuple[asyncio.Future[None], int]) -> None:
-        """Remove a request that was cancelled or has timed out."""
+        """Remove the entry of a request that waits no longer, because it was cancelled or has timed out."""
         granted, num_bytes = entry
         if granted.done() and not granted.cancelled():
             # The bytes were granted just before the request was cancelled or timed out.
@@ -82,7 +84,7 @@ BODY_WAIT_S = 2.0
 
 
 class BodyMemory(ByteBudget):
-    """The memory of the bodies of all requests of one process (`--max-body-memory-bytes`).
+    """Limits the memory of the bodies of all requests of one process together (`--max-body-memory-bytes`).
 
     While there are several API keys, the requests of one owner get at most half of it, or one body of the largest size:
     one client must not keep all others from sending long requests.
@@ -96,7 +98,10 @@ class BodyMemory(ByteBudget):
         max_body_bytes: int = 0,
         has_several_owners: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`has_several_owners` returns whether API keys of more than one owner are accepted now."""
+        """Create the memory with `max_bytes` in total, for which a request waits at most `wait_s` seconds.
+        `max_body_bytes` is the largest size of one body. `has_several_owners` returns whether API keys of more than one
+        owner are accepted now.
+        """
         super().__init__(max_bytes, wait_s=wait_s)
         self._wait_for_share_s = wait_s
         self._share_bytes = max(max_bytes // 2, min(max_body_bytes, max_bytes))
@@ -104,7 +109,7 @@ class BodyMemory(ByteBudget):
         self._shares: dict[str, ByteBudget] = {}
 
     def share_of(self, owner: str) -> ByteBudget | None:
-        """Return the share of an owner of API keys, or None if the owner may use all of the memory."""
+        """Return the part of the memory that one owner of API keys may use, or None if the owner may use all of it."""
         if not self._has_several_owners():
             return None
         # Only owners of accepted keys come here, so their number is limited.
@@ -114,24 +119,25 @@ class BodyMemory(ByteBudget):
 
 
 class BodyReservation:
-    """The memory of one request's body, out of `BodyMemory`.
+    """The bytes of `BodyMemory` that one request reserves for its body.
 
     Its creator calls `release` when the request has been answered: the parsed request keeps the strings of its body
-    until then. That is the gateway, or for a request of a batch the task that runs it. A request in the background
-    hands its memory over to its run.
+    until then. The creator is the gateway, or for a request of a batch the task that runs it. A background request
+    hands its bytes over to the task that computes it.
     """
 
     __slots__ = ("_memory", "_num_reserved", "_share", "owner")
 
     def __init__(self, memory: BodyMemory, owner: str = "") -> None:
-        """Create a reservation without bytes. `owner` is the name of the API key's owner."""
+        """Create a reservation out of `memory` that holds nothing yet. `owner` is the name of the API key's owner."""
         self.owner = owner
         self._memory = memory
         self._share: ByteBudget | None = None
         self._num_reserved = 0
 
     async def grow(self, num_bytes: int) -> None:
-        """Reserve memory for a body of which `num_bytes` have arrived. Raises `RateLimitError` if too little is free.
+        """Reserve memory for a body of which `num_bytes` have arrived so far. Raises `RateLimitError` if too little is
+        free.
 
         Only bytes that have arrived are reserved: a client could announce a length and then send nothing. Requests may
         therefore wait for one another, but only for a short time.
@@ -168,9 +174,9 @@ class BodyReservation:
         await self.grow(self._num_reserved + num_bytes)
 
     def handed_over(self) -> "BodyReservation":
-        """Return a new reservation that holds all reserved bytes; this one is empty afterwards.
+        """Return a new reservation that holds all bytes of this one, which is empty afterwards.
 
-        Work that goes on after the answer of its request takes the memory with it.
+        It is for work that goes on after its request was answered.
         """
         taken = BodyReservation(self._memory, self.owner)
         taken._share, taken._num_reserved = self._share, self._num_reserved
@@ -178,7 +184,7 @@ class BodyReservation:
         return taken
 
     def release(self) -> None:
-        """Return all reserved bytes."""
+        """Give back all bytes that this reservation holds."""
         num_bytes, self._num_reserved = self._num_reserved, 0
         if num_bytes:
             self._memory.release(num_bytes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Describes the owner of an API key and its limits; 0 means no limit.
+    """Describes the owner of an API key and the owner's limits; 0 means no limit.
 
     When requests are queued, a caller with `weight` 2 gets twice the share of one with weight 1.
     """
@@ -26,13 +26,15 @@ class Caller:
 
     @property
     def is_limited(self) -> bool:
-        """Return whether the usage of this key must be counted."""
+        """True if the requests and tokens of this caller must be counted, because there is a limit for them."""
         return bool(self.requests_per_minute or self.tokens_per_minute or self.tokens_per_day)
 
     def salt_of(self, requested: str | None) -> str:
-        """Return the salt for the block hashes of a request whose own `cache_salt` is `requested`.
+        """Return the salt for the block hashes of a request of this caller. `requested` is the request's own
+        `cache_salt`, or None.
 
-        Requests get equal salts only if their callers share a cache group and their own salts are equal.
+        Requests share cached blocks only if their salts are equal: if their callers share a cache group and their own
+        salts are equal.
         """
         if not self.cache_salt:
             return requested or ""
@@ -45,7 +47,9 @@ ANONYMOUS = Caller()
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service level objective of one request: time to first token and inter-token latency. None means no SLO."""
+    """The service level objective (SLO) of one request in seconds: time to first token and inter-token latency. None
+    means no SLO.
+    """
 
     ttft_s: float | None = None
     itl_s: float | None = None

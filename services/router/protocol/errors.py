@@ -26,7 +26,9 @@ import msgspec
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """Describes one error in OpenAI's format: `param` names the request's field, `code` is stable for programs."""
+    """Describes one error in OpenAI's format: `param` names the field of the request, and `code` is a stable name for
+    programs.
+    """
 
     message: str
     type: str
@@ -45,11 +47,11 @@ class RouterError(Exception):
 
 
 class ModelFolderError(RouterError):
-    """A file of the model's folder is missing or broken. The message is one line, with the remedy."""
+    """A file of the model's folder is missing or broken. The message is one line, which says what to do."""
 
 
 class ClientGoneError(RouterError):
-    """The client disconnected, or stopped reading its response."""
+    """The client has disconnected, or has stopped reading its response."""
 
 
 MAX_MESSAGE_CHARS = 1_000
@@ -57,7 +59,7 @@ MAX_MESSAGE_CHARS = 1_000
 
 
 class ApiError(RouterError):
-    """Ends a request with an HTTP status and an error body. `message` is sent to the client as it is."""
+    """An error that ends a request with an HTTP status and an error body. `message` is sent to the client as it is."""
 
     status = 500
     type = "server_error"
@@ -83,12 +85,12 @@ class ApiError(RouterError):
             self.code = code
 
     def body(self) -> ErrorBody:
-        """Return the response body in OpenAI's format."""
+        """Return the body of the error response in OpenAI's format."""
         return ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code))
 
 
 class BadRequestError(ApiError):
-    """The request is invalid, or asks for something that the server or the model does not support."""
+    """The request is invalid, or asks for something that the server or the model does not support (status 400)."""
 
     status = 400
     type = "invalid_request_error"
@@ -96,7 +98,7 @@ class BadRequestError(ApiError):
 
 
 class AuthenticationError(ApiError):
-    """The API key is missing or unknown."""
+    """The request's API key is missing or unknown (status 401)."""
 
     status = 401
     type = "authentication_error"
@@ -112,7 +114,7 @@ class HostNotAllowedError(ApiError):
 
 
 class PermissionDeniedError(ApiError):
-    """The API key is valid but may not do what the request asks for."""
+    """The request's API key is valid but does not permit what the request asks for (status 403)."""
 
     status = 403
     type = "permission_error"
@@ -128,7 +130,7 @@ class ModelNotFoundError(ApiError):
 
 
 class NotFoundError(ApiError):
-    """The path or the named object does not exist."""
+    """The request's path, or an object that it names, does not exist (status 404)."""
 
     status = 404
     type = "invalid_request_error"
@@ -136,7 +138,7 @@ class NotFoundError(ApiError):
 
 
 class ConflictError(ApiError):
-    """The present state of the server does not allow the request, such as running requests or a model that sleeps."""
+    """The present state of the server does not allow the request, for example because the model sleeps (status 409)."""
 
     status = 409
     type = "invalid_request_error"
@@ -160,7 +162,7 @@ class RequestTooLargeError(ApiError):
 
 
 class MediaTypeError(ApiError):
-    """The Content-Type of the request is not the one that the endpoint takes."""
+    """The Content-Type of the request is not one that the endpoint accepts."""
 
     status = 415
     type = "invalid_request_error"
@@ -168,7 +170,9 @@ class MediaTypeError(ApiError):
 
 
 class RateLimitError(ApiError):
-    """The server is overloaded, or the API key is over a limit. Set `retry_after_s` to send a Retry-After header."""
+    """The server is overloaded, or the API key is over a limit (status 429). Set `retry_after_s` to send a Retry-After
+    header.
+    """
 
     status = 429
     type = "rate_limit_error"
@@ -176,7 +180,7 @@ class RateLimitError(ApiError):
 
 
 class InternalError(ApiError):
-    """The router or an instance failed for a reason that the client can do nothing about."""
+    """The router or an instance has failed for a reason that the client cannot change (status 500)."""
 
     status = 500
     type = "server_error"
@@ -184,7 +188,7 @@ class InternalError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """No instance can serve the request at present. A later try may succeed."""
+    """No instance can serve the request at present; a later try may succeed (status 503)."""
 
     status = 503
     type = "server_error"
@@ -192,7 +196,7 @@ class UnavailableError(ApiError):
 
 
 class DeadlineError(ApiError):
-    """The request did not finish within `--request-timeout-s`."""
+    """The request did not finish within `--request-timeout-s` (status 504)."""
 
     status = 504
     type = "server_error"

@@ -20,14 +20,17 @@ SEVERAL_FILES = "the form has several files: send one in each request"
 
 
 class Form(msgspec.Struct):
-    """A form: the content of its file, None without one, and all values of each other field, by name."""
+    """The content of a form (multipart/form-data): its file, None without one, and all values of each other field, by
+    name.
+    """
 
     file: bytes | None = None
     fields: dict[str, list[str]] = {}
 
 
 def parse_form(content_type: str | None, body: bytes) -> Form:
-    """Parse a form whose file is the field `file`.
+    """Parse the body of a request that sends a form whose file is the field `file`. `content_type` is the request's
+    header.
 
     Raises `MediaTypeError` for another type of body, and `BadRequestError` for a form that is malformed or incomplete.
     """
@@ -50,7 +53,8 @@ def form_boundary(content_type: str | None, example: str) -> bytes:
 
 
 def check_origin(origin: str | None, host: str | None, allowed_origins: Container[str]) -> None:
-    """Raise `PermissionDeniedError` if a page of another site sends the form.
+    """Raise `PermissionDeniedError` if a web page of another site sends the form. `origin` and `host` are the headers
+    of the request.
 
     A browser sends a form to any server without asking it (CORS), so a foreign page could use this server.
     """
@@ -104,7 +108,7 @@ class FormReader(ABC):
             raise BadRequestError(f"the form is malformed: {exc}") from exc
 
     def check_complete(self) -> None:
-        """Raise `BadRequestError` if the form has no end: the client disconnected while it sent the form."""
+        """Raise `BadRequestError` if the form has no end, because the client disconnected while it sent the form."""
         if not self.is_complete:
             raise BadRequestError("the form is not complete: its closing boundary is missing")
 

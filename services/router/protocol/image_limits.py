@@ -22,7 +22,9 @@ _MODALITIES = ("image", "video", "audio")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits for the images of one request, from the router's settings."""
+    """Limits for the images of one request, from the router's settings: their number, their size and the hosts to fetch
+    from.
+    """
 
     per_prompt: int = DEFAULT_IMAGES_PER_PROMPT
     """Number of images in one prompt."""
@@ -39,7 +41,7 @@ class ImageLimits:
 
 
 def images_per_prompt(stated: str) -> int:
-    """Parse `--limit-mm-per-prompt` and return the limit of images.
+    """Parse the value of `--limit-mm-per-prompt` and return the largest number of images per prompt.
 
     vLLM's two formats are accepted: `image=2,video=1` and `{"image": 2}`. Raises `ValueError` for anything else.
     """
@@ -59,10 +61,10 @@ def images_per_prompt(stated: str) -> int:
 
 
 def image_error(reason: str) -> BadRequestError:
-    """Return the error (status 400) for an image of a chat that cannot be used."""
+    """Return the error (status 400) for an image of a chat that cannot be used. `reason` is its message."""
     return BadRequestError(f"messages: {reason}", param="messages", code="invalid_image")
 
 
 def image_too_large_error(limits: ImageLimits) -> BadRequestError:
-    """Return the error for an image file that is larger than `max_bytes`."""
+    """Return the error for an image file that has more than `limits.max_bytes` bytes."""
     return image_error(f"an image has more than {limits.max_bytes} bytes (--max-image-bytes): send a smaller one")

@@ -65,21 +65,27 @@ TruncationSide = Literal["left", "right"]
 
 
 class _Request(BaseModel):
-    """Base of all request schemas. It is strict: a string that contains a number is not accepted as a number."""
+    """The base class of all request schemas. It is strict: a string that contains a number is not accepted as a
+    number.
+    """
 
     # Without `protected_namespaces=()` pydantic warns about fields whose name begins with `model_`.
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class StreamOptions(_Request):
-    """Options of a streamed answer: usage in an extra last chunk, or in every chunk."""
+    """The field `stream_options` of a request: whether the answer's stream has token counts in an extra last chunk, or
+    in every chunk.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 def _only_streamed(options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-    """Return the options. Raises an error if there are some and the answer is not streamed, as OpenAI and vLLM do."""
+    """Return `options`, the value of `stream_options`. Raises an error if it asks for something and the answer is not
+    streamed, as OpenAI and vLLM do.
+    """
     # Empty options ask for nothing. Some clients always send them.
     if options is not None and options.model_fields_set and not info.data.get("stream"):
         raise PydanticCustomError("not_streamed", "stream options are only allowed with stream: true")
@@ -94,18 +100,22 @@ class AdapterRequest(_Request):
 
 
 class LoadAdapterRequest(AdapterRequest):
-    """`POST /v1/load_lora_adapter`. Every instance of the model must be able to read the folder `lora_path`."""
+    """The body of `POST /v1/load_lora_adapter`. Every instance of the model must be able to read the folder
+    `lora_path`.
+    """
 
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
     load_inplace: bool | None = None
 
 
 class UnloadAdapterRequest(AdapterRequest):
-    """`POST /v1/unload_lora_adapter`."""
+    """The body of `POST /v1/unload_lora_adapter`."""
 
 
 class UpdateWeightsRequest(_Request):
-    """`POST /update_weights_from_disk`, as in SGLang. Every instance must be able to read the folder `model_path`."""
+    """The body of `POST /update_weights_from_disk`, as in SGLang. Every instance must be able to read the folder
+    `model_path`.
+    """
 
     model_path: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
     load_format: LoadFormat = "auto"
@@ -117,7 +127,7 @@ class UpdateWeightsRequest(_Request):
 
 
 class GenerationRequest(_Request):
-    """Parameters that chat requests and completion requests share."""
+    """The parameters that chat requests and completion requests have in common."""
 
     model: Name | None = None
     stream: bool | None = None
@@ -178,7 +188,7 @@ class GenerationRequest(_Request):
 
 
 class ContentPart(_Request):
-    """One part of a message's content: text or an image."""
+    """One part of a chat message's content: a text or an image."""
 
     type: Name
     text: str | None = None
@@ -196,12 +206,12 @@ class ChatMessage(_Request):
 
 
 def chat_message(role: str, content: Any, **more: Any) -> ChatMessage:
-    """Return a message with extra fields that only chat templates use, such as `tool_calls`."""
+    """Return a chat message with additional fields, such as `tool_calls`, which only chat templates use."""
     return ChatMessage.model_validate({"role": role, "content": content, **more})
 
 
 class Tool(_Request):
-    """A tool that the model may call. `function` has `name`, `description`, `parameters` and `strict`."""
+    """A tool that a request offers to the model. `function` has `name`, `description`, `parameters` and `strict`."""
 
     type: Literal["function"]
     function: dict[str, Any]
@@ -212,7 +222,7 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: Messages
     max_completion_tokens: NonNegative | None = None
@@ -233,7 +243,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: (
         str
@@ -245,7 +255,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TokenizeRequest(_Request):
-    """`POST /tokenize`. It takes either `prompt` or `messages`, as vLLM does."""
+    """The body of `POST /tokenize`. It has either `prompt` or `messages`, as in vLLM."""
 
     model: Name | None = None
     prompt: str | None = None
@@ -260,7 +270,7 @@ class TokenizeRequest(_Request):
 
 
 class DetokenizeRequest(_Request):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     model: Name | None = None
     tokens: Annotated[list[NonNegative], Field(fail_fast=True, max_length=MAX_NUMBERS)]

@@ -10,7 +10,9 @@ import msgspec
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The field `baton` of an answer, sent if the request has the header `x-baton-explain: 1`. Times are in seconds."""
+    """The field `baton` of an answer: where the request was placed, and how long each phase took, in seconds. It is
+    sent if the request has the header `x-baton-explain: 1`.
+    """
 
     request_id: str
     decision: str
@@ -48,19 +50,19 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class InputTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
-    """The number of prompt tokens of a request that is only counted."""
+    """The answer to a request that only counts tokens: the number of its prompt tokens."""
 
     input_tokens: int
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """The number of prompt tokens whose KV was already in a cache."""
+    """The number of an answer's prompt tokens whose KV was already in a cache."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request, as OpenAI reports them."""
+    """The field `usage` of an answer: the token counts, as OpenAI reports them."""
 
     prompt_tokens: int
     total_tokens: int
@@ -69,7 +71,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the most likely tokens at a position of a chat answer."""
+    """One of the most likely tokens at a position of a chat answer, with its logprob."""
 
     token: str
     logprob: float
@@ -77,7 +79,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(msgspec.Struct, frozen=True):
-    """The generated token at one position of a chat answer, with its alternatives."""
+    """The generated token at one position of a chat answer, with its logprob and the most likely tokens there."""
 
     token: str
     logprob: float
@@ -86,13 +88,13 @@ class ChatLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Logprobs in the format of chat completions."""
+    """The logprobs of one choice in the format of the chat completions API."""
 
     content: list[ChatLogprob]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Logprobs in the format of completions: parallel lists with one entry for each token."""
+    """The logprobs of one choice in the format of the completions API: parallel lists with one entry for each token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -101,7 +103,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token's logprob at a position of the prompt, in vLLM's format. `rank` 1 is the most likely token."""
+    """The logprob of one token at a position of the prompt, in vLLM's format. `rank` 1 is the most likely token."""
 
     logprob: float
     rank: int
@@ -113,14 +115,14 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """The function that a tool call names, with its arguments as a JSON string."""
+    """The name of the function that a tool call calls, with its arguments as a JSON string."""
 
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete tool call of an answer that is not streamed."""
+    """A complete tool call in an answer that is not streamed."""
 
     id: str
     type: Literal["function"] = "function"
@@ -128,7 +130,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The message of a chat answer. Reasoning is sent under both names that clients read."""
+    """The message of one choice of a chat answer. Reasoning is sent under both names that clients read."""
 
     role: str
     content: str | None
@@ -140,7 +142,7 @@ class ChatMessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the `n` answers to a chat."""
+    """One of the `n` choices of a chat answer that is not streamed."""
 
     index: int
     message: ChatMessageAnswer
@@ -167,20 +169,20 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokenIds(msgspec.Struct, frozen=True):
-    """The extra field of a streamed chunk that carries the token ids of the prompt."""
+    """The additional field of a streamed chunk that has the token ids of the prompt."""
 
     prompt_token_ids: list[int]
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A piece of a streamed function call: its name, or more text of its arguments."""
+    """A piece of a streamed tool call's function: its name, or more text of its arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A piece of a streamed tool call. Only the first piece of a call has `id` and `type`."""
+    """A piece of a streamed tool call. Only the first piece of a tool call has `id` and `type`."""
 
     index: int
     id: str | None = None
@@ -189,7 +191,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The new part of a streamed chat message."""
+    """The field `delta` of a streamed chunk: the new part of the chat message."""
 
     role: str | None = None
     content: str | None = None
@@ -199,7 +201,7 @@ class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatDeltaChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of a streamed chat chunk."""
+    """One choice in a chunk of a streamed chat answer."""
 
     index: int
     delta: ChatDelta

@@ -87,13 +87,13 @@ EXPLAINED: Mapping[str, str] = {
 
 
 def is_long(body: bytes) -> bool:
-    """Return whether a body is so long that it must be processed in a thread and not on the event loop."""
+    """Return whether a request's body is so long that it must be processed in a thread and not on the event loop."""
     return len(body) > UNCOUNTED_BYTES
 
 
 async def beside_loop(body: bytes, read: Callable[[bytes], T], *, is_slow: bool = False) -> T:
-    """Return `read(body)`. For a long body, or one that is slow to read for another reason, `read` runs in a thread, so
-    that other requests are not delayed. Raises what `read` raises.
+    """Return the result of `read(body)`. If the body is long, or slow to read for another reason (`is_slow`), `read`
+    runs in a thread, so that other requests are not delayed. Raises what `read` raises.
     """
     if not is_slow and not is_long(body):
         return read(body)
@@ -102,12 +102,16 @@ async def beside_loop(body: bytes, read: Callable[[bytes], T], *, is_slow: bool 
 
 
 async def parsed(body: bytes, expected: type[R]) -> R:
-    """Parse a body as `parse` does, in a thread if it is long. Raises `BadRequestError`."""
+    """Parse and validate the JSON body of a request as `parse` does, in a thread if it is long. Raises
+    `BadRequestError`.
+    """
     return await beside_loop(body, lambda given: parse(given, expected))
 
 
 def parse(body: bytes, expected: type[R]) -> R:
-    """Parse and validate a JSON body. Raises `BadRequestError` if it is invalid or has an unsupported parameter."""
+    """Parse the JSON body of a request and validate it as a request of the class `expected`. Raises `BadRequestError`
+    if it is invalid or has an unsupported parameter.
+    """
     try:
         request = _parse_long(body, expected) if is_long(body) else expected.model_validate_json(body)
     except ValidationError as exc:
@@ -118,7 +122,9 @@ def parse(body: bytes, expected: type[R]) -> R:
 
 
 def _parse_long(body: bytes, expected: type[R]) -> R:
-    """Count, parse and validate a long body. Raises `BadRequestError` and pydantic's `ValidationError`."""
+    """Parse and validate a long body, after its values were counted. Raises `BadRequestError`, and pydantic's
+    `ValidationError` if it does not fit the class `expected`.
+    """
     # Parsing and validating are separate calls, because each call holds the interpreter's lock until it returns. Other
     # threads, such as the event loop, run in between.
     check_counts(body)
@@ -149,7 +155,7 @@ def _check_extra(extra: Mapping[str, object]) -> None:
 
 
 def _log_unknown(names: Sequence[str]) -> None:
-    """Log one line for each request, however many unknown parameters it has."""
+    """Log the names of unknown parameters of a request in one line, however many there are."""
     shown = ", ".join(repr(name[:_LOGGED_CHARS]) for name in names[:_LOGGED_NAMES])
     rest = len(names) - _LOGGED_NAMES
     logger.info("ignoring unknown parameters of a request: %s%s", shown, f" and {rest} more" if rest > 0 else "")

@@ -26,7 +26,9 @@ from baton_serve.services.router.protocol.errors import PermissionDeniedError
 
 
 def check_operator(caller: Caller, what: str) -> None:
-    """Raise `PermissionDeniedError` unless a caller may do `what`, which all callers would notice."""
+    """Raise `PermissionDeniedError` unless the caller is an operator. `what` names the action for the error message; it
+    would affect all callers.
+    """
     if not caller.is_operator:
         raise PermissionDeniedError(
             f"this API key may not {what}, because it is one of several owners' keys: use one whose line in"
@@ -35,10 +37,10 @@ def check_operator(caller: Caller, what: str) -> None:
 
 
 def allowed(requested: int | None, caller: Caller) -> int:
-    """Return the priority that a request gets: `requested`, or the default if it is None.
+    """Return the priority that a request gets: the one that it asks for (`requested`), or the default if that is None.
 
-    The default is 0, or the smallest value that the key may ask for if that is larger. Raises `PermissionDeniedError`
-    if `requested` is smaller than that value.
+    The default is 0, or the smallest value that the API key may ask for if that is larger. Raises
+    `PermissionDeniedError` if `requested` is smaller than that value.
     """
     smallest = caller.min_priority
     if requested is None:
@@ -63,7 +65,7 @@ _COUNTS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An accepted key, kept only as its SHA-256 digest, and its owner."""
+    """An accepted API key, of which only the SHA-256 digest is kept, and its owner."""
 
     digest: bytes
     caller: Caller
@@ -72,7 +74,8 @@ class _Known:
 
 
 class ApiKeys:
-    """Holds the accepted API keys of a router. The gateway asks it once per request, on the event loop.
+    """Holds the accepted API keys of a router, and finds the owner of a key. The gateway asks it once per request, on
+    the event loop.
 
     Without any key every client is accepted, and it may ask for any priority.
     """
@@ -86,11 +89,12 @@ class ApiKeys:
         sharing: CacheSharing = "per-key",
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Read the key file, if one is given.
+        """Accept the given keys and those in the key file, if one is given.
 
         `defaults` are the limits of a key whose line does not set its own. With `sharing` "per-key", callers of
-        different cache groups have different salts. Without a monotonic `clock` the file is not checked for changes.
-        Raises `ConfigurationError` if the file cannot be read, is malformed or holds no key.
+        different cache groups get different salts, so that they do not share cached blocks. Without a monotonic `clock`
+        the file is not checked for changes. Raises `ConfigurationError` if the file cannot be read, is malformed or
+        holds no key.
         """
         self._fixed = [_known(key, defaults) for key in keys if key]
         self._file = Path(file) if file is not None else None
@@ -104,7 +108,9 @@ class ApiKeys:
         self._known = self._prepared(self._fixed + self._read())
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Return the owner of the key in an Authorization header (`Bearer KEY`), or None if it must be rejected."""
+        """Return the owner of the key in an Authorization header (`Bearer KEY`), or None if the request must be
+        rejected.
+        """
         if not self._known:
             return self._anybody
         self._check_file()
@@ -116,7 +122,9 @@ class ApiKeys:
         return matches[0] if matches and scheme.lower() == "bearer" else None
 
     def named(self, name: str) -> Caller | None:
-        """Return the owner of this name, or None if no accepted key has it. Work that outlives a request needs it."""
+        """Return the owner of this name, or None if no accepted key has such an owner. It is for work that outlives its
+        request, such as a batch.
+        """
         if not self._known:
             return self._anybody
         self._check_file()
@@ -144,7 +152,7 @@ class ApiKeys:
         self._stamp = stamp
 
     def _stamp_of_file(self) -> tuple[int, int, int] | None:
-        """Return a value that changes with the file, or None if it does not exist."""
+        """Return a value that is different after the key file was changed, or None if the file does not exist."""
         # The inode is part of it: Kubernetes updates a mounted Secret by a new link, whose time and size may be equal.
         if self._file is None:
             return None
@@ -155,7 +163,7 @@ class ApiKeys:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def _read(self) -> list[_Known]:
-        """Read all keys of the file. Raises `ConfigurationError` if that fails or there is none."""
+        """Read all keys of the key file. Raises `ConfigurationError` if that fails or the file holds no key."""
         if self._file is None:
             return []
         try:
@@ -173,21 +181,25 @@ class ApiKeys:
         return found
 
     def _prepared(self, known: list[_Known]) -> list[_Known]:
-        """Return the keys with what depends on all of them: their salts, and who is an operator."""
+        """Return the keys with those fields set that depend on all keys together: their salts, and who is an
+        operator.
+        """
         if len({one.caller.name for one in known}) < 2:
             # Nobody else is harmed by what a single owner does.
             known = [replace(one, caller=replace(one.caller, is_operator=True)) for one in known]
         return self._salted(known)
 
     def _salted(self, known: list[_Known]) -> list[_Known]:
-        """Return the keys with the salts of their cache groups, if there are several groups to be kept apart."""
+        """Return the keys with the salt of their cache group, if there are several groups whose cached blocks are to be
+        kept apart.
+        """
         if self._sharing == "all" or len({one.cache_group for one in known}) < 2:
             return known
         return [replace(one, caller=replace(one.caller, cache_salt=_salt_of(one.cache_group))) for one in known]
 
 
 def _salt_of(cache_group: str) -> str:
-    """Return the salt of a cache group: the same on every router and after restarts, and always of the same length."""
+    """Return the salt for a cache group: the same on every router and after restarts, and always of the same length."""
     # Cached blocks outlive routers, so the salt must not depend on a random value. The group of a key without a name
     # contains only the key's digest, so the key cannot be read from its salt.
     return sha256(b"baton-cache-group-1" + cache_group.encode()).hexdigest()[:32]
@@ -203,7 +215,9 @@ def _known(key: str, defaults: Caller, name: str = "", cache_group: str = "") ->
 
 
 def _parse_line(line: str, defaults: Caller, where: str) -> _Known:
-    """Parse one line of the key file. Raises `ConfigurationError`, with `where` as the file and line number."""
+    """Return the key and its owner from one line of the key file. Raises `ConfigurationError`, with `where` (file and
+    line number) in its message, if the line is malformed.
+    """
     key, *words = line.split()
     given = {name: value for name, _, value in (word.partition("=") for word in words)}
     if given.get("cache_group") == "":

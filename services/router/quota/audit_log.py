@@ -11,7 +11,9 @@ from baton_serve.services.common.logs import JsonFormatter
 
 
 class AuditLog:
-    """Appends to the audit log of one router. The gateway owns it and calls it once per request."""
+    """Writes one line for each request to the audit log of a router. The gateway owns it and calls it once per
+    request.
+    """
 
     def __init__(self, path: str) -> None:
         """Open the file at `path` for appending. Raises `ConfigurationError` if that fails."""
@@ -25,7 +27,7 @@ class AuditLog:
         self._logger.addHandler(self._handler)
 
     def request(self, *, request_id: str, client: str, caller: str | None, method: str, path: str, status: int) -> None:
-        """Write the line of one request.
+        """Write the line of one request to the audit log.
 
         `caller` is None if the request had no valid API key. `status` is 0 if the client left before an answer began.
         """
@@ -33,5 +35,5 @@ class AuditLog:
         self._logger.info("request", extra={**extra, "method": method, "path": path, "status": status})
 
     def close(self) -> None:
-        """Close the file of the log."""
+        """Close the file of the audit log."""
         self._handler.close()

@@ -19,7 +19,9 @@ WINDOW_SPANS_S = (MINUTE_S, DAY_S)
 
 @dataclass(frozen=True, slots=True)
 class UsageWindow:
-    """One minute or one day of one caller: the key under which several routers add up their counts."""
+    """One minute or one day of one caller. It is the key under which several routers add up what the caller has
+    used.
+    """
 
     caller: str
     span_s: int
@@ -29,7 +31,9 @@ class UsageWindow:
 
 @dataclass(slots=True)
 class _Count:
-    """Counts of one window: those of this router, and the sums of all other routers from the last exchange."""
+    """The numbers of requests and tokens of one caller in one window: those counted by this router, and those of all
+    other routers from the last exchange.
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -39,7 +43,7 @@ class _Count:
 
 @dataclass(frozen=True, slots=True)
 class WindowUsage:
-    """Requests and tokens that were counted in one window; exchanged between routers."""
+    """The number of requests and tokens that one caller has used in one window. Routers exchange it."""
 
     window: UsageWindow
     requests: int
@@ -48,20 +52,22 @@ class WindowUsage:
 
 @dataclass(frozen=True, slots=True)
 class OverLimit:
-    """Says which limit a request exceeds, as a message for the client, and when its window ends."""
+    """Says which limit of its API key a request exceeds, as a message for the client, and after how many seconds the
+    window ends.
+    """
 
     message: str
     retry_after_s: float
 
 
 class UsageLedger:
-    """Holds the counts of all callers that have limits, for one router process. Runs on the event loop."""
+    """Counts what all callers with limits have used, for one router process. Runs on the event loop."""
 
     def __init__(self) -> None:
         self._counts: dict[UsageWindow, _Count] = {}
 
     def admit(self, caller: Caller, *, tokens: int, now: float) -> OverLimit | None:
-        """Count a request whose prompts have `tokens` tokens together, and return None.
+        """Count a request whose prompts have `tokens` tokens together, and return None. `now` is in seconds since 1970.
 
         If the request exceeds a limit of its caller, count nothing and return that limit.
         """
@@ -84,7 +90,7 @@ class UsageLedger:
         return None
 
     def refund(self, caller: Caller, *, tokens: int, now: float) -> None:
-        """Take back the tokens that `admit` counted, for a request that was rejected afterwards.
+        """Subtract the prompt tokens that `admit` counted, for a request that was rejected afterwards.
 
         The request itself stays counted, because limits on requests are limits on attempts.
         """
@@ -95,18 +101,22 @@ class UsageLedger:
                 count.tokens = max(0, count.tokens - tokens)
 
     def add(self, caller: Caller, *, tokens: int, now: float) -> None:
-        """Count generated tokens of a caller. They do not end a running request, but count against the next ones."""
+        """Count the generated tokens of a request that has ended. They may exceed the caller's limit, and count against
+        its next requests.
+        """
         if caller.is_limited:
             for span in WINDOW_SPANS_S:
                 self._count(caller, span, now).tokens += tokens
 
     def own(self, now: float) -> list[WindowUsage]:
-        """Return the counts of this router in the present windows and the ones just before."""
+        """Return what this router has counted in the present windows and the ones just before. `now` is in seconds
+        since 1970.
+        """
         self._forget(now)
         return [WindowUsage(window, count.requests, count.tokens) for window, count in self._counts.items()]
 
     def merge_others(self, others: Iterable[WindowUsage]) -> None:
-        """Store what all other routers counted together."""
+        """Store what all other routers have counted together, as the last exchange returned it."""
         # Never less than before: a store that has lost its data knows too little until all routers have written again.
         for used in others:
             if (count := self._counts.get(used.window)) is not None:
@@ -114,7 +124,9 @@ class UsageLedger:
                 count.others_tokens = max(count.others_tokens, used.tokens)
 
     def used(self, caller: Caller, now: float) -> Iterator[WindowUsage]:
-        """Iterate over the caller's usage in the present minute and day, counted by all routers together."""
+        """Iterate over what the caller has used in the present minute and in the present day, counted by all routers
+        together.
+        """
         for span in WINDOW_SPANS_S:
             window = UsageWindow(caller.name, span, int(now // span))
             count = self._counts.get(window, _Count())

@@ -20,10 +20,13 @@ EXCHANGE_S = 0.5
 
 
 class UsageStore(Protocol):
-    """Adds up the counts of several routers (`RedisUsageStore`) or router processes (`SiblingRpc`)."""
+    """Adds up what callers have used on several routers. `RedisUsageStore` does it in Redis, `SiblingRpc` for the
+    processes of one router.
+    """
 
     async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
-        """Store the counts of this router and return the sums of all others, for the same windows in the same order.
+        """Store what this router has counted. Return the sums of all other routers, for the same windows in the same
+        order.
 
         Raises `RegistryUnavailable` if the store does not answer.
         """
@@ -34,10 +37,14 @@ class UsageStore(Protocol):
 
 
 class UsageExchange:
-    """Runs the exchange of one router process on the event loop, from `start` to `close`. Owns the store."""
+    """Exchanges the usage of API keys with other routers from time to time, from `start` to `close`, for one router
+    process. It owns the store.
+    """
 
     def __init__(self, ledger: UsageLedger, store: UsageStore, *, wall_clock: Callable[[], float]) -> None:
-        """Create the exchange. `wall_clock` gives seconds since 1970: windows must be the same for all routers."""
+        """Create it without starting it. `wall_clock` returns seconds since 1970: windows must be the same for all
+        routers.
+        """
         self._ledger = ledger
         self._store = store
         self._wall_clock = wall_clock
@@ -45,11 +52,11 @@ class UsageExchange:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to exchange in the background."""
+        """Start to exchange usage with other routers in the background."""
         self._task = asyncio.create_task(self._run(), name="usage")
 
     async def close(self) -> None:
-        """Stop, exchange a last time, and close the store."""
+        """Stop the background task, exchange usage a last time, and close the store."""
         if self._task is not None:
             await cancel_all([self._task])
         # Without it the other routers would never count what this one served since the last exchange.
@@ -57,7 +64,7 @@ class UsageExchange:
         await self._store.close()
 
     async def exchange(self) -> None:
-        """Send the counts of this router to the store once, and take over the sums of all others.
+        """Send what this router has counted to the store once, and take over the sums of all other routers.
 
         If the store does not answer, keep the previous sums.
         """

@@ -37,7 +37,7 @@ return others
 
 
 class RedisUsageStore:
-    """Implements `UsageStore` on the Redis of the registry. Owns its own connection."""
+    """A `UsageStore` in the Redis of the registry. It owns its own connection."""
 
     def __init__(self, url: str) -> None:
         """Create the store without connecting; the first exchange connects. `url` is that of `--registry`."""
@@ -47,7 +47,9 @@ class RedisUsageStore:
         self._exchange = self._redis.register_script(_EXCHANGE)
 
     async def exchange(self, own: Sequence[WindowUsage]) -> list[WindowUsage]:
-        """Store the counts of this router and return the sums of all others. Raises `RegistryUnavailable`."""
+        """Store what this router has counted in Redis, and return the sums of all other routers. Raises
+        `RegistryUnavailable` if Redis does not answer.
+        """
         keys = [f"baton:usage:{u.window.span_s}:{u.window.number}:{u.window.caller}" for u in own]
         args: list[str | int] = [self._router]
         for used in own:

@@ -22,32 +22,35 @@ After it the worker computes the prefix instead.
 
 
 class AttemptOwner(Protocol):
-    """Receives the answers of instances to an attempt. `RequestLifecycle` implements it; it cannot be imported here
+    """Receives the instances' answers to an attempt. `RequestLifecycle` implements it, which cannot be imported here
     because it imports this module.
     """
 
     def on_placed(self, placement: Placement) -> None:
-        """Record the placement of an attempt whose messages are sent next."""
+        """Record which instances were chosen for the attempt whose messages are sent next."""
 
     def on_tokens(self, attempt: "Attempt", worker: WorkerState, tokens: Tokens, now: float) -> None:
-        """Handle new tokens of one sequence, which arrived at `now`."""
+        """Handle new tokens of one sequence from `worker`. They arrived at `now` (seconds on the router's monotonic
+        clock).
+        """
 
     def on_answer(self, attempt: "Attempt", worker: WorkerState, answer: Answer) -> None:
-        """Handle any answer other than `Tokens`."""
+        """Handle an answer of `worker` other than `Tokens`, such as a report or a failure."""
 
     def on_lost(self, attempt: "Attempt", worker: WorkerState, reason: str) -> None:
-        """Handle the loss of the connection to a worker of the attempt."""
+        """Handle the loss of the connection to `worker`, an instance that the attempt uses."""
 
     def on_error(self, error: Exception) -> None:
-        """Fail the request, because one of the other methods has raised `error`."""
+        """Fail the request: one of the other methods of this class has raised `error`."""
 
 
 class Attempt(msgspec.Struct, eq=False):
-    """One placement of some sequences of a request, from its messages to the workers to its end.
+    """One try to generate some sequences of a request on the instances that placement has chosen. It begins with its
+    messages to them.
 
-    With both workers, `prefill` computes the prompt and the first tokens, and `decode` generates the rest. Without
-    `prefill`, `decode` does everything. Without `decode`, the request ends with its first tokens. The lifecycle owns it
-    and calls `end` exactly once.
+    With both instances, `prefill` computes the prompt and the first tokens, and `decode` generates the rest. Without
+    `prefill`, `decode` does everything. Without `decode`, the request ends with its first tokens. The request's
+    `RequestLifecycle` owns it and calls `end` exactly once.
     """
 
     owner: AttemptOwner
@@ -77,12 +80,12 @@ class Attempt(msgspec.Struct, eq=False):
         pull_from: WorkerState | None = None,
         images: Sequence[bytes] = (),
     ) -> None:
-        """Count the load of the attempt and send its messages to all workers at the same time.
+        """Count the attempt as load of its instances and send its messages to all of them at the same time.
 
-        Each worker gets the root hash of its own KV layout. `pull_from` is the instance from which the worker that
-        computes the prompt fetches a cached prefix; that worker also gets the `images`. Raises
-        `contracts.wire.WireError` if a message cannot be encoded, and any error of a connection; the caller then calls
-        `end`.
+        Each instance gets the root of the block hashes in its own KV layout. `pull_from` is the instance from which the
+        one that computes the prompt fetches a cached prefix, or None; the one that computes the prompt also gets the
+        `images`. Raises `contracts.wire.WireError` if a message cannot be encoded, and any error of a connection; the
+        caller then calls `end`.
         """
         prompt_worker = self.prefill or self.decode
         assert prompt_worker is not None
@@ -110,16 +113,16 @@ class Attempt(msgspec.Struct, eq=False):
             send()
 
     def workers(self) -> list[WorkerState]:
-        """Return the workers that the attempt still uses."""
+        """Return the instances that the attempt still uses: one or both."""
         return [worker for worker in (self.prefill, self.decode) if worker is not None]
 
     def unfinished(self) -> list[TokenSequence]:
-        """Return the sequences that have not got their last token yet."""
+        """Return those sequences of the attempt that have not got their last token yet."""
         return [sequence for sequence in self.sequences.values() if not sequence.is_finished]
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether the prefill worker must still send something: blocks, or the first token of a sequence."""
+        """True if the prefill worker must still send something: KV blocks, or the first token of a sequence."""
         # Tokens of the decode worker may overtake the first token. Such a sequence has a gap, and is not longer than
         # `position` yet.
         return not self.decode_has_blocks or any(
@@ -127,17 +130,21 @@ class Attempt(msgspec.Struct, eq=False):
         )
 
     def is_done_with(self, worker: WorkerState) -> bool:
-        """Return whether `worker` is the prefill worker and nothing more is needed of it."""
+        """Return whether `worker` is the prefill worker and has sent all that the attempt needs of it."""
         return worker is self.prefill and worker is not self.decode and not self.needs_prefill
 
     def on_second_token(self, index: int, now: float) -> None:
-        """Record the gap between the first two tokens of a sequence, once, for the pacing of later first tokens."""
+        """Measure the time between the first and the second token of sequence `index`, which arrived at `now`. Later
+        first tokens are held back according to it. Only the first call for a sequence has an effect.
+        """
         came_at = self.first_token_at.pop(index, None)
         if came_at is not None and self.decode is not None:
             self.decode.first_gap_quantile.observe(now - came_at)
 
     def end(self, *, cancel: bool) -> None:
-        """Release the load of the attempt. With `cancel`, send `Cancel` to workers that may still compute it."""
+        """Stop counting the attempt as load of its instances. With `cancel`, also send `Cancel` to the instances that
+        may still compute it.
+        """
         for lease in self.leases:
             lease.release()
         if cancel:
@@ -145,19 +152,23 @@ class Attempt(msgspec.Struct, eq=False):
                 worker.send(Cancel(self.request_id))
 
     def drop_prefill(self) -> None:
-        """Continue without the prefill worker, which was lost after it had done its part, and release its load."""
+        """Continue without the prefill worker, which was lost after it had sent all that is needed, and stop counting
+        its load.
+        """
         for lease in self.leases:
             if lease.worker is self.prefill:
                 lease.release()
         self.prefill = None
 
     def cancel_sequence(self, index: int) -> None:
-        """Ask the decode worker to end one sequence; the others go on."""
+        """Ask the decode worker to stop generating sequence `index`; the other sequences go on."""
         if self.decode is not None:
             self.decode.send(Cancel(self.request_id, index))
 
     def on_answer(self, worker: WorkerState, answer: Answer, now: float) -> None:
-        """Pass an answer to the owner. An exception fails this request only: one frame has answers to many requests."""
+        """Pass an answer of `worker` to the owner. An exception of the owner fails this request only, because one
+        message has answers to many requests.
+        """
         try:
             if type(answer) is Tokens:  # the test that is true for nearly all answers comes first
                 self.owner.on_tokens(self, worker, answer, now)
@@ -167,14 +178,18 @@ class Attempt(msgspec.Struct, eq=False):
             self.owner.on_error(exc)
 
     def on_lost(self, worker: WorkerState, reason: str) -> None:
-        """Pass the loss of a worker to the owner. An exception fails this request only."""
+        """Pass the loss of the connection to `worker` to the owner. An exception of the owner fails this request
+        only.
+        """
         try:
             self.owner.on_lost(self, worker, reason)
         except Exception as exc:  # noqa: BLE001 - the worker served other requests too
             self.owner.on_error(exc)
 
     def _assign(self, placement: Placement, num_tokens: int) -> None:
-        """Count the expected load on each worker."""
+        """Count the load that the attempt is expected to cause on each of its instances. `num_tokens` is the length of
+        its input.
+        """
         if self.prefill is not None and placement.prefill is not None:
             estimate = self._load_estimate(placement.prefill, num_tokens, computes=True)
             self.leases.append(self.prefill.assign(self.request_id, estimate))
@@ -183,7 +198,9 @@ class Attempt(msgspec.Struct, eq=False):
             self.leases.append(self.decode.assign(self.request_id, estimate))
 
     def _load_estimate(self, candidate: Candidate, num_tokens: int, *, computes: bool) -> LoadEstimate:
-        """Return the load that this attempt causes on one worker; `computes`: it computes the prompt."""
+        """Return the load that this attempt is expected to cause on one instance. `computes` says that it computes the
+        prompt, of `num_tokens` tokens.
+        """
         # Blocks in the host tier need device blocks too, so only the device prefix counts as present here.
         missing = max(0, num_tokens - candidate.cached_tokens)
         return LoadEstimate(
@@ -195,12 +212,12 @@ class Attempt(msgspec.Struct, eq=False):
 
 
 def sequence_indexes(sequences: Sequence[TokenSequence]) -> list[int]:
-    """Return the indexes of sequences, as `Work.sequences` lists them."""
+    """Return the index of each sequence in its request, as the field `Work.sequences` lists them."""
     return [sequence.index for sequence in sequences]
 
 
 def _with_root_of(work: Work, block_hashes: PromptBlockHashes, worker: WorkerState) -> Work:
-    """Return `work` with the root hash for the worker's KV layout: layouts differ in their block hashes."""
+    """Return the message part `work` with the root hash for this instance: block hashes depend on its KV layout."""
     root = block_hashes.root(worker.record.layout)
     return work if work.root == root else msgspec.structs.replace(work, root=root)
 
@@ -212,7 +229,9 @@ def _pull(
     sink: WorkerState,
     block_hashes: PromptBlockHashes,
 ) -> Pull | None:
-    """Return the message part for a fetch of a cached prefix, or None if the placement has no fetch."""
+    """Return the part of a message by which `sink` fetches a cached prefix from `source`, or None if the placement
+    plans no such fetch.
+    """
     plan = placement.final_worker.pull
     if plan is None or source is None:
         return None
@@ -225,7 +244,7 @@ def _pull(
 def _ticket(
     request_id: RequestId, source: WorkerState, sink: WorkerState, block_hashes: PromptBlockHashes, timeout_s: float
 ) -> Ticket:
-    """Return a ticket for a transfer of blocks between two instances."""
+    """Return a ticket that permits one transfer of blocks from `source` to `sink` within `timeout_s` seconds."""
     layout = source.record.layout
     # The sink computes the source's block hashes from these two fields. Equal layouts have equal hashes.
     differs = layout != sink.record.layout

@@ -32,22 +32,26 @@ from baton_serve.services.router.requests.token_queue import TokenQueue
 
 
 class Deadlines:
-    """Ends requests whose deadline has passed, with one timer for all requests instead of one for each."""
+    """Ends requests whose deadline has passed. It uses one timer for all requests together."""
 
     def __init__(self, lifecycles: Collection[RequestLifecycle], *, clock: Callable[[], float]) -> None:
-        """Watch `lifecycles`, a collection to which its owner adds requests, and from which it removes them."""
+        """Watch the requests in `lifecycles`, a collection to which its owner adds requests, and from which it removes
+        them. `clock` is the one of the requests' deadlines.
+        """
         self._lifecycles = lifecycles
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
         self._at = 0.0
 
     def watch(self, lifecycle: RequestLifecycle) -> None:
-        """Take the deadline of a new lifecycle into account. It must be in the collection."""
+        """Set the timer for the deadline of a new request, if it is the earliest. The request must be in the
+        collection.
+        """
         if self._timer is None or lifecycle.deadline < self._at:
             self._schedule(lifecycle.deadline)
 
     def close(self) -> None:
-        """Stop watching: no request expires any more."""
+        """Stop the timer, so that no request is ended any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -76,8 +80,8 @@ _DECAY = 0.9
 
 @dataclass(slots=True)
 class AdmissionControl:
-    """The limits on all requests of the router together, and how much of them is in use. The dispatchers of all models
-    share one.
+    """The limits on all requests of the router together, and how much of each limit is in use. The dispatchers of all
+    models share one object.
     """
 
     rules: AdmissionRules
@@ -90,9 +94,10 @@ class AdmissionControl:
 
 
 class Dispatcher:
-    """Owns all running `RequestLifecycle`s of one model and the queue of waiting ones. Implements `LifecycleOwner`.
+    """Owns the running requests of one model (a `RequestLifecycle` each) and the queue of waiting ones. Implements
+    `LifecycleOwner`.
 
-    Every request that `submit` has accepted ends with `on_end`, exactly once. Event loop only.
+    Every request that `submit` has accepted ends with a call of `on_end`, exactly once. Use it on the event loop only.
     """
 
     def __init__(
@@ -138,7 +143,9 @@ class Dispatcher:
         return len(self._waiting)
 
     def num_without_tokens(self, *, below_priority: int) -> int:
-        """Return how many requests with a smaller priority value than this have no first token yet."""
+        """Return how many running or waiting requests with a priority value below `below_priority` have no first token
+        yet.
+        """
         return sum(
             lifecycle.timeline.first_token_at is None
             for lifecycle in self._lifecycles
@@ -148,7 +155,8 @@ class Dispatcher:
     def submit(
         self, requests: Sequence[PromptRequest], token_queue: TokenQueue, *, timing: RequestTiming
     ) -> list[RequestLifecycle]:
-        """Start a lifecycle for each prompt of an API call. Their tokens go to `token_queue`.
+        """Start a `RequestLifecycle` for each prompt of an API call, and return them in order. Their tokens go to
+        `token_queue`.
 
         Raises `ApiError` if one of the prompts is rejected. After any exception none of them runs, and their prompt
         tokens are not counted for the caller.
@@ -169,7 +177,7 @@ class Dispatcher:
         return lifecycles
 
     def close(self) -> None:
-        """Fail all running requests, stop the timers, and log what has ended."""
+        """Fail all running requests because the router stops, stop the timers, and log the requests that have ended."""
         error = UnavailableError("the router is shutting down", code="stopping")
         call_each("failing a request", [partial(lifecycle.fail, error) for lifecycle in self._lifecycles])
         if self._poll_timer is not None:
@@ -178,9 +186,10 @@ class Dispatcher:
         self.request_log.flush()
 
     def admit_or_queue(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
-        """Return whether a request may go to the workers of `placement` now; otherwise queue it.
+        """Return whether a request may be sent to the instances of `placement` now. If not, put it into the waiting
+        queue and return False.
 
-        Raises `RateLimitError` if it is predicted to miss an SLO or if the queue is full.
+        Raises `RateLimitError` if the request is predicted to miss an SLO or if the queue is full.
         """
         now, timing = self._clock(), lifecycle.timing
         if timing.continues:
@@ -205,24 +214,30 @@ class Dispatcher:
         return verdict == "go"
 
     def on_prefill_done(self, lifecycle: RequestLifecycle) -> None:
-        """Start waiting requests that may go now, since a worker has fewer prompt tokens left to compute."""
+        """Send waiting requests to instances if they may go now: the instance of `lifecycle` has fewer prompt tokens
+        left to compute.
+        """
         if self._waiting:
             self._dispatch_waiting()
 
     def on_handoff_due(self) -> None:
-        """Count a placement for which a KV handoff is due."""
+        """Count a request whose placement needs a KV handoff."""
         self.handoff_counts.add_due()
 
     def on_handoff_completed(self) -> None:
-        """Count a KV handoff of which all blocks have arrived."""
+        """Count a KV handoff whose blocks have all arrived."""
         self.handoff_counts.add_completed()
 
     def take_retry(self) -> bool:
-        """Take one retry from the router's budget. Return False if it is used up."""
+        """Take one retry from the budget that all requests of the router share. Return False if the budget is used
+        up.
+        """
         return self._admission.retries.take_retry(self._clock())
 
     def on_end(self, lifecycle: RequestLifecycle) -> None:
-        """Forget a request that has ended, count its tokens, and start waiting requests that may go now."""
+        """Forget a request that has ended, count its generated tokens for the caller, and send waiting requests that
+        may go now.
+        """
         self._record_end(self._clock())
         # It may have ended while it was waiting: cancelled by its client, or at its deadline.
         if self._waiting.remove(lifecycle):
@@ -235,7 +250,7 @@ class Dispatcher:
         self._dispatch_waiting()
 
     def _count_against_limits(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
-        """Count an API call against the limits of its key.
+        """Count an API call and its prompt tokens against the limits of the caller's API key.
 
         Raises `RateLimitError` (status 429) if the router serves too many requests already or the key is over a limit;
         then nothing is counted.
@@ -255,12 +270,16 @@ class Dispatcher:
         admission.retries.record_request()
 
     def _refund(self, requests: Sequence[PromptRequest], timing: RequestTiming) -> None:
-        """Take back the prompt tokens that were counted for the caller, since nothing was computed."""
+        """Take back the prompt tokens that were counted for the caller: these requests were rejected, so nothing was
+        computed.
+        """
         admission, tokens = self._admission, sum([len(request.token_ids) for request in requests])
         admission.ledger.refund(timing.caller, tokens=tokens, now=admission.wall_clock())
 
     def _start(self, request: PromptRequest, token_queue: TokenQueue, timing: RequestTiming) -> RequestLifecycle:
-        """Start the lifecycle of one prompt and register it. After any exception it is neither running nor waiting."""
+        """Start the request for one prompt and add it to the running ones. After any exception it is neither running
+        nor waiting.
+        """
         span = self._tracing.span("llm_request", timing.trace_headers, at=timing.at)
         span.child("tokenize", at=timing.tokenizing_at).end(at=timing.tokenized_at)
         # The headers are empty without tracing; then the request needs no copy.
@@ -289,7 +308,9 @@ class Dispatcher:
         return lifecycle
 
     def _admit_waiting(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
-        """Return whether the first waiting request may go now, and remove it from the queue if so."""
+        """Return whether the first request of the waiting queue may be sent to the instances of `placement` now, and
+        remove it from the queue if so. Raises `RateLimitError` if it is predicted to miss an SLO by now.
+        """
         waited_s = self._clock() - lifecycle.timing.at
         if (refusal := slo_refusal(placement, lifecycle.timing.slo, waited_s=waited_s)) is not None:
             raise self._count_rejection(refusal)
@@ -300,7 +321,7 @@ class Dispatcher:
         return True
 
     def _dispatch_waiting(self) -> None:
-        """Start waiting requests in the queue's order, up to the first one that still must wait."""
+        """Send waiting requests to instances, in the queue's order, up to the first one that still must wait."""
         # `resume` may end requests, and `on_end` calls this method again: `_resuming` stops the recursion.
         while (lifecycle := self._waiting.first()) is not None and self._resuming is None:
             before = len(self._waiting)
@@ -315,7 +336,9 @@ class Dispatcher:
                 return
 
     def _queue_ahead(self, lifecycle: RequestLifecycle) -> QueueState:
-        """Return the waiting queue as a new request sees it."""
+        """Return the length of the waiting queue, and how long a new request would wait behind the requests that go
+        before it.
+        """
         rate = self._cluster.routable_workers().prefill_tokens_per_s
         before = self._waiting.tokens_before(lifecycle.timing.caller, priority=lifecycle.request.priority)
         return QueueState(queued_tokens=self._waiting.tokens, before_s=before / rate, tokens_per_s=rate)
@@ -329,7 +352,7 @@ class Dispatcher:
         self._dispatch_waiting()
 
     def _count_rejection(self, refusal: Refusal) -> RateLimitError:
-        """Count a rejection and return the error for the client."""
+        """Count a rejected request in the metrics and return the error for its client."""
         self._metrics.refused(refusal.cause)
         retry_after_s = self._mean_end_interval_s if refusal.retry_after_s is None else refusal.retry_after_s
         return RateLimitError(f"{refusal.message}: retry later", retry_after_s=retry_after_s)
@@ -338,14 +361,14 @@ class Dispatcher:
         self._metrics.waiting(requests=len(self._waiting), tokens=self._waiting.tokens)
 
     def _record_end(self, now: float) -> None:
-        """Update the mean time between two ends of requests."""
+        """Update the mean time between the ends of two requests, from which Retry-After is computed."""
         if self._ended_at:
             self._mean_end_interval_s = _DECAY * self._mean_end_interval_s + (1 - _DECAY) * (now - self._ended_at)
         self._ended_at = now
 
 
 def _record(span: Span, lifecycle: RequestLifecycle) -> None:
-    """End the trace span of a request with its attributes and the time until it was placed."""
+    """End the trace span of a request, with its attributes and the time until it was sent to instances."""
     timeline = lifecycle.timeline
     span.child("admit", at=lifecycle.timing.tokenized_at).end(at=timeline.placed_at or timeline.ended_at)
     span.set(span_attributes(lifecycle))

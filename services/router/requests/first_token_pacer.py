@@ -22,7 +22,7 @@ from baton_serve.services.router.text.token_sequence import TokenSequence, Token
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A first token that is held back."""
+    """The first token of a sequence that is held back, and the timer that ends this."""
 
     sequence: TokenSequence
     tokens: TokenUpdate
@@ -33,10 +33,11 @@ class _Held:
 class FirstTokenPacer:
     """Passes the tokens of all sequences of one request to its `TokenQueue`. A `RequestLifecycle` owns it.
 
-    With an ITL SLO it holds back a first token for a moment, so that the gap before the second one is not too long.
+    With an ITL SLO it holds back the first token of a sequence for a moment, so that the gap before the second one is
+    not too long.
 
-    `first_choice` is the index, in the API call's answer, of the request's first sequence. Moments are those of the
-    router's monotonic clock.
+    `first_choice` is the index, in the API call's answer, of the request's first sequence. Times are those of the
+    router's monotonic clock, in seconds.
     """
 
     __slots__ = ("_clock", "_first_choice", "_held", "_policy", "_timeline", "_timing", "_token_queue")
@@ -60,7 +61,9 @@ class FirstTokenPacer:
         self._held: dict[int, _Held] = {}
 
     def put(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
-        """Pass on new tokens that arrived at `now`, after the sequence's first token if that is still held back."""
+        """Pass on new tokens of a sequence that arrived at `now`. If its first token is still held back, it is passed
+        on before them.
+        """
         if self._held:
             self._flush_sequence(sequence.index)
         self._deliver(sequence, updates, now)
@@ -68,7 +71,9 @@ class FirstTokenPacer:
     def put_first_token(
         self, attempt: Attempt, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float
     ) -> None:
-        """Pass on tokens of a prefill worker, or hold them back if the second token is expected late."""
+        """Pass on the first token of a sequence, which came from a prefill worker, or hold it back if the second token
+        is expected late.
+        """
         # With more than one update the second token is here already, and a finished sequence has no second one.
         if attempt.decode is not None and len(updates) == 1 and not sequence.is_finished:
             attempt.first_token_at[sequence.index] = now
@@ -80,12 +85,12 @@ class FirstTokenPacer:
         self.put(sequence, updates, now)
 
     def fail(self, error: ApiError) -> None:
-        """Pass on the tokens that are held back, and then `error`."""
+        """Pass on the tokens that are held back, and then let the request's reader get `error`."""
         self.flush()
         self._token_queue.fail(error)
 
     def flush(self) -> None:
-        """Pass on all tokens that are held back."""
+        """Pass on the first tokens of all sequences that are held back."""
         for index in list(self._held):
             self._flush_sequence(index)
 
@@ -96,7 +101,9 @@ class FirstTokenPacer:
         self._held.clear()
 
     def _hold_s(self, attempt: Attempt, now: float) -> float:
-        """Return for how many seconds to hold back a first token that arrived at `now`."""
+        """Return for how many seconds to hold back a first token that arrived at `now`; 0 if it is passed on
+        immediately.
+        """
         slo = self._timing.slo
         # `position` is not 0 in a replay of a stream that has begun: its client has waited long enough already.
         if slo.itl_s is None or attempt.decode is None or attempt.position:
@@ -109,7 +116,7 @@ class FirstTokenPacer:
         )
 
     def _flush_sequence(self, index: int) -> None:
-        """Pass on the first token of one sequence, if it is held back."""
+        """Pass on the first token of the sequence with this index, if it is held back."""
         held = self._held.pop(index, None)
         if held is None:
             return
@@ -119,7 +126,9 @@ class FirstTokenPacer:
         self._deliver(held.sequence, [held.tokens], now)
 
     def _deliver(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
-        """Put tokens into the queue and record when the client gets them."""
+        """Put tokens of a sequence into the `TokenQueue` and record `now` in the timeline as the time when the client
+        gets them.
+        """
         timeline = self._timeline
         timeline.last_token_at = now
         if timeline.first_token_at is None:

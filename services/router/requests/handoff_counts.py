@@ -17,7 +17,7 @@ WINDOW_S = 60
 
 
 class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The handoffs of one model in the last minute, in `/health`."""
+    """The numbers of KV handoffs of one model in the last minute, as `/health` shows them."""
 
     due_last_minute: int = 0
     """Placements that needed a KV handoff, or would have needed one that no two instances can do."""
@@ -27,7 +27,7 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warning(self) -> str | None:
-        """Text for the operator if handoffs were due for a minute and none was completed, or else None."""
+        """A text for the operator if handoffs were needed for a minute but none was completed, or else None."""
         # A single handoff may take long, for example behind a queue of prompts: only a whole minute says something.
         if self.completed_last_minute or not self.due_last_minute or self.stalled_s < WINDOW_S:
             return None
@@ -39,7 +39,7 @@ class HandoffStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joined(processes: Iterable[Mapping[str, HandoffStats]]) -> dict[str, HandoffStats]:
-    """Return the handoffs of several router processes together, by name of the model."""
+    """Return the numbers of handoffs of several router processes added up, by name of the model."""
     # Models are never added up: one whose handoffs work would hide another whose handoffs do not.
     models: dict[str, list[HandoffStats]] = {}
     for process in processes:
@@ -49,7 +49,9 @@ def joined(processes: Iterable[Mapping[str, HandoffStats]]) -> dict[str, Handoff
 
 
 def warning_of(handoffs: Mapping[str, HandoffStats]) -> str | None:
-    """Return the warnings of all models as one text, or None if there is none."""
+    """Return the warnings about handoffs of all models as one text, or None for no warning. `handoffs` is by model
+    name.
+    """
     return "; ".join(f"model {model}: {one.warning}" for model, one in handoffs.items() if one.warning) or None
 
 
@@ -62,12 +64,16 @@ def _joined(found: Sequence[HandoffStats]) -> HandoffStats:
 
 
 class HandoffCounts:
-    """Counts for one model how many handoffs were due and how many were completed, in one router process. Its
-    dispatcher owns it. Event loop only.
+    """Counts for one model how many requests needed a KV handoff and how many handoffs were completed, in one router
+    process.
+
+    Its dispatcher owns it. Use it on the event loop only.
     """
 
     def __init__(self, metrics: RouterMetrics, *, clock: Callable[[], float]) -> None:
-        """`clock` is the router's monotonic clock; the totals go to `metrics`."""
+        """Start with zero handoffs. `clock` is the router's monotonic clock; the totals since the start also go to
+        `metrics`.
+        """
         self._metrics = metrics
         self._clock = clock
         self._due = _WindowCount()
@@ -75,7 +81,7 @@ class HandoffCounts:
         self._stalled_since: float | None = None
 
     def add_due(self) -> None:
-        """Count a placement for which a handoff is due."""
+        """Count a request whose placement needs a KV handoff."""
         now = self._clock()
         # After a minute without requests a new one begins a new stall: an idle cluster is not a broken one.
         if self._stalled_since is None or not self._due.value(now):
@@ -84,13 +90,13 @@ class HandoffCounts:
         self._metrics.handoff_due()
 
     def add_completed(self) -> None:
-        """Count a handoff whose blocks have all arrived."""
+        """Count a KV handoff whose blocks have all arrived."""
         self._completed.add(self._clock())
         self._stalled_since = None
         self._metrics.handoff_completed()
 
     def stats(self) -> HandoffStats:
-        """Return the counts of the last minute."""
+        """Return the numbers of handoffs in the last minute."""
         now = self._clock()
         due = self._due.value(now)
         return HandoffStats(
@@ -101,7 +107,7 @@ class HandoffCounts:
 
 
 class _WindowCount:
-    """Counts events of the last `WINDOW_S`, with a resolution of one second."""
+    """Counts events of the last `WINDOW_S` seconds, with a resolution of one second."""
 
     def __init__(self) -> None:
         self._seconds: deque[list[int]] = deque()

@@ -51,35 +51,40 @@ FIRST_BACKOFF_S = 0.05
 
 
 class LifecycleOwner(Protocol):
-    """Admits requests and is notified of their progress. `Dispatcher` implements it; it cannot be imported here because
-    it imports this module.
+    """Decides when requests may be sent to instances, and is notified of their progress. `Dispatcher` implements it,
+    which cannot be imported here because it imports this module.
     """
 
     def admit_or_queue(self, lifecycle: "RequestLifecycle", placement: Placement) -> bool:
-        """Return whether the request may go to its workers now.
+        """Return whether the request may be sent to the instances of `placement` now.
 
-        If not, the owner has queued it and calls `resume` later. Raises `ApiError` to reject the request.
+        If not, the owner has put it into its waiting queue and calls `resume` later. Raises `ApiError` to reject the
+        request.
         """
 
     def on_prefill_done(self, lifecycle: "RequestLifecycle") -> None:
-        """Look for queued requests that may go now: a worker has fewer prompt tokens left to compute."""
+        """Send waiting requests that may go now: an instance has computed this request's prompt, so it has fewer prompt
+        tokens left.
+        """
 
     def on_handoff_due(self) -> None:
-        """Count a placement for which a KV handoff is due."""
+        """Count a request whose placement needs a KV handoff."""
 
     def on_handoff_completed(self) -> None:
-        """Count a KV handoff of which all blocks have arrived."""
+        """Count a KV handoff whose blocks have all arrived."""
 
     def take_retry(self) -> bool:
         """Take one retry from the budget that all requests share. Return False if the budget is used up."""
         ...
 
     def on_end(self, lifecycle: "RequestLifecycle") -> None:
-        """Forget the request. Called once for each request whose `start` has returned."""
+        """Forget the request, which has ended. It is called once for each request whose `start` has returned."""
 
 
 class RequestLifecycle:
-    """One prompt of an API call, with one or several (`n`) generated sequences. A `Dispatcher` starts and owns it."""
+    """Follows one prompt of an API call from its placement to its end, with one or several (`n`) generated sequences. A
+    `Dispatcher` starts and owns it.
+    """
 
     def __init__(
         self,
@@ -120,14 +125,15 @@ class RequestLifecycle:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens generated so far, over all sequences."""
+        """The number of tokens generated so far, of all sequences together."""
         return sum([len(sequence.token_ids) for sequence in self.sequences])
 
     def start(self) -> None:
-        """Place the request and send it to its workers, or leave it queued.
+        """Choose instances and send the request to them, or leave it waiting.
 
-        It is queued by the owner, or until an instance comes that is expected soon. Raises `ApiError` if no instance
-        can serve it or if the owner rejects it. After any exception the request has ended, and no worker computes it.
+        It waits in the owner's queue, or until an instance comes that is expected soon. Raises `ApiError` if no
+        instance can serve it or if the owner rejects it. After any exception the request has ended, and no instance
+        computes it.
         """
         try:
             no_capacity = self._start_attempt(self.sequences, 0)
@@ -143,11 +149,15 @@ class RequestLifecycle:
             raise
 
     def resume(self) -> None:
-        """Ask for admission again, with a new placement. The owner calls this for a request that it has queued."""
+        """Choose instances again, and ask the owner again whether the request may be sent to them. The owner calls this
+        for a request in its waiting queue.
+        """
         self._place_again(self.sequences, 0)
 
     def stop_sequence(self, index: int) -> None:
-        """End one sequence before its last token because its text is complete, for example at a stop string."""
+        """End the sequence with this index before its last token, because its text is complete, for example at a stop
+        string.
+        """
         sequence = self.sequences[index]
         if sequence.is_finished:
             return
@@ -166,14 +176,14 @@ class RequestLifecycle:
             self._end(reason)
 
     def on_placed(self, placement: Placement) -> None:
-        """Record the placement of an attempt in the timeline, and count the handoff that it needs."""
+        """Record in the timeline which instances were chosen, and count the KV handoff if one is needed."""
         self.timeline.record_placement(placement, self._clock())
         if placement.handoff_is_due:
             self._owner.on_handoff_due()
 
     def on_tokens(self, attempt: Attempt, worker: WorkerState, message: Tokens, now: float) -> None:
-        """Pass new tokens of one sequence to the client. End the sequence, its attempt or the request with their last
-        token. `now` is the time when the message arrived.
+        """Pass new tokens of one sequence to the client. With the last token of a sequence, end the sequence, and the
+        attempt and the request if nothing else of them runs. `now` is the time when the message arrived.
         """
         sequence = attempt.sequences.get(message.sequence)
         if sequence is None:
@@ -198,7 +208,7 @@ class RequestLifecycle:
             self._end_if_done(None)
 
     def on_answer(self, attempt: Attempt, worker: WorkerState, answer: Answer) -> None:
-        """Handle any answer of a worker other than `Tokens`."""
+        """Handle an answer of an instance that has no tokens: a report on the prompt or the handoff, or a failure."""
         match answer:
             case PrefillReport():
                 worker.on_prefill_done(attempt.request_id)
@@ -218,7 +228,9 @@ class RequestLifecycle:
                 self._on_failed(attempt, worker, answer)
 
     def on_lost(self, attempt: Attempt, worker: WorkerState, reason: str) -> None:
-        """Replay an attempt after the connection to one of its workers was lost, if it still needs that worker."""
+        """Place the sequences of an attempt again (a replay) after the connection to one of its instances was lost,
+        unless the attempt does not need that instance any more.
+        """
         if attempt.is_done_with(worker):
             attempt.drop_prefill()
             return
@@ -227,12 +239,14 @@ class RequestLifecycle:
         self._replay(attempt, error, delay_s=0.0)
 
     def on_error(self, error: Exception) -> None:
-        """Fail the request with status 500 after an error of this router. The log has the traceback."""
+        """Fail the request with status 500 after an error in the router's own code. The log has the traceback."""
         logger.error("internal error, the request fails", exc_info=error, extra={"request_id": self.request.request_id})
         self.fail(InternalError("internal error of the router; its log has the details"))
 
     def _on_failed(self, attempt: Attempt, worker: WorkerState, failed: Failed) -> None:
-        """Replay an attempt that a worker gave up, or fail the request if a replay cannot help."""
+        """Replay an attempt that an instance gave up (`failed` has the reason), or fail the request if a replay cannot
+        help.
+        """
         if attempt.is_done_with(worker):
             return
         instance = worker.record.instance
@@ -254,7 +268,9 @@ class RequestLifecycle:
         self._replay(attempt, failure_error(failed), delay_s=rule.delay_s, is_counted=rule.is_counted)
 
     def _replay(self, attempt: Attempt, error: ApiError, *, delay_s: float, is_counted: bool = True) -> None:
-        """End an attempt and place its unfinished sequences again, or fail with `error` if no replay is left."""
+        """End an attempt and place its unfinished sequences again after `delay_s` seconds, or fail the request with
+        `error` if no replay is left. Without `is_counted` this replay does not count towards the limit.
+        """
         self._attempts.end(attempt, cancel=True)
         self._pacer.flush()  # a first token that is held back would wait for a second one of the ended attempt
         unfinished = attempt.unfinished()
@@ -276,7 +292,9 @@ class RequestLifecycle:
             self._replay_timers.append(timer)
 
     def _place_again(self, group: list[TokenSequence], num_replays: int) -> None:
-        """Place the sequences of a group that are unfinished by now, or fail the request. Never raises."""
+        """Choose instances for those sequences of a group that are still unfinished, or fail the request. Never
+        raises.
+        """
         unfinished = [sequence for sequence in group if not sequence.is_finished]
         if self.is_finished or not unfinished:
             return
@@ -288,7 +306,9 @@ class RequestLifecycle:
             self.on_error(exc)
 
     def _start_or_wait(self, unfinished: list[TokenSequence], num_replays: int) -> None:
-        """Place sequences, or wait for an instance. Raises `ApiError` if waiting is useless or the owner rejects it."""
+        """Choose instances for sequences and send the sequences to them, or wait until an instance comes. Raises
+        `ApiError` if waiting is useless or the owner rejects the request.
+        """
         no_capacity = self._start_attempt(unfinished, num_replays)
         if no_capacity is None:
             return
@@ -300,7 +320,9 @@ class RequestLifecycle:
         self._wait_for_instances(unfinished, num_replays, no_capacity)
 
     def _wait_for_instances(self, group: list[TokenSequence], num_replays: int, no_capacity: NoCapacity) -> None:
-        """Place the group again whenever the cluster changes, and fail the request after `instance_wait_s`."""
+        """Try to place the group again whenever the cluster changes, and fail the request after `instance_wait_s`
+        seconds. `no_capacity` is the reason why no instance can take it now.
+        """
         if self._placement_retry is None:
             self._placement_retry = PlacementRetry(
                 self._cluster,
@@ -314,7 +336,9 @@ class RequestLifecycle:
         return self._cluster.expects_instances(within_s=self._policy.instance_wait_s)
 
     def _start_attempt(self, sequences: Sequence[TokenSequence], num_replays: int) -> NoCapacity | None:
-        """Place sequences and send them to their workers; see `RequestAttempts.start`."""
+        """Choose instances for sequences and send the sequences to them. Return the reason if no instance can take
+        them; see `RequestAttempts.start`.
+        """
         return self._attempts.start(
             sequences,
             owner=self,
@@ -324,12 +348,12 @@ class RequestLifecycle:
         )
 
     def expire(self) -> None:
-        """Fail the request with status 504. The owner calls this when `deadline` has passed."""
+        """Fail the request with status 504. The owner calls this when the request's `deadline` has passed."""
         limit = f"{self._policy.request_timeout_s:g} s (--request-timeout-s of the router)"
         self.fail(DeadlineError(f"the request did not finish within {limit}; ask for fewer tokens"))
 
     def fail(self, error: ApiError) -> None:
-        """End the request with an error, which the client gets after the tokens that have been generated."""
+        """End the request with an error. The client gets it after the tokens that have been generated."""
         if not self.is_finished:
             self.error = error
             self.timeline.finish_reasons += ["error" for s in self.sequences if not s.is_finished]
@@ -337,14 +361,18 @@ class RequestLifecycle:
             self._end(error.message)
 
     def _end_if_done(self, finish_reason: str | None) -> None:
-        """End the request if every sequence is finished. Record `finish_reason` unless a worker's token carried it."""
+        """End the request if all its sequences are finished. Record `finish_reason` for a sequence that the router has
+        ended; None if the reason came with a token.
+        """
         if finish_reason is not None:
             self.timeline.finish_reasons.append(finish_reason)
         if not self.is_finished and all([sequence.is_finished for sequence in self.sequences]):
             self._end(None)
 
     def _end(self, reason: str | None) -> None:
-        """End the request and all its attempts. `reason` is None if it has been served completely."""
+        """End the request and all its attempts. `reason` says why it ends early, or is None if it has been served
+        completely.
+        """
         if reason is not None:
             logger.info("request ended early: %s", reason, extra={"request_id": self.request.request_id})
         self.is_finished = True
@@ -354,7 +382,7 @@ class RequestLifecycle:
         self._owner.on_end(self)
 
     def _release_local(self) -> None:
-        """Stop all timers and listeners of the request, and discard tokens that are held back."""
+        """Stop all timers and listeners of the request in this router, and drop tokens that are held back."""
         for timer in self._replay_timers:
             timer.cancel()
         self._replay_timers.clear()
@@ -365,7 +393,9 @@ class RequestLifecycle:
 
 
 class ReplayRule(NamedTuple):
-    """How a failed attempt is placed again."""
+    """How an attempt that failed is replayed: whether the replay is limited, and after which delay in seconds it
+    begins.
+    """
 
     is_counted: bool
     """The replay counts towards `RequestPolicy.max_replays`."""
@@ -375,9 +405,10 @@ class ReplayRule(NamedTuple):
 
 
 def replay_rule(code: ErrorCode, *, is_first_failure: bool, num_replays: int) -> ReplayRule:
-    """Decide how to replay an attempt that failed with `code`.
+    """Return how to replay an attempt that failed with the error `code`.
 
-    `is_first_failure`: the instance at fault has not failed this request before. `num_replays` counts earlier replays.
+    `is_first_failure` says that the instance at fault has not failed this request before. `num_replays` counts earlier
+    replays.
     """
     if code == "draining" and is_first_failure:
         # Draining is planned, and placement avoids the instance from now on. If this replay were counted, a rolling
@@ -390,9 +421,10 @@ def replay_rule(code: ErrorCode, *, is_first_failure: bool, num_replays: int) ->
 
 
 def replay_groups(unfinished: Sequence[TokenSequence]) -> list[list[TokenSequence]]:
-    """Split sequences into groups that one attempt each can serve.
+    """Split sequences into groups, each of which one attempt can continue.
 
-    Sequences without tokens share the prompt as their input; every other sequence has an input of its own.
+    Sequences without tokens have the same input, the prompt, and form one group; every other sequence is a group by
+    itself.
     """
     without_tokens = [sequence for sequence in unfinished if not sequence.token_ids]
     with_tokens = [[sequence] for sequence in unfinished if sequence.token_ids]

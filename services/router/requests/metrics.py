@@ -28,12 +28,14 @@ _MAX_TOKENS_BUCKET = 1_000_000
 
 
 def _one_two_five(limit: int) -> tuple[int, ...]:
-    """Return the buckets 1, 2, 5, 10, 20, 50, … up to `limit`, as vLLM has them."""
+    """Return the upper bounds 1, 2, 5, 10, 20, 50, … up to `limit` for a histogram's buckets, as vLLM has them."""
     return tuple(m * 10**e for e in range(len(str(limit))) for m in (1, 2, 5) if m * 10**e <= limit)
 
 
 class MetricFamilies:
-    """The metric families of one process. Each model has its own samples in them, by the label `model_name`."""
+    """Holds the Prometheus metrics of one process, by name. Each model has its own samples in them, by the label
+    `model_name`.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.histograms = HistogramFamilies(registry)
@@ -43,8 +45,8 @@ class MetricFamilies:
         self._gauges: dict[str, Gauge] = {}
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        """Return the gauge of that name, which is registered at the first call. `text` is its help, and `labels` are
-        those besides `model_name`.
+        """Return the gauge with this name; the first call registers it. `text` is its help, and `labels` are its labels
+        besides `model_name`.
         """
         # Prometheus does not allow a second registration, but every model of the router asks for the same gauges.
         known = self._gauges.get(name)
@@ -53,7 +55,9 @@ class MetricFamilies:
         return known
 
     def gauge_of_all_models(self, name: str, text: str) -> Gauge:
-        """Return the gauge of that name without the label `model_name`, which is registered at the first call."""
+        """Return the gauge with this name, without the label `model_name`; the first call registers it. `text` is its
+        help.
+        """
         known = self._gauges.get(name)
         if known is None:
             known = self._gauges[name] = Gauge(name, text, registry=self._registry)
@@ -61,7 +65,9 @@ class MetricFamilies:
 
 
 class RouterMetrics:
-    """The metrics of one model in one router process. Event loop only: the counters have no locks."""
+    """Records the metrics of one model in one router process. Use it on the event loop only: the counters have no
+    locks.
+    """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, *, families: MetricFamilies | None = None) -> None:
         self._families = families or MetricFamilies(registry)
@@ -181,52 +187,54 @@ class RouterMetrics:
         )
 
     def for_model(self, model_name: str) -> "RouterMetrics":
-        """Return the metrics of another model of this router."""
+        """Return the metrics of another model of this router, in the same registry."""
         return RouterMetrics(self.registry, model_name, families=self._families)
 
     def pool_instances(self, role: str) -> Gauge:
-        """Return the gauge of the instances of this model that have the role."""
+        """Return the gauge for the number of this model's instances that have this role."""
         return self._pool_instances.labels(self.model_name, role)
 
     def error(self, status: int) -> None:
-        """Count an HTTP error response."""
+        """Count an HTTP error response with this status."""
         self._count(self._errors, str(status)).value += 1
 
     def refused(self, cause: str) -> None:
-        """Count a request that was rejected with status 429."""
+        """Count a request that was rejected with status 429. `cause` is the value of the metric's label."""
         self._count(self._refusals, cause).value += 1
 
     def handoff_due(self) -> None:
-        """Count a placement for which a KV handoff is due."""
+        """Count a request whose placement needs a KV handoff."""
         self._handoffs_due.value += 1
 
     def handoff_completed(self) -> None:
-        """Count a completed KV handoff."""
+        """Count a KV handoff whose blocks have all arrived."""
         self._handoffs_completed.value += 1
 
     def waiting(self, *, requests: int, tokens: int) -> None:
-        """Set how many prompts wait in the router, and their tokens."""
+        """Set the gauges for the number of prompts that wait in the router, and for the number of their tokens."""
         self._waiting.set(requests)
         self._waiting_tokens.set(tokens)
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated since the start of the process."""
+        """The number of tokens generated for this model since the start of the process."""
         return int(self._generation_tokens.value)
 
     def generated(self, num_tokens: int, since_last_s: float | None) -> None:
-        """Count new tokens of one sequence. `since_last_s` is the mean time between them; None for the first ones."""
+        """Count new tokens of one sequence. `since_last_s` is the mean time between them in seconds; None for a
+        sequence's first tokens.
+        """
         self._generation_tokens.value += num_tokens
         if since_last_s is not None:
             self._tpot.observe(since_last_s)
 
     def started(self, lifecycle: RequestLifecycle) -> None:
-        """Count the prompt of a request that was accepted."""
+        """Count the prompt tokens and images of a request that was accepted."""
         self._prompt_tokens.value += len(lifecycle.request.token_ids)
         self._images.value += len(lifecycle.request.media)
 
     def pooled(self, lengths: Sequence[int], seconds: float) -> None:
-        """Count a finished pooling request that took `seconds`; `lengths` are those of its inputs, in tokens."""
+        """Count a finished pooling request that took `seconds`; `lengths` are the numbers of tokens of its inputs."""
         self._prompt_tokens.value += sum(lengths)
         for length in lengths:
             self._prompt_length.observe(length)
@@ -234,7 +242,7 @@ class RouterMetrics:
         self._e2e.observe(seconds)
 
     def ended(self, lifecycle: RequestLifecycle) -> None:
-        """Count a request that has ended, in any way."""
+        """Record the times, lengths and finish reasons of a request that has ended, successfully or not."""
         timeline, request = lifecycle.timeline, lifecycle.request
         ttft_s, itl_s, decode_s, admission_s = timeline.ttft_s, timeline.itl_s, timeline.decode_s, timeline.admission_s
         lengths = [len(sequence.token_ids) for sequence in lifecycle.sequences]
@@ -271,7 +279,7 @@ class RouterMetrics:
             self._admission.observe(admission_s)
 
     def _first_token(self, timeline: Timeline, ttft_s: float) -> None:
-        """Observe the time to first token."""
+        """Record the time to first token of a request, in seconds, and how far it differs from the prediction."""
         self._ttft.observe(ttft_s)
         # The prediction does not include the time for which the router itself held the token back.
         self._ttft_error.observe(abs(ttft_s - timeline.held_s - timeline.predicted_ttft_s))
@@ -289,7 +297,7 @@ class RouterMetrics:
         return self._families.counters.labels(name, self.model_name)
 
     def _labelled(self, name: str, text: str, label: str) -> str:
-        """Declare a counter with a label beside the model's name, and return the name for `_count`."""
+        """Declare a counter with one label besides the model's name, and return its name, which `_count` takes."""
         self._families.counters.declare(name, text, [label])
         return name
 

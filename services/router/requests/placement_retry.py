@@ -18,14 +18,18 @@ from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
 def no_capacity_error(no_capacity: NoCapacity) -> ApiError:
-    """Return the error for a request that cannot be placed: status 400 if it is too long, else 503."""
+    """Return the error for a request for which no instance was found: status 400 if it is too long for every instance,
+    else 503.
+    """
     if no_capacity.reason == "never_fits":
         return BadRequestError(no_capacity.message, code="context_length_exceeded")
     return UnavailableError(no_capacity.message, retry_after_s=1.0)
 
 
 def failure_error(failed: Failed) -> ApiError:
-    """Return the error for a request that a worker gave up and that is not replayed any more."""
+    """Return the error for the client of a request that an instance gave up (`failed` has the reason) and that is not
+    replayed any more.
+    """
     match failed.code:
         case "overloaded":
             return RateLimitError("the instances are overloaded: retry later", retry_after_s=1.0)
@@ -40,9 +44,11 @@ def failure_error(failed: Failed) -> ApiError:
 
 
 class PlacementRetry:
-    """Keeps those sequences of one request for which no instance is free, until one is. It calls `place_again` with
-    each group of sequences and the number of its replays whenever the cluster changes. If groups still wait `wait_s`
-    seconds after the first one was added, it calls `give_up` with the reason for that first one.
+    """Keeps the sequences of one request for which no instance is free, and tries to place them again.
+
+    Whenever the cluster changes, it calls `place_again` with each group of sequences and the number of replays that the
+    group has had. If groups still wait `wait_s` seconds after the first one was added, it calls `give_up` with the
+    reason why the first one could not be placed.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class PlacementRetry:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, group: list[TokenSequence], num_replays: int, no_capacity: NoCapacity) -> None:
-        """Keep a group until it is placed or the waiting time ends.
+        """Keep a group of sequences until it is placed or the waiting time ends.
 
         `num_replays` is the number of replays that the group has had. `no_capacity` is the reason why it cannot be
         placed now.
@@ -73,7 +79,7 @@ class PlacementRetry:
             self._timer = asyncio.get_running_loop().call_later(self._wait_s, self._on_timeout, no_capacity)
 
     def end(self) -> None:
-        """Stop waiting, and forget all groups."""
+        """Stop waiting, and forget all groups of sequences."""
         self._groups.clear()
         if self._timer is not None:
             self._timer.cancel()

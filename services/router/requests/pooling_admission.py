@@ -25,7 +25,9 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolingDemand:
-    """The properties of one pooling request that decide its admission: its tokens, its caller and its SLO."""
+    """Describes one pooling request for the decision whether it may go to an instance: its tokens, its caller and its
+    SLO.
+    """
 
     num_tokens: int
     priority: int
@@ -40,9 +42,10 @@ class PoolingDemand:
 
 
 class DispatchedTokens:
-    """Counts the tokens of a request that was admitted until they are counted as load of an instance.
+    """Counts the tokens of a pooling request between its admission and the moment when they count as load of an
+    instance.
 
-    The holder calls `end` when that is so, or uses it as a context manager. Without it several requests that are
+    The holder calls `end` at that moment, or uses it as a context manager. Without this count several requests that are
     admitted at the same time would all see an idle instance.
     """
 
@@ -54,7 +57,7 @@ class DispatchedTokens:
         admission.dispatched_tokens += num_tokens
 
     def end(self) -> None:
-        """Stop counting the tokens. Further calls do nothing."""
+        """Stop counting the tokens here. Further calls do nothing."""
         self._admission.dispatched_tokens -= self._num_tokens
         self._num_tokens = 0
 
@@ -68,7 +71,9 @@ class DispatchedTokens:
 
 
 class PoolingAdmission:
-    """Admits the pooling requests of one model, and lets them wait. A `PoolingDispatcher` owns it. Event loop only."""
+    """Decides when the pooling requests of one model may go to instances, and keeps the waiting ones in a queue. A
+    `PoolingDispatcher` owns it. Use it on the event loop only.
+    """
 
     def __init__(self, admission: AdmissionControl, metrics: RouterMetrics, *, clock: Callable[[], float]) -> None:
         self._rules = admission.rules
@@ -84,7 +89,7 @@ class PoolingAdmission:
         return len(self._waiting)
 
     async def admit(self, demand: PoolingDemand) -> DispatchedTokens:
-        """Wait until a request may go to its instances. The caller ends the returned count.
+        """Wait until a request may go to its instances. Return the count of its tokens, which the caller ends.
 
         Raises `RateLimitError` if the request is predicted to miss its SLO, or if the queue is full.
         """
@@ -104,7 +109,7 @@ class PoolingAdmission:
         return DispatchedTokens(self, demand.num_tokens)
 
     def dispatch_waiting(self) -> None:
-        """Admit waiting requests in the queue's order, up to the first one that still must wait."""
+        """Let waiting requests go to instances, in the queue's order, up to the first one that still must wait."""
         while (demand := self._waiting.first()) is not None:
             try:
                 if self._must_wait(demand):
@@ -132,12 +137,12 @@ class PoolingAdmission:
         return placement.shortest_queue_s > self._rules.dispatch_ahead_s
 
     def close(self) -> None:
-        """Stop the timer. The dispatcher cancels the requests that wait."""
+        """Stop the timer that looks at the queue. The dispatcher cancels the requests that wait."""
         if self._poll_timer is not None:
             self._poll_timer.cancel()
 
     async def _wait(self, demand: PoolingDemand) -> DispatchedTokens:
-        """Queue a request and wait until it is admitted."""
+        """Put a request into the queue and wait until it may go to instances. Return the count of its tokens."""
         self._waiting.push(demand, demand.caller, priority=demand.priority, tokens=demand.num_tokens)
         try:
             self._update_waiting_metrics()
@@ -151,7 +156,8 @@ class PoolingAdmission:
             raise
 
     def _placement(self, demand: PoolingDemand) -> tuple[Placement | None, float]:
-        """Return the placement with the earliest end, and the rate of all instances together in tokens per second.
+        """Return the placement on the instance that is predicted to finish the request first, and the speed of all
+        instances together in tokens per second.
 
         The placement is None without any instance.
         """
@@ -170,7 +176,7 @@ class PoolingAdmission:
         return placement, rate
 
     def _count_rejection(self, refusal: Refusal) -> RateLimitError:
-        """Count a rejection and return the error for the client."""
+        """Count a rejected request in the metrics and return the error for its client."""
         self._metrics.refused(refusal.cause)
         retry_after_s = _RETRY_AFTER_S if refusal.retry_after_s is None else refusal.retry_after_s
         return RateLimitError(f"{refusal.message}: retry later", retry_after_s=retry_after_s)

@@ -52,13 +52,15 @@ Writing a number as JSON, or using it in a cosine, takes 0.1 to 0.2 µs, so one 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """A vector or matrix from an instance. `data` are little-endian float32 numbers, row by row."""
+    """A vector or matrix that an instance has computed, such as an embedding. `data` are little-endian float32 numbers,
+    row by row.
+    """
 
     shape: Sequence[int]
     data: bytes
 
     def values(self) -> "array[float]":
-        """Return the numbers row after row as an array, which needs an eighth of the memory of `numbers`."""
+        """Return all numbers row after row as an array of floats, which needs an eighth of the memory of `numbers`."""
         values = array("f", self.data)
         # An array has the byte order of this machine, the wire format is little-endian.
         if sys.byteorder == "big":
@@ -66,16 +68,16 @@ class Vector:
         return values
 
     def numbers(self) -> list[float]:
-        """Return the numbers row after row, as Python floats."""
+        """Return all numbers row after row, as a list of Python floats."""
         return self.values().tolist()
 
     def rows(self) -> "list[Vector]":
-        """Return the rows of a matrix."""
+        """Return the rows of a matrix, each as a vector."""
         width = 4 * self.shape[1]
         return [Vector(self.shape[1:], self.data[at : at + width]) for at in range(0, len(self.data), width)]
 
     def encode(self, encoding: Literal["float", "base64"]) -> bytes:
-        """Return the JSON of a vector, or of a vector or matrix in base64."""
+        """Return the JSON of a vector as a list of numbers, or of a vector or matrix as base64 text."""
         return msgspec.json.encode(b64encode(self.data).decode("ascii") if encoding == "base64" else self.numbers())
 
 
@@ -95,7 +97,9 @@ async def encode_vectors(vectors: Sequence[Vector], encoding: Literal["float", "
 
 
 async def yielding_iter(items: Sequence[T], size: Callable[[T], int]) -> AsyncIterator[T]:
-    """Iterate over `items`, and let the event loop run after each `_TURN_BYTES`. `size` returns an item's bytes."""
+    """Iterate over `items`, and let other tasks run after each `_TURN_BYTES` bytes. `size` returns the number of bytes
+    of an item.
+    """
     done = 0
     for item in items:
         yield item
@@ -125,7 +129,7 @@ _NO_MATCH = Match()
 
 
 class PoolingPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokenized inputs of one pooling request."""
+    """The tokenized inputs of one pooling request, with its parameters and its caller."""
 
     request_id: str
     """Unique in the cluster."""
@@ -141,12 +145,14 @@ class PoolingPrompts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all inputs."""
+        """The number of tokens of all inputs together."""
         return sum(len(item.token_ids) for item in self.inputs)
 
 
 class PoolingDispatcher:
-    """Runs the pooling requests of one model, each in a task of its own. Event loop only."""
+    """Computes the pooling requests of one model on instances, each request in an asyncio task of its own. Use it on
+    the event loop only.
+    """
 
     def __init__(
         self,
@@ -171,7 +177,8 @@ class PoolingDispatcher:
         cluster.add_listener(self._pooling_admission.dispatch_waiting)
 
     async def vectors(self, prompts: PoolingPrompts, *, arrived_at: float) -> list[Vector]:
-        """Return one vector for each input, in the order of the inputs.
+        """Compute one vector for each input on instances, and return them in the order of the inputs. `arrived_at` is
+        the request's arrival on the router's monotonic clock.
 
         Raises `ApiError` if the request is rejected or fails. Cancelling this call ends the request.
         """
@@ -189,7 +196,7 @@ class PoolingDispatcher:
         return found
 
     async def _in_task(self, prompts: PoolingPrompts, arrived_at: float) -> list[Vector]:
-        """Run a request in a task of its own, so that `close` can end it."""
+        """Compute the vectors of a request in a task of its own, so that `close` can cancel it."""
         task = asyncio.create_task(self._admit_and_run(prompts, arrived_at))
         self._tasks.add(task)
         try:
@@ -204,7 +211,7 @@ class PoolingDispatcher:
             self._tasks.discard(task)
 
     async def _admit_and_run(self, prompts: PoolingPrompts, arrived_at: float) -> list[Vector]:
-        """Wait for admission and compute the vectors, inside a trace span."""
+        """Wait until the request may go to instances, and compute its vectors. A trace span records both."""
         with self._tracing.span("pooling_request", prompts.trace_headers, at=arrived_at) as span:
             span.set({"gen_ai.request.id": prompts.request_id, "gen_ai.usage.prompt_tokens": prompts.num_tokens})
             with await self._admit(prompts, arrived_at) as dispatched:
@@ -221,7 +228,7 @@ class PoolingDispatcher:
                 return await call.run()
 
     async def _admit(self, prompts: PoolingPrompts, arrived_at: float) -> DispatchedTokens:
-        """Wait until the request may go to its instances.
+        """Wait until the request may go to its instances. Return the count of its tokens, which the caller ends.
 
         After any exception, such as `RateLimitError`, its tokens are not counted for the caller any more.
         """
@@ -244,7 +251,7 @@ class PoolingDispatcher:
         )
 
     def _count_against_limits(self, prompts: PoolingPrompts) -> None:
-        """Count a request against the limits of its key.
+        """Count a request and its tokens against the limits of the caller's API key.
 
         Raises `RateLimitError` (status 429) if too many inputs are being computed or the key is over a limit; then
         nothing is counted.
@@ -272,7 +279,7 @@ class PoolingDispatcher:
 
 @dataclass(slots=True)
 class _Group:
-    """Inputs of a request that are sent to an instance in one message."""
+    """Some inputs of a pooling request that are sent to one instance in one message."""
 
     positions: list[int]
     """Indexes of the inputs in the request."""
@@ -280,7 +287,7 @@ class _Group:
 
 
 class _PoolingCall:
-    """Computes the vectors of one admitted request: one task for each group of inputs."""
+    """Computes the vectors of one pooling request that was admitted. Each group of inputs has a task of its own."""
 
     def __init__(
         self,
@@ -293,9 +300,10 @@ class _PoolingCall:
         retries: RetryBudget,
         on_sent: Callable[[], None],
     ) -> None:
-        """Prepare a call; `run` does the work. `on_sent` is called whenever a group is counted as an instance's load.
+        """Prepare the computation; `run` does it. `on_sent` is called whenever a group of inputs starts to count as
+        load of an instance.
 
-        `deadline` is a moment of `clock`.
+        `deadline` is a time of `clock` in seconds; `retries` is the budget of retries that all requests share.
         """
         self._prompts = prompts
         self._cluster = cluster
@@ -309,7 +317,9 @@ class _PoolingCall:
         self._num_calls = 0
 
     async def run(self) -> list[Vector]:
-        """Return the vectors in the order of the inputs. Raises `ApiError`, also if the deadline passes."""
+        """Compute all vectors and return them in the order of the inputs. Raises `ApiError`, also if the deadline
+        passes.
+        """
         left_s = max(0.0, self._deadline - self._clock())
         try:
             async with asyncio.timeout(left_s):
@@ -321,7 +331,9 @@ class _PoolingCall:
         return [self._vectors[position] for position in range(len(self._prompts.inputs))]
 
     async def _compute_all(self, left_s: float) -> None:
-        """Compute all groups at the same time. The first failure cancels the others."""
+        """Compute all groups of inputs at the same time, within `left_s` seconds. The first failure cancels the other
+        groups.
+        """
         error: ApiError | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -335,7 +347,9 @@ class _PoolingCall:
             raise error
 
     async def _compute(self, group: _Group, left_s: float) -> None:
-        """Send a group to instances until all its vectors have arrived, or no retry is left. Raises `ApiError`."""
+        """Send a group of inputs to instances, one after another, until all its vectors have arrived or no retry is
+        left. Raises `ApiError`.
+        """
         for attempt in range(self._rules.max_replays + 1):
             worker = await self._worker(group)
             # Vectors that an instance has sent before it failed are kept; only the other inputs are computed again.
@@ -361,18 +375,24 @@ class _PoolingCall:
             await asyncio.sleep(_BACKOFF_S * 2**attempt)
 
     def _record_failure(self, worker: WorkerState, call: "_InstanceCall") -> None:
-        """Count a failed call in the instance's circuit breaker, if its code means that the instance is broken."""
+        """Count a failed call in the circuit breaker of its instance, if the error code means that the instance is
+        broken.
+        """
         # The cluster counts the loss of an instance itself, and an instance that is full is healthy.
         if call.failed is not None and call.failed.code in ("internal", "timeout"):
             worker.circuit_breaker.failed(self._clock())
 
     def _take_retry(self, call: "_InstanceCall") -> bool:
-        """Take a retry from the budget if a retry of this call needs one. Return False if the budget is used up."""
+        """Take a retry from the budget that all requests share, if a retry of this failed call needs one. Return False
+        if the budget is used up.
+        """
         needs_budget = call.failed is not None and call.failed.code in ("overloaded", "internal")
         return not needs_budget or self._retries.take_retry(self._clock())
 
     async def _send(self, worker: WorkerState, call: "_InstanceCall", request_id: RequestId, left_s: float) -> None:
-        """Send the inputs of `call` to a worker, and wait until it has answered, failed or was lost."""
+        """Send the inputs of `call` to an instance, and wait until it has answered, has failed or was lost. `left_s` is
+        the time that is left for it, in seconds.
+        """
         inputs = [self._prompts.inputs[position] for position in call.positions]
         num_tokens = sum(len(item.token_ids) for item in inputs)
         message = Pool(
@@ -397,7 +417,7 @@ class _PoolingCall:
                     worker.send(Cancel(request_id))
 
     async def _worker(self, group: _Group) -> WorkerState:
-        """Return the worker that is predicted to finish the group first; if there is none, wait for one.
+        """Return the instance that is predicted to finish the group first; if no instance is ready, wait for one.
 
         Raises `UnavailableError` if none becomes ready within `instance_wait_s`.
         """
@@ -411,20 +431,26 @@ class _PoolingCall:
         return chosen
 
     def _pick(self, group: _Group) -> WorkerState | None:
-        """Return the best worker for a group now, or None. Prefer instances that have not failed this request."""
+        """Return the instance that is predicted to finish the group first, or None if no instance is ready. Prefer
+        instances that have not failed this request.
+        """
         found = candidates(self._cluster, self._clock(), self._prompts.model)
         trusted = [candidate for candidate in found if candidate.instance not in self._avoided]
         best = fastest_candidate(group.num_tokens, trusted or found)
         return self._cluster.worker(best.instance) if best is not None else None
 
     def _positions_left(self, group: _Group) -> list[int]:
-        """Return the inputs without a vector: an instance may have answered some before it failed."""
+        """Return the indexes of the group's inputs that have no vector yet: an instance may have answered some before
+        it failed.
+        """
         return [position for position in group.positions if position not in self._vectors]
 
 
 @dataclass(slots=True)
 class _InstanceCall:
-    """Some inputs of a request on one instance. Implements `cluster.worker_state.AnswerHandler`."""
+    """One message with inputs of a request to one instance, and the answers to it. Implements
+    `cluster.worker_state.AnswerHandler`.
+    """
 
     positions: list[int]
     found: dict[int, Vector]
@@ -441,11 +467,11 @@ class _InstanceCall:
 
     @property
     def is_finished(self) -> bool:
-        """True once the instance has nothing more to compute for this call."""
+        """True once all vectors of this call have arrived, the instance has failed, or its connection was lost."""
         return self.num_answers == len(self.positions) or self.failed is not None or self.lost is not None
 
     def error(self) -> ApiError | None:
-        """Return why the call has failed, or None if all vectors have arrived."""
+        """Return the error for the client if the call has failed, or None if all vectors have arrived."""
         if self.lost is not None:
             return UnavailableError(f"the connection to an instance was lost: {self.lost}", code="instance_lost")
         if self.failed is None:
@@ -473,7 +499,8 @@ class _InstanceCall:
 
 
 def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None) -> list[Candidate]:
-    """Return the instances that serve a pooling model and accept requests, as candidates for placement.
+    """Return the instances that serve a pooling model and accept requests, as candidates for placement, with their load
+    at `now`.
 
     With `model`, return only instances of the model that has one of these names.
     """
@@ -485,12 +512,16 @@ def candidates(cluster: Cluster, now: float, model: frozenset[str] | None = None
 
 
 def fastest_candidate(num_tokens: int, among: Sequence[Candidate]) -> Candidate | None:
-    """Return the instance that is predicted to finish `num_tokens` more tokens first, or None without any."""
+    """Return the instance in `among` that is predicted to finish `num_tokens` more tokens first, or None if `among` is
+    empty.
+    """
     return min(among, key=lambda c: (c.time_to_first_token_s(num_tokens), c.instance), default=None)
 
 
 def split(inputs: Sequence[PoolingInput], num_instances: int) -> list[_Group]:
-    """Split inputs into groups in their order, so that all instances are busy and no message gets too long."""
+    """Split the inputs of a request into groups, in their order, so that all instances are busy and no message gets too
+    long.
+    """
     # `-(-a // b)` rounds up: otherwise there could be one more group than instances.
     total = sum(len(item.token_ids) for item in inputs)
     wanted = min(MAX_GROUP_TOKENS, max(MIN_GROUP_TOKENS, -(-total // num_instances)))
@@ -505,7 +536,7 @@ def split(inputs: Sequence[PoolingInput], num_instances: int) -> list[_Group]:
 
 
 def _first(errors: BaseExceptionGroup[ApiError]) -> ApiError:
-    """Return the first error in a group that may contain groups."""
+    """Return the first `ApiError` of an exception group, which may contain other groups."""
     for error in errors.exceptions:
         return error if isinstance(error, ApiError) else _first(error)
     raise AssertionError("an exception group is never empty")

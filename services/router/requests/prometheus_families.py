@@ -14,7 +14,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class CounterValue:
-    """One sample of a counter. Callers add to `value` and never take away from it."""
+    """The value of one counter for one combination of labels. Callers add to `value` and never take away from it."""
 
     __slots__ = ("value",)
 
@@ -23,21 +23,21 @@ class CounterValue:
 
 
 class CounterFamilies(Collector):
-    """Collects the counters of a process: one family for each name, with the label `model_name` and perhaps others."""
+    """Collects all Prometheus counters of a process by name. Each has the label `model_name` and perhaps others."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families: dict[str, tuple[str, Sequence[str], dict[tuple[str, ...], CounterValue]]] = {}
         registry.register(self)
 
     def declare(self, name: str, text: str, labels: Sequence[str] = ()) -> None:
-        """Add a family with the help `text` and with `labels` beside `model_name`.
+        """Add a counter with the help `text` and with `labels` besides `model_name`.
 
-        It is exposed from then on, even without samples. A second declaration of the same name changes nothing.
+        It is exposed from then on, even without values. A second declaration of the same name changes nothing.
         """
         self._families.setdefault(name, (text, ("model_name", *labels), {}))
 
     def labels(self, name: str, *values: str) -> CounterValue:
-        """Return the counter for the given `values` of the labels, the model's name first."""
+        """Return the value of the counter `name` for these values of its labels, the model's name first."""
         counts = self._families[name][2]
         count = counts.get(values)
         if count is None:
@@ -53,7 +53,9 @@ class CounterFamilies(Collector):
 
 
 class Histogram:
-    """One histogram. `bounds` are the upper bounds of its buckets, ascending, without infinity."""
+    """One Prometheus histogram of one model. `bounds` are the upper bounds of its buckets, ascending, without
+    infinity.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = list(bounds)
@@ -61,13 +63,15 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Add one observation to its bucket and to the sum."""
+        """Add one observed value to its bucket and to the sum."""
         # `bisect_left` puts a value that equals a bound into its bucket: the bounds are inclusive ("le").
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def cumulative_counts(self) -> list[tuple[str, float]]:
-        """Return the text of each upper bound and the number of observations up to it, as Prometheus expects them."""
+        """Return for each bucket the text of its upper bound and the number of observations up to it, as Prometheus
+        expects them.
+        """
         total, found = 0, []
         for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
             total += count
@@ -76,14 +80,14 @@ class Histogram:
 
 
 class HistogramFamilies(Collector):
-    """Collects the histograms of a process: one family for each name, with the label `model_name`."""
+    """Collects all Prometheus histograms of a process by name, with the label `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families: dict[str, tuple[str, dict[str, Histogram]]] = {}
         registry.register(self)
 
     def add(self, name: str, text: str, bounds: Sequence[float], model_name: str) -> Histogram:
-        """Return the histogram of a model in the family `name`, which is made with the help `text` if it is new."""
+        """Return the histogram `name` of a model. If the name is new, a histogram is created with the help `text`."""
         _, models = self._families.setdefault(name, (text, {}))
         return models.setdefault(model_name, Histogram(bounds))
 

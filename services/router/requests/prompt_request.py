@@ -16,7 +16,9 @@ from baton_serve.services.router.protocol.caller import ANONYMOUS, NO_SLO, Calle
 
 
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """When an API call arrived, and who made it. Moments are those of the router's monotonic clock."""
+    """When an API call arrived and was tokenized, and who made it. Times are those of the router's monotonic clock, in
+    seconds.
+    """
 
     at: float
     """Arrival of the API call."""
@@ -34,7 +36,7 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokenize_s(self) -> float:
-        """Duration of the tokenization in seconds."""
+        """The duration of the tokenization in seconds."""
         return self.tokenized_at - self.tokenizing_at
 
     def ttft_budget_s(self, now: float) -> float | None:
@@ -43,7 +45,9 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One tokenized prompt of an API call, with everything that decides its answer."""
+    """One tokenized prompt of an API call, with everything that decides its answer: sampling parameters, images,
+    adapter, salt.
+    """
 
     request_id: str
     """Unique in the cluster."""
@@ -76,7 +80,7 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPolicy:
-    """The router's settings for the lifecycle of a request."""
+    """The router's settings for a single request: timeouts, limits of replays, and placement."""
 
     policy: PlacementPolicy
     request_timeout_s: float
@@ -96,7 +100,8 @@ class RequestPolicy:
 
 
 class PromptBlockHashes(msgspec.Struct):
-    """The hashes of all full blocks of a token sequence. They are computed once for each KV layout that is asked for.
+    """The block hashes of a token sequence, for any KV layout. They are computed once for each layout that is asked
+    for.
 
     They depend on the layout (block size, dtype, weights), and on the salt, the LoRA adapter and the images.
     """
@@ -108,16 +113,20 @@ class PromptBlockHashes(msgspec.Struct):
     _hashes: dict[KVLayout, list[BlockHash]] = {}
 
     def extended(self, token_ids: list[int]) -> "PromptBlockHashes":
-        """Return the hashes of a longer sequence, which begins with the same tokens."""
+        """Return the block hashes of a longer sequence. `token_ids` is the whole sequence, which begins with the tokens
+        of this one.
+        """
         return PromptBlockHashes(token_ids, self.cache_salt, self.lora, self.media)
 
     def root(self, layout: KVLayout) -> BlockHash:
-        """Return the parent hash of the first block in a layout."""
+        """Return the root hash in a KV layout: the parent of the first block's hash."""
         return _root(layout, self.cache_salt, self.lora)
 
     def hashes(self, layout: KVLayout) -> list[BlockHash]:
-        """Return the hashes of all full blocks in a layout. A last block that is partly filled has none. With recurrent
-        states the last token's block is left out too: states after it cannot be cut back, so they are of no use.
+        """Return the hashes of all full blocks in a KV layout. A last block that is partly filled has no hash.
+
+        For a model with recurrent states the last token's block is left out too: the states after it cannot be cut
+        back, so they are of no use.
         """
         # Placement asks for each layout of the cluster at every attempt, and hashing a long prompt is expensive.
         known = self._hashes.get(layout)

@@ -24,7 +24,8 @@ from baton_serve.services.router.text.token_sequence import TokenSequence
 
 
 class RequestAttempts:
-    """The running attempts of one request, and the instances to avoid or prefer after earlier ones failed.
+    """The running attempts of one request, and the instances to avoid or to prefer because of earlier attempts that
+    failed.
 
     A `RequestLifecycle` owns it. It keeps no reference to its owner. Because of such a cycle every ended request would
     stay in memory until Python's garbage collector frees it, which takes CPU time.
@@ -61,12 +62,13 @@ class RequestAttempts:
         needs_prompt_logprobs: bool,
         admit: Callable[[Placement], bool],
     ) -> NoCapacity | None:
-        """Place sequences whose tokens are the same so far, and send them to their workers.
+        """Choose instances for sequences that have the same tokens so far, and send the sequences to them as one
+        attempt.
 
-        `sequences` is one sequence, or several without tokens. `owner` receives their answers. Return the reason if no
-        instance can take them. None means that the attempt runs, or that `admit` has returned False for the first
-        attempt: then the request waits in the router. Raises `ApiError` if `admit` rejects the request or if it cannot
-        be encoded.
+        `sequences` is one sequence, or several without tokens. `owner` receives the instances' answers. Return the
+        reason if no instance can take them. None means that the attempt runs, or that `admit` has returned False for
+        the first attempt: then the request waits in the router. Raises `ApiError` if `admit` rejects the request or if
+        it cannot be encoded.
         """
         token_ids = self._request.token_ids + sequences[0].token_ids
         num_generated = len(sequences[0].token_ids)
@@ -94,41 +96,46 @@ class RequestAttempts:
 
     @property
     def has_started(self) -> bool:
-        """Whether the request has been placed before, so that its next attempt is a replay."""
+        """True if an attempt was started before, so that the next one is a replay."""
         return self._num_started > 0
 
     def with_sequence(self, index: int) -> list[Attempt]:
-        """Return the running attempts that compute sequence `index`."""
+        """Return the running attempts that generate the sequence with this index."""
         return [attempt for attempt in self._running if index in attempt.sequences]
 
     def end(self, attempt: Attempt, *, cancel: bool) -> None:
-        """End an attempt, if it is still running. With `cancel`, send `Cancel` to its workers."""
+        """End an attempt, if it is still running. With `cancel`, also send `Cancel` to its instances."""
         if attempt in self._running:
             self._running.discard(attempt)
             attempt.end(cancel=cancel)
 
     def cancel_all(self) -> None:
-        """End all running attempts and send `Cancel` to their workers."""
+        """End all running attempts and send `Cancel` to their instances."""
         for attempt in list(self._running):
             self.end(attempt, cancel=True)
 
     def avoid(self, culprit: InstanceId) -> bool:
-        """Avoid an instance from now on. Return True if it has not failed this request before."""
+        """Avoid the instance `culprit` for all later attempts of this request. Return True if it has not failed this
+        request before.
+        """
         is_first_failure = culprit not in self._avoided
         self._avoided |= {culprit}
         return is_first_failure
 
     def prefer_decode_of(self, attempt: Attempt, *, culprit: InstanceId) -> None:
-        """Prefer the decode instance of a failed attempt from now on: blocks that have arrived there can be reused.
+        """Prefer the decode instance of a failed attempt for the next one: blocks that have arrived there can be
+        reused.
 
-        If it is itself the culprit, no instance is preferred.
+        If that instance is itself the `culprit`, no instance is preferred.
         """
         decode = attempt.decode
         survives = decode is not None and decode.record.instance != culprit
         self._preferred_decode = decode.record.instance if decode is not None and survives else None
 
     def record_failure(self, culprit: InstanceId, code: ErrorCode) -> None:
-        """Count a failure in the circuit breaker of an instance, if the code means that the instance is broken."""
+        """Count a failure in the circuit breaker of the instance `culprit`, if the error code means that the instance
+        is broken.
+        """
         worker = self._cluster.worker(culprit)
         # An instance that is full or drains is healthy. An open circuit breaker would take it from all requests.
         if worker is not None and code in ("internal", "timeout", "handoff_failed"):
@@ -137,7 +144,9 @@ class RequestAttempts:
     def _place(
         self, block_hashes: PromptBlockHashes, *, num_sequences: int, num_generated: int
     ) -> Placement | NoCapacity:
-        """Choose the instances for an attempt by the state of the cluster at this moment."""
+        """Choose the instances for an attempt by the present state of the cluster, or return the reason why none can
+        take it. `num_generated` is the number of tokens that each sequence has already.
+        """
         request = self._request
         demand = Demand(
             num_tokens=len(block_hashes.token_ids) + request.source_tokens,
@@ -162,7 +171,9 @@ class RequestAttempts:
         position: int,
         num_replays: int,
     ) -> Attempt:
-        """Register an attempt on the workers of `placement`. Its first token has index `position` in each sequence."""
+        """Create an attempt on the instances of `placement` and add it to the running ones. Its first token has index
+        `position` in each sequence.
+        """
         prefill = self._worker_of(placement.prefill)
         attempt = Attempt(
             owner=owner,
@@ -182,10 +193,10 @@ class RequestAttempts:
         return self._cluster.worker(candidate.instance) if candidate is not None else None
 
     def _work(self, attempt: Attempt, token_ids: list[int], root: BlockHash, *, needs_prompt_logprobs: bool) -> Work:
-        """Build the message that describes the computation.
+        """Return the part of the messages that says what is computed.
 
-        `root` is the root hash in the layout of the worker that computes the prompt. `Attempt.start` replaces it for a
-        worker of another layout, whose block hashes differ.
+        `root` is the root hash in the KV layout of the instance that computes the prompt. `Attempt.start` replaces it
+        for an instance of another layout, whose block hashes differ.
         """
         request = self._request
         sampling = request.sampling
@@ -209,7 +220,7 @@ class RequestAttempts:
         )
 
     def _send(self, attempt: Attempt, placement: Placement, work: Work, block_hashes: PromptBlockHashes) -> None:
-        """Send a new attempt to its workers. The caller ends it if this raises."""
+        """Send the messages of a new attempt to its instances. If this raises, the caller ends the attempt."""
         plan = placement.final_worker.pull
         attempt.start(
             work,
@@ -228,9 +239,10 @@ class RequestAttempts:
             self._record_sent(attempt, worker, hashes)
 
     def _record_sent(self, attempt: Attempt, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
-        """Record that a worker has been sent the prompt and will soon cache its blocks.
+        """Record that an instance has been sent the prompt and will soon cache the blocks with these hashes.
 
-        Without this, prompts with the same prefix that come before the cache events would be computed somewhere else.
+        Without this, prompts with the same prefix that come before the instance's cache events would be computed
+        somewhere else.
         """
         now = self._clock()
         worker.circuit_breaker.begin_attempt(attempt.request_id, now)
@@ -238,8 +250,8 @@ class RequestAttempts:
 
 
 def _expected_checkpoints(hashes: Sequence[BlockHash], layout: KVLayout, branches: Sequence[int]) -> list[BlockHash]:
-    """Return the hashes by which the index of blocks will know the checkpoints of a prompt that is computed now: those
-    after its last full block and after each of `branches` tokens.
+    """Return the hashes under which the router's block index will know the checkpoints (of recurrent states) of a
+    prompt that is computed now: those after its last full block, and those after each number of tokens in `branches`.
     """
     if not layout.state_bytes:
         return []

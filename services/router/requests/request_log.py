@@ -95,7 +95,7 @@ _MAX_RECENT_REQUESTS = 50
 
 
 class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An ended request, as the router's status page shows it."""
+    """Describes a request that has ended, as the router's status page shows it."""
 
     prompt_tokens: int
     generated_tokens: int
@@ -104,17 +104,21 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentRequests:
-    """Keeps the requests that ended last. It keeps no `RequestLifecycle`, whose tokens would stay in memory."""
+    """Keeps a description of the requests that ended last. It keeps no `RequestLifecycle`, whose tokens would stay in
+    memory.
+    """
 
     def __init__(self) -> None:
         self._requests: deque[tuple[str, str, int, int, Timeline]] = deque(maxlen=_MAX_RECENT_REQUESTS)
 
     def add(self, request_id: str, caller: str, prompt_tokens: int, generated_tokens: int, timeline: Timeline) -> None:
-        """Add a request that has ended. The explanation is built from `timeline` only when the list is read."""
+        """Add a request that has ended. Its explanation is built from `timeline` only when the list is read."""
         self._requests.appendleft((request_id, caller, prompt_tokens, generated_tokens, timeline))
 
     def all(self) -> Sequence[tuple[float, str, RecentRequest]]:
-        """Return the requests with the moments of their end and the names of their callers, newest first."""
+        """Return three values for each request, the newest first: the time of its end (router's clock), the name of its
+        caller, and its description.
+        """
         return [
             (
                 timeline.ended_at or timeline.arrived_at,
@@ -139,10 +143,14 @@ _MAX_DELAY_S = 0.05
 
 
 class RequestLog:
-    """Records the ended requests of one dispatcher in batches. Event loop only."""
+    """Records the metrics and log lines of one dispatcher's ended requests, many at a time. Use it on the event loop
+    only.
+    """
 
     def __init__(self, metrics: RouterMetrics, *, clock: Callable[[], float], is_enabled: bool = False) -> None:
-        """`is_enabled` writes the lines at level info, in place of debug."""
+        """Create the log. With `is_enabled` its lines have the level info, otherwise debug. `metrics` gets the metrics
+        of each request.
+        """
         self._level = logging.INFO if is_enabled else logging.DEBUG
         self._metrics = metrics
         self._clock = clock
@@ -153,25 +161,29 @@ class RequestLog:
         self._recent = RecentRequests()
 
     def add(self, lifecycle: RequestLifecycle) -> None:
-        """Add a request that has ended; it is recorded within `_MAX_DELAY_S`, or earlier if the batch is full."""
+        """Add a request that has ended. It is recorded within `_MAX_DELAY_S` seconds, or earlier if many have ended."""
         self._unlogged.append(lifecycle)
         # A full batch is not recorded immediately: the caller is in the middle of delivering an answer.
         if self._next is None or (len(self._unlogged) >= _MAX_BATCH_REQUESTS and not self._is_soon):
             self._schedule()
 
     def recent(self) -> Sequence[tuple[float, str, RecentRequest]]:
-        """Return the last requests with the moments of their end and the names of their callers, newest first."""
+        """Return three values for each of the requests that ended last, the newest first: the time of its end (router's
+        clock), the name of its caller, and its description.
+        """
         self.flush()
         return self._recent.all()
 
     def flush(self) -> None:
-        """Record all requests that have ended until now."""
+        """Record all requests that were added until now."""
         lifecycles, self._unlogged = self._unlogged, []
         self._schedule()  # with an empty list it only cancels the scheduled batch
         self._log(lifecycles)
 
     def _schedule(self) -> None:
-        """Schedule the next batch: in the next turn of the event loop if it is full, later if it is not."""
+        """Schedule the recording of the next batch of requests: in the next turn of the event loop if the batch is
+        full, otherwise later.
+        """
         if self._next is not None:
             self._next.cancel()
         loop, num_unlogged = asyncio.get_running_loop(), len(self._unlogged)
@@ -182,13 +194,13 @@ class RequestLog:
             self._next = loop.call_later(_MAX_DELAY_S, self._flush_some) if num_unlogged else None
 
     def _flush_some(self) -> None:
-        """Record one batch, and schedule the rest: hundreds of requests may end at the same time."""
+        """Record one batch of requests, and schedule the rest: hundreds of requests may end at the same time."""
         lifecycles, self._unlogged = self._unlogged[:_MAX_BATCH_REQUESTS], self._unlogged[_MAX_BATCH_REQUESTS:]
         self._schedule()
         self._log(lifecycles)
 
     def _log(self, lifecycles: Sequence[RequestLifecycle]) -> None:
-        """Record the metrics of requests and write their log lines."""
+        """Record the metrics of these requests and write their log lines."""
         call_each("recording an ended request", [partial(self._record, lifecycle) for lifecycle in lifecycles])
         if logger.isEnabledFor(self._level):
             # A line carries the moment of the request's end, not the later one at which it is written.

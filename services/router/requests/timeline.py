@@ -13,8 +13,9 @@ from baton_serve.services.router.protocol.openai_responses import Explanation
 
 
 class Timeline(msgspec.Struct):
-    """Records when each phase of one request happened. Times are those of the router's monotonic clock. After replays
-    it has the last placement, the first prefill report and the last handoff report.
+    """Records when each phase of one request happened, for metrics, logs and the client. Times are those of the
+    router's monotonic clock, in seconds. After replays it has the last placement, the first prefill report and the last
+    handoff report.
     """
 
     arrived_at: float
@@ -44,7 +45,9 @@ class Timeline(msgspec.Struct):
     finish_reasons: list[FinishReason | str] = []
 
     def record_placement(self, placement: Placement, now: float) -> None:
-        """Record a placement, and its predictions if the first token has not been sent yet."""
+        """Record which instances were chosen at `now`, and the predicted TTFT and ITL unless the first token has been
+        sent already.
+        """
         self.decision = placement.decision
         self.prefill = placement.prefill.instance if placement.prefill is not None else None
         self.decode = placement.decode.instance if placement.decode is not None else None
@@ -58,17 +61,19 @@ class Timeline(msgspec.Struct):
 
     @property
     def ttft_s(self) -> float | None:
-        """Time from arrival to first token."""
+        """The time from arrival to first token in seconds; None before the first token."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
     @property
     def admission_s(self) -> float | None:
-        """Time from arrival to placement: tokenization, and waiting in the router."""
+        """The time in seconds from arrival until the request was sent to instances: tokenization, and waiting in the
+        router.
+        """
         return None if self.placed_at is None else self.placed_at - self.arrived_at
 
     @property
     def itl_s(self) -> float | None:
-        """Mean time between the tokens of the longest sequence."""
+        """The mean time between the tokens of the longest sequence in seconds; None with fewer than two tokens."""
         # The sequences of a request are decoded at the same time, so only the tokens of the longest one count.
         decode_s = self.decode_s
         if decode_s is None or self.num_later_tokens <= 0:
@@ -77,33 +82,35 @@ class Timeline(msgspec.Struct):
 
     @property
     def decode_s(self) -> float | None:
-        """Time from the first to the last token."""
+        """The time from the first to the last token in seconds."""
         if self.first_token_at is None or self.last_token_at is None:
             return None
         return self.last_token_at - self.first_token_at
 
     @property
     def e2e_s(self) -> float | None:
-        """Time from arrival to the end of the request."""
+        """The time from arrival to the end of the request in seconds; None before its end."""
         return None if self.ended_at is None else self.ended_at - self.arrived_at
 
     @property
     def queue_s(self) -> float | None:
-        """Time that the prompt waited at its worker."""
+        """The time in seconds that the prompt waited at the instance that computed it; None if that is not known."""
         return None if self.report is None else self.report.queue_s
 
     @property
     def prefill_s(self) -> float | None:
-        """Time in which the prompt was computed."""
+        """The time in seconds in which the prompt was computed; None if that is not known."""
         return None if self.report is None else self.report.prefill_s
 
     @property
     def cached_tokens(self) -> dict[Tier, int]:
-        """Prompt tokens that were found in the worker's cache, by tier."""
+        """The number of prompt tokens that the instance found in its cache, by tier."""
         return {} if self.report is None else self.report.cached_tokens
 
     def explain(self, request_id: str, now: float) -> Explanation:
-        """Return the explanation of a request for its client. Before its end, times run until `now`."""
+        """Return the times and instances of a request in the form for its client. Before the request's end, times run
+        until `now`.
+        """
         report, handoff = self.report, self.handoff
         explanation = Explanation(
             request_id=request_id,

@@ -21,7 +21,9 @@ tokens."""
 
 
 class QueuedTokens:
-    """New tokens of one choice of the answer, which arrived at `at` (the router's monotonic clock)."""
+    """New tokens of the choice with index `choice` in the answer. They arrived at `at` (the router's monotonic clock,
+    in seconds).
+    """
 
     __slots__ = ("at", "choice", "tokens")
 
@@ -32,9 +34,11 @@ class QueuedTokens:
 
 
 class TokenQueue:
-    """Carries the tokens of all prompts of an API call to its task. Event loop only; one task may take at a time.
+    """Carries the tokens of all prompts of an API call to the asyncio task that writes the answer. Use it on the event
+    loop only; one task may take tokens at a time.
 
-    The task does not take tokens while its client does not read. Beyond `MAX_QUEUED_TOKENS` the call therefore fails.
+    The task does not take tokens while its client does not read. If more than `MAX_QUEUED_TOKENS` then wait, the call
+    fails.
     """
 
     __slots__ = ("_callback", "_error", "_items", "_num_queued", "_waiter", "on_overflow")
@@ -49,7 +53,7 @@ class TokenQueue:
         self._error: Exception | None = None
 
     def put(self, choice: int, tokens: TokenUpdate, at: float) -> None:
-        """Add new tokens of a choice, received at `at`, or pass them to the callback of a waiting `take`.
+        """Add new tokens of a choice, received at `at`, or pass them to the callback of a `take` that waits.
 
         Never raises: an exception of the callback is stored and raised by `take`, so that it fails this API call only
         and not the requests whose tokens came in the same message.
@@ -75,16 +79,16 @@ class TokenQueue:
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Make `take` raise `error` once the tokens that were put before are taken. Later errors are ignored."""
+        """Make `take` raise `error` once the tokens that were added before are taken. Later errors are ignored."""
         if self._error is None:
             self._error = error
             self._wake()
 
     async def take(self, callback: TokenCallback | None = None) -> list[QueuedTokens]:
-        """Wait for tokens, and return all that are queued, at least one item.
+        """Wait until tokens are queued, and return all of them, at least one item.
 
-        While it waits, `callback` gets new tokens first; the tokens that it takes are not returned. Raises the error
-        that was passed to `fail` or raised by `callback`.
+        While it waits, `callback` (if given) gets new tokens first; the tokens that it accepts are not returned. Raises
+        the error that was passed to `fail` or raised by `callback`.
         """
         while not self._items:
             if self._error is not None:
@@ -109,7 +113,7 @@ class TokenQueue:
 
 
 def size_of(tokens: TokenUpdate) -> int:
-    """Return the number of tokens and logprobs in an update."""
+    """Return the number of tokens and logprobs in an update, by which the length of the queue is limited."""
     num_tokens = len(tokens.token_ids)
     if tokens.logprobs is None:
         return num_tokens

@@ -8,7 +8,9 @@ from baton_serve.services.router.settings.placement import PlacementSettings
 
 
 class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
-    """Holds the settings of admission: number and size of requests, SLOs, quotas, retries and timeouts."""
+    """The settings that decide which requests are accepted: number and size of requests, SLOs, quotas, retries and
+    timeouts.
+    """
 
     beam_search_max_tokens: Annotated[
         int,
@@ -127,7 +129,7 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
 
 
 class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
-    """Holds the limits of the HTTP server: sizes of requests, times and numbers of connections."""
+    """The settings that limit the HTTP server: sizes of requests, times and numbers of connections."""
 
     max_request_bytes: Annotated[
         int, Meta(description="largest size of a request body", ge=1, extra={"group": "http"})
@@ -197,7 +199,7 @@ class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):
 
 
 class BatchSettings(HttpSettings, frozen=True, kw_only=True):
-    """Holds the settings of `/v1/files` and `/v1/batches`."""
+    """The settings of the batch API (`/v1/files` and `/v1/batches`)."""
 
     batch_folder: Annotated[
         str | None,

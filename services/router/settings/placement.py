@@ -10,7 +10,7 @@ from baton_serve.services.router.placement.prefix_pull import PullPolicy
 
 
 class RequestLogSettings(ProcessSettings, frozen=True, kw_only=True):
-    """Holds the settings of the log of requests."""
+    """The settings of the log lines for single requests."""
 
     enable_log_requests: Annotated[
         bool,
@@ -25,7 +25,9 @@ class RequestLogSettings(ProcessSettings, frozen=True, kw_only=True):
 
 
 class PlacementSettings(RequestLogSettings, frozen=True, kw_only=True):
-    """Holds the settings of placement: policy, replays, and how long the router waits for instances."""
+    """The settings that decide which instances serve a request: policy, replays, and how long the router waits for
+    instances.
+    """
 
     placement_policy: Annotated[
         PolicyName,

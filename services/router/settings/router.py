@@ -18,7 +18,7 @@ ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "gpt_oss", "mis
 
 
 class RequestSettings(BatchSettings, frozen=True, kw_only=True):
-    """Holds the settings of the contents of requests: lengths, chat templates, tools and images."""
+    """The settings for the content of requests: lengths, chat templates, tools, images and audio."""
 
     max_model_len: Annotated[
         int | None,
@@ -196,12 +196,14 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
             )
 
     def cutter_limits(self, rate_hz: int, window_s: float) -> CutterLimits:
-        """Return the limits of the process that decodes audio for a model with these windows."""
+        """Return the limits of the process that decodes audio files, for a model with windows of `window_s` seconds at
+        `rate_hz` samples per second.
+        """
         return CutterLimits(rate_hz=rate_hz, window_s=window_s, max_s=self.max_audio_s)
 
     @property
     def image_limits(self) -> ImageLimits:
-        """Return the settings that bound the images of a request."""
+        """Return the limits for the images of a request."""
         return ImageLimits(
             per_prompt=images_per_prompt(self.limit_mm_per_prompt),
             domains=frozenset(domain.lower() for domain in self.allowed_media_domains),
@@ -213,7 +215,9 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
 
 
 class RouterSettings(RequestSettings, frozen=True, kw_only=True):
-    """Holds the value of each flag of the router: field `max_model_len` belongs to the flag `--max-model-len`."""
+    """Holds the value of each flag of the router: the field `max_model_len` has the value of the flag
+    `--max-model-len`.
+    """
 
     EVERYDAY: ClassVar = (
         "model", "host", "port", "registry", "served_model_name", "max_model_len", "api_key", "tool_call_parser",
