@@ -99,7 +99,7 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
     """Return the input arrays of the decode step `plan`, and bring `tables` up to date for its sequences.
 
     A token that was sampled but has not been copied to the host yet is read on the device, from the sequence's batch
-    slot.
+    slot (its row among the running sequences).
     """
     chunks, block_tokens = plan.chunks, limits.block_tokens
     count, width = len(chunks), limits.max_num_seqs + 1

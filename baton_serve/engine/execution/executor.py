@@ -88,8 +88,8 @@ class Executor(Protocol):
         ...
 
     def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
-        """Store `tokens`, the last token of the sequence in each of the batch slots `slots`, on the device. A step that
-        is launched before the host knows these tokens reads them there.
+        """Store `tokens` on the device: the last token of the sequence in each of the batch slots (rows of running
+        sequences) `slots`. A step that is launched before the host knows these tokens reads them there.
         """
         ...
 
@@ -107,7 +107,7 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """Implements `Executor` on this process's device."""
+    """Implements `Executor` for the device of this process, without other ranks."""
 
     def __init__(
         self,
@@ -117,8 +117,9 @@ class LocalExecutor:
         states: StateViews | None = None,
         argmax: Argmax | None = None,
     ) -> None:
-        """Allocate the memory of the graphs' inputs. `states` are the recurrent states of all batch slots; None for
-        models without them. `argmax` finds the largest logit of each row; None uses the device's default kernel.
+        """Allocate the memory of the graphs' inputs. `states` are the recurrent states of all batch slots (rows of
+        running sequences); None for models without them. `argmax` finds the largest logit of each row; None uses the
+        device's default kernel.
         """
         self._forward = forward
         self._states = states or {}

@@ -90,7 +90,7 @@ class PromptGraphs:
     def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, last_tokens: Tensor) -> None:
         """Allocate the memory of the graphs' inputs on the device of `layers`, the layers' views of the KV cache.
 
-        `last_tokens` [slots] is the last token of each batch slot, on the device.
+        `last_tokens` [slots], on the device, is the last token of each batch slot (row of a running sequence).
         """
         device = layers[0].device
         self._forward = forward

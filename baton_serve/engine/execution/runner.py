@@ -191,7 +191,9 @@ class ModelRunner:
         return chosen.sampled
 
     def forget(self) -> None:
-        """Forget the block tables of all sequences. Call it before steps with the sequences of another engine core."""
+        """Forget the block tables of all sequences. It is called after warm-up, whose sequences use the same rows as
+        later ones.
+        """
         self._tables.forget()
 
     def _rows(self, started: LaunchedForward, logits: Tensor | None) -> Tensor:
@@ -204,8 +206,8 @@ class ModelRunner:
         return logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]
 
     def _keep(self, plan: ScheduledBatch, tokens: Tensor, started: LaunchedForward) -> None:
-        """Store the sampled tokens on the device, by batch slot, for a next step that starts before the host knows
-        them. Do nothing if the graph of the step has stored them already.
+        """Store the sampled tokens on the device, by batch slot (row of a running sequence), for a next step that
+        starts before the host knows them. Do nothing if the graph of the step has stored them already.
         """
         if tokens is started.greedy or not self._keeps_tokens:
             return  # the graph has stored its tokens itself

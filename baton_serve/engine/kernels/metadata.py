@@ -46,8 +46,8 @@ class AttentionSpec:
     score by m for each token between query and key (https://arxiv.org/abs/2108.12409). With `value_dim`, the value is
     only the first elements of a V row: of a latent (MLA), the part without rotation.
 
-    With `chunk` (Llama 4), a token sees the earlier tokens of its own chunk of so many positions. Kernels do not know
-    it: such a layer gets each chunk of a sequence as a sequence of its own.
+    With `chunk` (Llama 4), a token sees only the earlier tokens of its own chunk of `chunk` positions. Kernels do not
+    support that: such a layer gets each chunk of a sequence as a sequence of its own.
     """
 
     scale: float
@@ -123,7 +123,9 @@ class AttentionBackend(Protocol):
     """
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
-        """Write key and value [num_tokens, num_kv_heads, head_dim] to the cache positions `meta.slots`."""
+        """Write key and value [num_tokens, num_kv_heads, head_dim] to the positions `meta.slots` of one layer's cache
+        view.
+        """
         ...
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:

@@ -30,7 +30,8 @@ class PackedSequences:
 class DeltaHeads:
     """The inputs of the gated delta rule (https://arxiv.org/abs/2412.06464) for the tokens of a step.
 
-    Key head i serves the value heads i * n to i * n + n - 1. Queries and keys are scaled to length 1 by the kernel.
+    Each key head serves n = num_heads / num_key_heads value heads: head i the heads i * n to i * n + n - 1. Queries and
+    keys are scaled to length 1 by the kernel.
     """
 
     qkv: Tensor

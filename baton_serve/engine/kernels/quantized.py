@@ -43,7 +43,7 @@ def code_bits(codebook: Codebook) -> int:
 
 def code_values(codebook: Codebook) -> tuple[float, ...]:
     """Return the float value of each code of a codebook, in the order of the codes. Raises `ValueError` for codes of
-    eight bits, which are numbers themselves.
+    eight bits, such as int8, which are numbers themselves.
     """
     match codebook:
         case "int4":
@@ -92,7 +92,7 @@ class QuantizedWeight:
         return self.codes.device
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """Return a copy on `device`."""
+        """Return a copy of the weight whose tensors are on `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 

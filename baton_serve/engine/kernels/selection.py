@@ -134,7 +134,9 @@ def adapter_kernels(device: torch.device) -> AdapterKernels:
 
 
 def argmax_kernel(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that computes argmax: (logits [rows, columns], out int64 [rows]) -> out."""
+    """Return the device's function that writes the column of each row's largest logit to a tensor: (logits [rows,
+    columns], out int64 [rows]) -> out.
+    """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return reference_layers.argmax
     kernel: Callable[[Tensor, Tensor], Tensor] = importlib.import_module(

@@ -171,7 +171,10 @@ class StepArrays:
     """Encoded sources; they are on the device already. Only for engines with one rank."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
-        """Copy the arrays to the device. `last_tokens` [slots] is the last token of each batch slot, on the device."""
+        """Copy the arrays to the device, and return them there. `last_tokens` [slots], on the device, is the last
+        sampled token of each batch slot (row of a running sequence); tokens that the host does not know yet are read
+        from it.
+        """
         tokens = _sent(self.tokens, device)
         if self.pending is not None:  # tokens that the previous step has sampled and the host does not know yet
             where, slots = _sent(self.pending, device).unbind(0)

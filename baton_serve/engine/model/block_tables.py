@@ -14,7 +14,8 @@ from baton_serve.engine.core.sequence import Sequence
 
 
 class BlockTables:
-    """The block tables of all running sequences in host memory: int32 [slots + 1, width], one row for each batch slot.
+    """The block tables of all running sequences in host memory: int32 [slots + 1, width]. A sequence's row is its batch
+    slot, which it keeps as long as it runs.
 
     Padding uses the last row, which belongs to no slot.
     """
@@ -55,8 +56,8 @@ class BlockTables:
         return np.stack([where, self.host.reshape(-1)[where]]).astype(np.int64, copy=False)
 
     def forget(self) -> None:
-        """Forget which blocks are in all rows, so that `update` writes whole rows again. Call it before batches of
-        another request table, because the versions of block tables count within one.
+        """Forget which blocks are in all rows, so that `update` writes whole rows again. Call it after warm-up, before
+        other sequences use the same rows with equal version numbers.
         """
         self._versions = [-1] * len(self._versions)
 

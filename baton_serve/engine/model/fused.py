@@ -229,8 +229,8 @@ class FusedForward:
         inputs: StepInputs,
         head: Weight | None,
     ) -> Activations:
-        """Compute the layers of this pipeline stage; `residual` becomes their sum. Return the input of the product with
-        `head`, or with `head` None what `run_stage` returns.
+        """Compute the layers of this pipeline stage, which update `residual` in place. Return the input of the product
+        with `head`, or with `head` None what `run_stage` returns.
         """
         first = self._layers[0]
         rows = inputs.logit_rows if self._is_last else None

@@ -118,8 +118,8 @@ class RankParts:
         return own_rows if part is None or part.dim == 0 else part.of(own_rows).contiguous()
 
     def of(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of the parameter `name`, whose complete value is `whole`; zeros if only rank 0 adds
-        it.
+        """Return this rank's part of the parameter `name`, whose complete value is `whole`; zeros for a bias that only
+        rank 0 adds.
         """
         # Rank 0 adds it.
         if name in self.zeros:

@@ -24,8 +24,8 @@ _ALTERNATING = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", 
 
 
 def set_axes(twin: Any, config: Any) -> None:
-    """Set in the config `twin`, as which a model with M-RoPE is built, from which of the three rows of positions each
-    rotary frequency reads. `config` is the model's own.
+    """Set in `twin`, the config of the plain text model as which a model with M-RoPE is built, from which of the three
+    rows of positions each rotary frequency reads. `config` is the model's own config.
     """
     stated = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
     sections = stated or ([24, 20, 20] if config.model_type in _ALTERNATING else [16, 24, 24])  # as in transformers
@@ -87,8 +87,8 @@ def row_angles(positions: Tensor, axes: list[int], frequencies: Tensor) -> Tenso
 
 def freeze(module: nn.Module, max_model_len: int) -> str:
     """Fix the rotary frequencies of a model in which they depend on the length of the text, so that cached KV stays
-    valid. Return how, as text for the fingerprint; "" if no frequency depends on it. Raises `UnsupportedModelError` if
-    layer types depend on it in different ways.
+    valid. Return a text for the fingerprint that says how they were fixed; "" if no frequency depends on the length.
+    Raises `UnsupportedModelError` if layer types depend on it in different ways.
     """
     variants: set[str] = set()
     for part in module.modules():
@@ -103,8 +103,8 @@ def freeze(module: nn.Module, max_model_len: int) -> str:
 
 
 def _freeze_one(part: nn.Module, kind: str, max_model_len: int) -> str:
-    """Fix the frequencies of one rotary module of the type `kind` for texts of up to `max_model_len` tokens. Return
-    how, as text for the fingerprint.
+    """Fix the frequencies of one rotary module of the type `kind` for texts of up to `max_model_len` tokens. Return a
+    text for the fingerprint that says how they were fixed.
     """
     config: Any = part.config
     rules = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -132,8 +132,8 @@ class SetSampledTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreLastTokens(msgspec.Struct, frozen=True, tag=True):
-    """Command to a rank: receive the last token of each of these batch slots, which rank 0 broadcasts, and keep it on
-    the device as the input of a later step. `slots` is int64 as raw bytes.
+    """Command to a rank: receive the last token of each of these batch slots (rows of running sequences), which rank 0
+    broadcasts, and keep it on the device as the input of a later step. `slots` is int64 as raw bytes.
     """
 
     slots: memoryview
@@ -289,12 +289,14 @@ def decode_arrays(command: Replay) -> DecodeArrays:
 
 
 def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:
-    """Return the command by which the other ranks keep the last token of each of the batch slots `slots`."""
+    """Return the command by which the other ranks keep the last token of each of the batch slots (rows of running
+    sequences) `slots`.
+    """
     return StoreLastTokens(_bytes(slots))
 
 
 def kept_slots(command: StoreLastTokens) -> NDArray[np.int64]:
-    """Return the batch slots whose last tokens a `StoreLastTokens` command announces."""
+    """Return the batch slots (rows of running sequences) whose last tokens a `StoreLastTokens` command announces."""
     return _int64(command.slots)
 
 

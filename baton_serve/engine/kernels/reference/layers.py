@@ -83,7 +83,9 @@ def expand(output: Tensor, low: Tensor, weights: SlotWeights, rows: SlotRows) ->
 
 
 def argmax(logits: Tensor, out: Tensor) -> Tensor:
-    """Write the column of each row's largest logit to `out`, or the number of columns if the row contains NaN."""
+    """Write the column of each row's largest logit to `out`, int64 [rows], and return `out`. A row with NaN gets the
+    number of columns.
+    """
     found = logits.max(dim=-1)
     return out.copy_(found.indices.masked_fill(found.values.isnan(), logits.shape[-1]))
 

@@ -23,7 +23,9 @@ INTERPRETED = DeviceLimits(processors=1, shared_bytes=0, descriptors=False)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `product_parts` supports x [rows, inputs] and weight [outputs, inputs]."""
+    """Return whether `product_parts` supports x [rows, inputs] and weight [outputs, inputs]: a few rows (more than one)
+    in 16-bit floats, and sizes in whole tiles.
+    """
     if not 1 < x.shape[0] <= MAX_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
     outputs, inputs = weight.shape

@@ -130,7 +130,9 @@ def _query(  # noqa: PLR0913
     head_dim: tl.constexpr,
     few: tl.constexpr,
 ):
-    """Return the rotated queries of one KV head, [few, head_dim], from the sums of their product."""
+    """Return the rotated queries of one KV head, [few, head_dim]. `sums` are the finished sums of the QKV
+    projection.
+    """
     dim = tl.arange(0, head_dim)
     at = (kv_head * group + tl.arange(0, few) % group)[:, None] * head_dim
     straight = sum_of(sums, at + dim[None, :], at >= 0)

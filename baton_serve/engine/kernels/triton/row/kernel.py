@@ -69,7 +69,7 @@ def layers_kernel(  # noqa: PLR0913, PLR0915
 ):
     """Compute all decoder layers for one token in one kernel, in place in `residual`. `table` has the addresses of the
     layers' tensors (see `triton.row.layers`). `heads_sums` must be zero and is left so; `hidden_sums` holds the sums of
-    two products.
+    the two products that are added to the residual.
 
     A buffer that a step adds to was cleared two barriers earlier, and the step that clears it does not read it.
     """
