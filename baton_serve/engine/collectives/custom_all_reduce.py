@@ -99,7 +99,7 @@ class FusedAllReduceNorm:
 
     def __init__(self, group_name: str, shard: Shard, weight: Tensor) -> None:
         """Map the inboxes of all ranks and run the kernels once, which compiles them; the result of this run is
-        ignored. Raises one of `ERRORS` if the device or torch cannot do that.
+        ignored. Raises an error of a type in `ERRORS` if the device or torch cannot do that.
         """
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self._kernels: Any = importlib.import_module("baton_serve.engine.kernels.triton.exchange")

@@ -37,7 +37,8 @@ class StageLinks:
 
     def __init__(self, forward: Any, back: Any, peers: Peers, like: Tensor, *, is_first: bool) -> None:
         """Use two process groups of torch.distributed: `forward` sends to the next stage, `back` from the last stage to
-        the first. `like` is an empty tensor [0, hidden_size] with device and dtype of the activations.
+        the first. `like` is an empty tensor [0, hidden_size] with device and dtype of the activations. `is_first` says
+        that this rank belongs to the first stage.
         """
         self._forward, self._back, self._peers, self._like = forward, back, peers, like
         self._is_first = is_first

@@ -235,8 +235,8 @@ class CacheBatch:
 
 
 def attention_operations(shapes: ProofShapes, device: torch.device) -> list[Operation[AttentionBackend]]:
-    """Return the comparisons for attention kernels: `KV store`, and for each kind of attention rules decode, prefill
-    and mixed attention and `fused decode attention`.
+    """Return the comparisons with plain torch for attention kernels: one for the KV store, and for each kind of
+    attention rules one each for decode, prefill, mixed steps and fused decode.
     """
     draw = Draw(device, shapes.dtype)
     batches = {kind: CacheBatch(shapes, kind, draw) for kind in (DECODE, PREFILL, MIXED)}

@@ -74,8 +74,8 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
-    """Return the rows that the KV cache of latent attention stores, in plain torch, as `MixerKernels.latent_rows`
-    specifies. `query` is updated.
+    """Return what the KV cache of latent attention (MLA) stores for each token, and store the rotated end of each query
+    head in `query`, in plain torch, as `MixerKernels.latent_rows` specifies.
     """
     size = rows.rotation[0].shape[1]
     latent, key = rows.latents[:, :-size], rows.latents[:, -size:]

@@ -90,7 +90,8 @@ def norm_split(
     """Return the RMSNorm of x, or of x + `residual` (updated in place, contiguous), as `Digits`; hidden must be a
     multiple of 128.
 
-    With `are_parts`, x is float32 [parts, num_tokens, hidden], whose sum is first rounded to the dtype of `residual`.
+    With `are_parts`, x is float32 [parts, num_tokens, hidden], the products of ranges of the inputs, whose sum is first
+    rounded to the dtype of `residual`.
     """
     hidden, like = x.shape[-1], residual if are_parts and residual is not None else x
     num_tokens = x.shape[1] if are_parts else x.numel() // hidden

@@ -121,7 +121,7 @@ def linear_norm(
     """Add the product of x to `residual` [num_tokens, outputs] in place, and return the RMSNorm of the sum, in the form
     that is fastest for the weight `then`; see `LayerKernels.linear_norm`.
 
-    With few rows the product is computed in parts, which the kernel of the norm adds.
+    With few rows, different programs multiply ranges of the inputs, and the kernel of the norm adds their products.
     """
     weight = product.weight
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and _is_split(x, weight, product.bias):

@@ -64,8 +64,8 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
-    """Return the rows that the KV cache of latent attention stores, by a Triton kernel, as `MixerKernels.latent_rows`
-    specifies. `query` is updated.
+    """Return what the KV cache of latent attention (MLA) stores for each token, and store the rotated end of each query
+    head in `query`, by a Triton kernel, as `MixerKernels.latent_rows` specifies.
     """
     (num_tokens, num_heads, head_size), (cos, sin) = rows.query.shape, rows.rotation
     half, width = cos.shape[1] // 2, rows.latents.shape[1]

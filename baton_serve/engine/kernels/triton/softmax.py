@@ -73,9 +73,9 @@ def capped_scores(raw, scale, softcap, capped: tl.constexpr):
 def absorb(  # noqa: PLR0913
     acc, total, peak, scores, factor, values, worths, scaled: tl.constexpr, precision: tl.constexpr
 ):
-    """Add a tile of key tokens to the running softmax of the queries, and return the new (acc, total, peak): sums of
-    values, sums of weights, largest scores. `scores` is [rows, tokens], `values` [tokens, dim]. With `scaled`, the
-    values are quantized, with scales `worths` [tokens].
+    """Add a tile of key tokens to the running softmax of the queries (online softmax). Return the new (acc, total,
+    peak): weighted sums of values, sums of weights, largest scores. `scores` is [rows, tokens], `values` [tokens, dim].
+    With `scaled`, the values are quantized, with scales `worths` [tokens].
     """
     new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
     shrink = tl.exp2(peak - new_peak)

@@ -35,8 +35,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def product_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """Return float32 [parts, rows, outputs], whose sum over the parts is x @ weight.T: several programs share the
-    inputs of an output. Call it only if `fits`.
+    """Return float32 [parts, rows, outputs]: the products of ranges of the inputs, whose sum is x @ weight.T. Call it
+    only if `fits`.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     tiles = _tiles(outputs, inputs, x.device)
@@ -59,9 +59,9 @@ def product_parts(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm_of_parts(parts: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """Add the sum of `parts`, float32 [parts, rows, hidden], to the contiguous `residual` in place, and return the
-    RMSNorm of the result. The sum of the parts is rounded to the dtype of `residual` first, as a product would round
-    it.
+    """Add the sum of `parts`, float32 [parts, rows, hidden], which `product_parts` has returned, to the contiguous
+    `residual` in place, and return the RMSNorm of the result. The sum of the parts is rounded to the dtype of
+    `residual` first, as a product would round it.
     """
     splits, rows, hidden = parts.shape
     normed = torch.empty_like(residual)

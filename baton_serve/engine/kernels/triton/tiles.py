@@ -59,7 +59,7 @@ class SplitTiles:
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
-    """Tile sizes of a matrix product with one row of activations."""
+    """Tile sizes and launch settings of a matrix product with one row of activations."""
 
     rows: int  # of the weight, one output each
     chunk: int  # inputs
@@ -79,8 +79,8 @@ def row_tiles(inputs: int) -> RowTiles:
 
 
 def split_tiles(limits: DeviceLimits, *, outputs: int, inputs: int) -> SplitTiles:
-    """Return the tile sizes of a product of up to 16 rows whose parts another kernel adds. The inputs are divided into
-    two parts, or more if processors would stay idle.
+    """Return the tile sizes of a product of up to 16 rows whose inputs are divided into ranges, for different programs;
+    another kernel adds their products. There are two ranges, or more if processors would stay idle.
     """
     tile, stages = (64, 5) if limits.shared_bytes >= 96 << 10 else (32, 3)  # uses 82 or 25 KB
     splits = 2

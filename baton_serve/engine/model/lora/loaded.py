@@ -76,8 +76,8 @@ class LoadedAdapters:
     def unload(self, name: str) -> None:
         """Remove the name of an adapter, so that no new request can use it. Raises `AdapterError` for an unknown name.
 
-        Its weights stay until `collect`. Requests with it go on if these are on the device, also a request that a
-        router is about to send.
+        Its weights stay until `collect`. Requests with the adapter still run if its weights are on the device, also a
+        request that a router is about to send.
         """
         self._loaded().unload(name)
 

@@ -124,7 +124,9 @@ def _scales(grouped: Tensor, how: Scheme) -> Tensor:
 
 def _asymmetric(grouped: Tensor) -> tuple[Tensor, Tensor]:
     # The range includes 0, so that weights of 0 stay exactly 0.
-    """Return (scales, zeros), both [outputs, groups], for codes from 0 to 15 of a weight [outputs, groups, group]."""
+    """Return (scales, zero points), both [outputs, groups], with which a weight [outputs, groups, group] is rounded to
+    codes from 0 to 15.
+    """
     low, high = grouped.amin(dim=2).clamp(max=0.0), grouped.amax(dim=2).clamp(min=0.0)
     scales = ((high - low) / 15.0).to(torch.bfloat16)
     divisor = scales.float()

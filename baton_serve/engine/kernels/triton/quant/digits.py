@@ -82,8 +82,8 @@ def digit_product(
 
 
 def digit_parts(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles | None = None) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `digit_product` without a bias; None if
-    the product is computed in one part.
+    """Return float32 [parts, num_tokens, outputs]: the products of ranges of the inputs, whose sum is `digit_product`
+    without a bias. Return None if the inputs are not divided into ranges.
     """
     tiles = tiles or digit_tiles(weight, digits.num_tokens)
     if tiles.splits == 1:
@@ -101,8 +101,8 @@ def _sums(digits: Digits, weight: QuantizedWeight, tiles: DigitTiles) -> Tensor:
 def _launch(
     digits: Digits, weight: QuantizedWeight, bias: Tensor | None, tiles: DigitTiles, to: Tensor | None, sums: Tensor
 ) -> None:
-    """Launch the kernel of an integer product, which stores the result in `to`. If `to` is None, the parts of the
-    product stay in `sums` and are not added.
+    """Launch the kernel of an integer product, which stores the result in `to`. If `to` is None, the products of ranges
+    of the inputs stay in `sums`, [parts, num_tokens, outputs], and are not added.
     """
     assert digits.nibbles == has_nibbles(weight) and digits.inputs == weight.inputs
     num_tokens, adds = digits.num_tokens, to is not None

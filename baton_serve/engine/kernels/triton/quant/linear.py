@@ -39,8 +39,8 @@ def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
 
 
 def parts(x: Activations, weight: QuantizedWeight) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `linear` without a bias; None if the
-    product is computed in one part.
+    """Return float32 [parts, num_tokens, outputs]: the products of ranges of the inputs, whose sum is `linear` without
+    a bias. Return None if the inputs are not divided into ranges.
     """
     if isinstance(x, Digits):
         return digit_parts(x, weight)

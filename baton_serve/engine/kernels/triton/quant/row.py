@@ -19,7 +19,7 @@ from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, tabl
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRowTiles:
-    """Tile sizes of a product of one row of activations with a quantized weight."""
+    """Tile sizes and launch settings of the kernel that multiplies one row of activations by a quantized weight."""
 
     rows: int  # outputs per program
     chunk: int  # words (four and six bits) or codes (eight) per step

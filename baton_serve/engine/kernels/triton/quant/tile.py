@@ -45,7 +45,7 @@ MANY_OUTPUTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """Tile sizes of a product of several rows of activations with a quantized weight."""
+    """Tile sizes and launch settings of a product of several rows of activations with a quantized weight."""
 
     outputs: int
     tokens: int
@@ -103,8 +103,8 @@ def tile_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles:
 
 
 def tile_parts(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles | None = None) -> Tensor | None:
-    """Return float32 [parts, num_tokens, outputs], whose sum over the parts is `tile_product` without a bias; None if
-    the product is computed in one part.
+    """Return float32 [parts, num_tokens, outputs]: the products of ranges of the inputs, whose sum is `tile_product`
+    without a bias. Return None if the inputs are not divided into ranges.
     """
     tiles = tiles or product_tiles(weight, x.shape[0], x.dtype)
     if tiles.splits == 1:
@@ -121,8 +121,8 @@ def _sums(x: Tensor, weight: QuantizedWeight, tiles: ProductTiles) -> Tensor:
 def _launch(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, tiles: ProductTiles, to: Tensor | None, sums: Tensor
 ) -> None:
-    """Launch the kernel of a product, which stores the result in `to`. If `to` is None, the parts of the product stay
-    in `sums` and are not added.
+    """Launch the kernel of a product, which stores the result in `to`. If `to` is None, the products of ranges of the
+    inputs stay in `sums`, [parts, num_tokens, outputs], and are not added.
     """
     num_tokens, adds = x.shape[0], to is not None
     result = sums if to is None else to
