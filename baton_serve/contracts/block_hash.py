@@ -29,11 +29,12 @@ def root_hash(
     lora: str = "",
     cache_salt: str = "",
 ) -> BlockHash:
-    """Return the hash that precedes the hash of a prompt's first block. It contains everything except tokens on which
-    KV depends, so that only equal KV has equal block hashes.
+    """Return the hash that precedes the hash of a prompt's first block. It contains everything but tokens and images on
+    which the KV depends, so that only equal KV has equal block hashes.
 
-    `fingerprint` identifies the model weights. Every argument is length-prefixed, so that no two different inputs hash
-    the same bytes.
+    `fingerprint` identifies the weights, and `lora` those of the LoRA adapter. With a `cache_salt` only requests that
+    have the same one share blocks. Every argument is length-prefixed, so that no two different inputs hash the same
+    bytes.
     """
     parts = [fingerprint.encode(), kv_dtype.encode(), str(block_tokens).encode(), lora.encode()]
     parts.append(cache_salt.encode())

@@ -25,9 +25,9 @@ _COMBINING = frozenset({"anyOf", "oneOf", "$ref", "if", "then", "else", "not", "
 
 
 def close_objects(schema: Schema) -> Schema:
-    """Return a copy of a JSON schema in which objects allow only the properties that it names (`additionalProperties:
-    false`). A schema that combines several parts (such as `allOf`) is returned unchanged.
-    """
+    """Return a copy of a JSON schema in which each object allows only the properties that it names
+    (`additionalProperties: false`), unless it says otherwise itself. A schema that combines several schemas (such as
+    `allOf`) is returned unchanged."""
     try:
         return schema if _is_composed(schema) else _close(schema)
     except RecursionError:

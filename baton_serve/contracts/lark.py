@@ -143,7 +143,7 @@ class Lark:
 
     def free_text(self, triggers: Sequence[str] = ()) -> str:
         """Return an expression for free text up to the end of the answer. If each of `triggers` begins with a special
-        token, the text does not contain these tokens."""
+        token, the text cannot contain these tokens; otherwise it can contain anything."""
         # Triggers that are ordinary text cannot be excluded in this way: then the text may also contain them.
         firsts = [self._markers.pieces(trigger)[0] for trigger in triggers]
         tokens = [first for first in firsts if isinstance(first, int)]
@@ -170,7 +170,7 @@ not known yet when the request is read."""
 
 
 def json_rule(schema: Schema, options: Mapping[str, Any] | None = None, *, is_open: bool = False) -> Rule:
-    """Return a function that writes the expression for JSON values of a schema into a `Lark` grammar; the arguments are
+    """Return a function that writes the expression for JSON values of a schema into a `Lark` grammar. The arguments are
     those of `Lark.json`."""
     return lambda lark: lark.json(schema, options, is_open=is_open)
 

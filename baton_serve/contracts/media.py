@@ -90,7 +90,8 @@ def digest_of(image: bytes) -> bytes:
 
 
 def end_of(spans: Sequence[MediaSpan]) -> int:
-    """Return the position after the last image token of a prompt, or 0 if it has no images.
+    """Return the position after the last image token of a prompt, or 0 if it has no images. `spans` are the prompt's
+    images, in order.
 
     An instance that does not have the images needs the KV of all tokens before this position.
     """

@@ -277,7 +277,8 @@ class Pooled(msgspec.Struct, frozen=True, tag="pooled", kw_only=True):
 
 
 class EncodedLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The logprobs of all tokens of a prompt. `contracts.prompt_logprobs` encodes and decodes them."""
+    """The logprobs of all tokens of a prompt, encoded for a message. `contracts.prompt_logprobs` encodes and decodes
+    them."""
 
     num_logprobs: int
     pieces: list[bytes]
@@ -300,11 +301,12 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
 
 
 class HandoffReport(msgspec.Struct, frozen=True, tag="handoff_report", kw_only=True):
-    """Sent once by the decode instance when all blocks have arrived and its engine has taken up the request.
+    """Sent once by the decode worker when all KV blocks have arrived and its engine has taken up the request.
 
-    `handoff_s` is the duration of the fetch. `exposed_s` runs from the end of the prompt's computation to the end of
-    the fetch: the part that did not overlap with the computation. `to_step_s` runs from the same moment to the decode
-    instance's first step of this request; 0 if there is none. `reused_blocks` were cached here and not transferred.
+    `handoff_s` is the duration of the fetch. `exposed_s` is the time from the end of the prompt's computation to the
+    end of the fetch: the part that did not overlap with computation. `to_step_s` is the time from the end of the
+    prompt's computation to the decode worker's first step of this request; 0 if there is none. `reused_blocks` were
+    cached by the decode worker and not transferred.
     """
 
     request_id: RequestId

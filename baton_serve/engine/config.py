@@ -29,9 +29,8 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class LoRAModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A LoRA adapter to load at the start, as `--lora-modules` states it. `/v1/models` shows `base_model_name` as its
-    parent; None: the name of the served model.
-    """
+    """A LoRA adapter that the engine loads at its start, as an entry of `--lora-modules` states it. `/v1/models` shows
+    `base_model_name` as the adapter's parent; None: the name of the served model."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     path: Annotated[str, msgspec.Meta(min_length=1)]

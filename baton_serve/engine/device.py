@@ -72,8 +72,8 @@ class DeviceEvent(Protocol):
 
 
 def select_device(name: DeviceName, rank: int = 0) -> torch.device:
-    """Return the device with this name and make it current. `rank` is its index among the devices that the process
-    sees.
+    """Return the device for the setting `name` and make it current in this thread. `rank` is its index among the
+    devices that this process sees.
 
     `auto` takes xpu, then cuda, then the CPU. Raises `ConfigError` if the device does not exist.
     """
@@ -154,7 +154,7 @@ def driver_version(device: torch.device) -> str:
 
 
 def has_side_streams(device: torch.device) -> bool:
-    """Return whether the device has streams beside the default one, and events to order them."""
+    """Return whether the device can have several streams, and events to order their work; False for the CPU."""
     return device.type != "cpu" and all(hasattr(_module(device), name) for name in ("Stream", "Event", "stream"))
 
 
@@ -270,8 +270,8 @@ RunBeside = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def beside(device: torch.device) -> RunBeside | None:
-    """Return a function that queues the work of its argument on a second stream and returns a function that makes the
-    main stream wait for it. None if the device has one stream only. Graphs can capture both streams."""
+    """Return a function `run(work)` that queues `work` on a second stream. It returns a function `join()`, which makes
+    the main stream wait for that work. None if the device has only one stream. Graphs can capture both."""
     if not has_side_streams(device):
         return None
     side = SideStream(device)

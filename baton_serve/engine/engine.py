@@ -104,8 +104,8 @@ class Engine:
         self._start(config, setup, report)
 
     def _start(self, config: EngineConfig, setup: EngineSetup, report: LoadProgress) -> None:
-        """Allocate the KV cache, warm the kernels up, measure their speed and build the scheduler, as the last part of
-        loading."""
+        """Allocate the KV cache, warm the kernels up, measure their speed and build the scheduler: the last part of
+        loading. `setup` has the model; `report` gets the progress."""
         report("reading the vocabulary", 0.0)
         grammars = Grammars(model_folder(config.model), vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
         # Read the vocabulary now: at the first request with a grammar it would stop all requests for about a second.
@@ -390,7 +390,8 @@ class Engine:
         self.kv.close()
 
     def kill_ranks(self) -> None:
-        """Kill the other ranks immediately, before this process ends because of a hang. Any thread may call it."""
+        """Kill the processes of all other ranks immediately, because this process is about to end after a hang. Any
+        thread may call it."""
         self._ranks.kill()
 
     def __enter__(self) -> "Engine":
@@ -411,4 +412,5 @@ class Engine:
 
 
 def _ignore_lost_rank(why: str) -> None:
-    """Do nothing. It stands for `on_lost` if the caller passes none: the loss is already in the log."""
+    """Do nothing when a rank has exited for the reason `why`, which is in the log already. Used as `on_lost` if the
+    caller of `Engine` passes none."""

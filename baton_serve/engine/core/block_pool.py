@@ -40,12 +40,13 @@ class CachedPrefix:
 
     @property
     def num_host(self) -> int:
-        """Return how many blocks of the prefix are in the host tier only."""
+        """Return how many blocks of this prefix are in the host tier only, so that they must be copied to the
+        device."""
         return self.blocks.count(None)
 
     @property
     def host_names(self) -> list[BlockHash]:
-        """Return the hashes of the blocks that are in the host tier only."""
+        """Return the hashes of the blocks of this prefix that are in the host tier only."""
         return [name for name, block in zip(self.names, self.blocks, strict=True) if block is None]
 
 
@@ -61,9 +62,10 @@ class BlockPool:
         host: HostTier | None = None,
         versions: list[int] | None = None,
     ) -> None:
-        """Create a pool in which all blocks are free. `num_blocks` includes block 0, which is never allocated. `host`
-        is the host tier, to which evicted blocks are copied. `versions` has one number per block, which grows whenever
-        the block is allocated, so that its reuse can be detected."""
+        """Create a pool in which all blocks are free. `num_blocks` includes block 0, which is never allocated.
+        `caching` False switches the prefix cache off. `host` is the host tier, to which evicted blocks are copied;
+        None: they are lost. `versions` has one number per block, which grows whenever the block is allocated, so that
+        its reuse can be detected."""
         self.host = host
         self._num_blocks = num_blocks
         self._versions = [0] * num_blocks if versions is None else versions
@@ -187,7 +189,7 @@ class BlockPool:
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of these blocks."""
+        """Add one owner to each of these blocks, which are owned or cached, for a further sequence that uses them."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]

@@ -69,8 +69,8 @@ class StateCheckpoints:
         return found if len(found) == len(names) else found.first(0)
 
     def find_deepest(self, block_hashes: Items[BlockHash]) -> int:
-        """Return after how many of these blocks, the leading ones of a prompt, the last cached checkpoint lies; 0 if no
-        checkpoint is cached."""
+        """Return after how many of the blocks with these hashes, the leading ones of a prompt, the last cached
+        checkpoint lies; 0 if no checkpoint is cached."""
         for count in range(len(block_hashes), 0, -1):
             # Most blocks have no checkpoint: one hash decides, before all of them are looked up.
             first = checkpoint_hashes(block_hashes[count - 1], 1)
@@ -130,8 +130,9 @@ class StateCheckpoints:
             self._planned.append(StateCopy("clear", sequence.slot))
 
     def can_fork(self, parent: Sequence, *, has_free_slot: bool) -> bool:
-        """Return whether a fork of `parent` can get its recurrent states now: by a copy to a free batch slot, or from
-        the checkpoint that the parent owns."""
+        """Return whether a fork of `parent` can get its recurrent states now: by a copy to a free batch slot
+        (`has_free_slot`), or from the checkpoint that the parent owns. Always True for models without recurrent
+        states."""
         return not self.are_needed or has_free_slot or bool(parent.checkpoint_blocks)
 
     def share(self, parent: Sequence, fork: Sequence) -> None:

@@ -50,8 +50,8 @@ class PromptAdmission:
         return blocked.was_running == bool(self._table.running)
 
     def admit(self, sequence: Sequence, now: float) -> bool:
-        """Start the first waiting sequence: allocate its blocks and add it to the batch. Return False if no batch slot
-        or too few blocks are free, or if its images are missing here; such a request is added to
+        """Start `sequence`, the first waiting one: allocate its blocks and add it to the batch. Return False if no
+        batch slot is free, or too few blocks, or if the request's images are missing here; then it is added to
         `requests_missing_images`.
 
         If part of its cached prefix is in the host tier, it joins the batch only after these blocks have been copied to

@@ -162,7 +162,7 @@ class RequestTable:
         heapq.heappop(self._waiting)
 
     def iter_waiting(self) -> Iterator[Sequence]:
-        """Iterate over the waiting sequences, in no particular order."""
+        """Iterate over the sequences in the waiting queue, in no particular order."""
         return (sequence for _, _, sequence in self._waiting if sequence.state is SequenceState.WAITING)
 
     @property

@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 def uniform(seed: int, sequence: int, position: int) -> float:
     """Return the random number for one token, uniform in [0, 1) and a multiple of 2^-32. It depends only on the
-    arguments: the request's seed, the sequence's index and the token's position in it.
+    request's `seed`, the index of the sequence, and the token's `position` in it.
 
     The integers are mixed with the finalizer of SplitMix64 (Steele, Lea, Flood 2014).
     """
@@ -50,8 +50,8 @@ def has_penalties(sampling: SamplingSpec) -> bool:
 
 
 def check_work(work: Work, limits: SchedulerConfig, vocab_size: int, *, max_logprobs: int) -> None:
-    """Check a request against the limits of this engine and its model. Raises `RequestError` if the request can never
-    be computed."""
+    """Check a request against the limits of this engine and its model; `max_logprobs` is the largest number of logprobs
+    per token. Raises `RequestError` if the request can never be computed."""
     sampling, num_tokens = work.sampling, len(work.token_ids)
     if num_tokens == 0 or not 0 < work.num_prompt_tokens <= num_tokens:
         raise RequestError("invalid", "the prompt is empty")

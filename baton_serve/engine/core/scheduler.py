@@ -399,8 +399,9 @@ class Scheduler:
     def _append_tokens(
         self, sequence: Sequence, plan: ScheduledBatch, rows: list[int], sampled: ModelRunnerOutput, result: StepResult
     ) -> None:
-        """Append the tokens that were sampled after one chunk to their sequences, and add them to `result`. `rows` are
-        their numbers in `plan.rows`: several if the prompt of a request with n > 1 has ended, otherwise one."""
+        """Append the tokens that were `sampled` after one chunk to their sequences, and add them to `result`. `rows`
+        are the numbers of these tokens in `plan.rows`: several if the prompt of a request with n > 1 has ended,
+        otherwise one."""
         request, table = sequence.request, self._table
         chosen: dict[int, int] = {}
         num_generated = sequence.num_generated

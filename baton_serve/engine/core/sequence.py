@@ -135,7 +135,7 @@ class Request:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """One token stream of a request, with the blocks and the batch slot that it owns."""
+    """One generated token stream of a request, with its tokens and the KV blocks and batch slot that it owns."""
 
     request: Request
     index: int

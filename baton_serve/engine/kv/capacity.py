@@ -87,8 +87,8 @@ class DeviceWeights:
 
 
 def check_fit(layout: KVLayout, num_usable: int, max_model_len: int, weights: DeviceWeights | None = None) -> None:
-    """Log how many tokens and requests the KV cache holds. `weights` are on an accelerator together with the cache;
-    None: the cache is in host memory.
+    """Log how many tokens and requests a KV cache of `num_usable` blocks holds. `weights` describes the weights that
+    are on the same accelerator; None: the cache is in host memory.
 
     Raises `CapacityError` if one request of `max_model_len` tokens does not fit. Its message names settings with which
     it would.
@@ -119,7 +119,8 @@ def check_fit(layout: KVLayout, num_usable: int, max_model_len: int, weights: De
 
 def _other_ways(layout: KVLayout, needed: int, available: int, weights: DeviceWeights | None) -> list[str]:
     """Return changes of settings, as text for an error message, with which a request that needs `needed` bytes of KV
-    blocks would fit: other formats of KV or weights, or more devices. `available` bytes are there now."""
+    blocks would fit: other formats of KV or weights, or more devices. `available` bytes are there now. `weights` None:
+    the cache is in host memory, and only the KV's format counts."""
     ways: list[str] = []
     wide = DTYPE_BYTES[layout.dtype]
     # Scales take a little more than half; one block of them is left as reserve.

@@ -73,12 +73,13 @@ class BlockPart:
 
 
 class KVCache:
-    """The KV cache's tensor [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale rows), head_dim],
-    or [num_blocks, elements] if the layers have different shapes.
+    """The memory of all KV blocks: a tensor [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale
+    rows), head_dim], or [num_blocks, elements] if the layers have different shapes. The planes are K and V.
 
-    With several ranks, each rank's tensor has the rank's own layers and heads. `host_view` shows all blocks as bytes:
-    the cache itself on hosts, the mirror with `is_mirrored`. A single device has neither that nor a `shared_fd`;
-    transports use `device_tensor` after the events of `ready_after`.
+    With several ranks, each rank's tensor has only the rank's own layers and heads. If the ranks are on accelerators,
+    `is_mirrored` is True: whole blocks are copied to shared host memory, the mirror, for transports. `host_view` shows
+    all blocks in host memory as bytes: the cache itself on the CPU, or the mirror. A single accelerator has none;
+    transports then use `device_tensor` after the events of `ready_after`.
     """
 
     def __init__(
@@ -204,31 +205,31 @@ class KVCache:
         return list(found.values())
 
     def to_host(self, blocks: Iterable[int]) -> None:
-        """Copy this rank's part of the blocks from the device to their mirror in host memory. Do nothing without a
-        mirror."""
+        """Copy this rank's part of these blocks from the device to the mirror, the shared host memory that transports
+        read. Do nothing without a mirror."""
         if self.is_mirrored:
             for block in blocks:
                 for own, mirror in self._mirror():
                     mirror[block].copy_(own[block])
 
     def from_host(self, blocks: Iterable[int]) -> None:
-        """Copy this rank's part of the blocks from their mirror in host memory to the device. Do nothing without a
-        mirror."""
+        """Copy this rank's part of these blocks to the device from the mirror, the shared host memory that transports
+        write. Do nothing without a mirror."""
         if self.is_mirrored:
             for block in blocks:
                 for own, mirror in self._mirror():
                     own[block].copy_(mirror[block])
 
     def _mirror(self) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of tensors: this rank's part of the cache on the device, and the same part of the mirror in host
-        memory. There is one pair, or one for each layer if the layers have different shapes."""
+        """Return pairs of tensors: this rank's part of the cache on the device, and the same part of the mirror in
+        shared host memory. There is one pair, or one for each layer if the layers have different shapes."""
         if self._own_layers is None:
             return [(self.tensor, self._host)]
         return list(zip(self._own_layers, self._host_layers, strict=True))
 
     def forget_host(self, blocks: Iterable[int]) -> None:
-        """Give the memory of these blocks in the mirror back to the system. Nothing may be reading or writing them
-        there."""
+        """Give the memory of these blocks in the mirror (shared host memory) back to the system. Nothing may be reading
+        or writing them there."""
         # MADV_REMOVE works on whole pages; blocks that share a page keep their memory.
         if self.is_mirrored and self.block_bytes % mmap.PAGESIZE == 0:
             for block in blocks:

@@ -46,8 +46,9 @@ def weights_fingerprint(folder: Path, variant: str, files: Sequence[Path]) -> st
 
 
 def dummy_fingerprint(folder: Path, variant: str, *, seed: int, device: str) -> str:
-    """Return the hash that identifies random weights (load format dummy). `device` is the kind of device: each draws
-    other numbers from the same seed."""
+    """Return the hash that identifies random weights (load format dummy) and the folder's config. `variant`
+    describes everything else that changes the KV. `device` is the kind of device: each draws other numbers from the
+    same `seed`."""
     digest = _config_digest(folder, variant)
     digest.update(f"dummy:{seed}:{device}".encode())
     return digest.hexdigest()[:32]

@@ -191,7 +191,7 @@ def _check_states(name: str, types: Mapping[int, str], parts: tuple[StatePart, .
 
 def _check_window(name: str, text_config: HfConfig, types: Mapping[int, str], shapes: list[LayerShape]) -> None:
     """Raise `UnsupportedModelError` if the config states a sliding window, but no layer passed one to attention in the
-    test run.
+    test run. `types` are the types of the layers, and `shapes` what the test run has recorded of them.
 
     Such a model puts the window into a mask of its own, which paged attention does not see: its answers would differ
     silently.

@@ -156,7 +156,8 @@ def _fingerprint(
     folder: Path, config: EngineConfig, variant: str, gguf: Path | None, target: torch.device, parts: RankParts
 ) -> str:
     """Return the hash that identifies everything on which the KV depends: instances share KV only if it is equal.
-    `variant` describes what loading changes in the stored weights, such as quantization."""
+    `variant` describes what loading changes in the stored weights, such as quantization. `gguf` is the model's GGUF
+    file, if it has one."""
     if config.load_format != "dummy":
         files = weight_files(folder, config.load_format, config.loader.pattern) if gguf is None else gguf_parts(gguf)
         return weights_fingerprint(folder, variant, files)
@@ -200,7 +201,7 @@ def _read_decoder(folder: Path, config: EngineConfig) -> HfConfig:
 
 def _stored_format(config: EngineConfig, hf_config: HfConfig, *, is_gguf: bool) -> CheckpointFormat | None:
     """Return the format in which the checkpoint stores quantized weights; None if they are not quantized, or in a GGUF
-    file.
+    file (`is_gguf`).
 
     This removes `quantization_config` from `hf_config`; otherwise transformers would ask for the libraries of the
     format. Raises `ConfigError` if `--quantization` names another format, or `UnsupportedModelError`.
@@ -247,8 +248,8 @@ def _quantization_plan(config: EngineConfig) -> QuantizationPlan | None:
 
 
 def _variant(plan: QuantizationPlan | None, form: CheckpointFormat | None) -> str:
-    """Return the text that stands for the quantization in the model's fingerprint; empty if the weights are not
-    quantized."""
+    """Return the text that stands for the quantization in the model's fingerprint: that of `plan`, by which weights are
+    quantized while they are loaded, or of `form`, the checkpoint's format. It is empty if both are None."""
     quantized = plan if plan is not None else form
     return "" if quantized is None else f"|{quantized.label}"
 
@@ -262,8 +263,8 @@ def _load_stored(
     target: torch.device,
     parts: RankParts,
 ) -> nn.Module:
-    """Load a checkpoint with quantized weights and keep them as they are stored. If transformers has to convert names
-    or shapes, the weights become floats in between."""
+    """Load a checkpoint with quantized weights of the format `form`, and keep them as they are stored. If transformers
+    has to convert names or shapes, the weights become floats in between."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     with ExitStack() as files:
         model = stored.sort_tensors(_open_checkpoint(folder, config, files), form)

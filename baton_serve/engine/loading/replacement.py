@@ -29,8 +29,8 @@ _MAX_SHOWN = 3
 
 
 def check_replacement(loaded: str, model: str, load_format: LoadFormat) -> None:
-    """Check that a running instance can replace the weights of the model `loaded` by those of `model`. Both are
-    folders, or GGUF files in folders.
+    """Check that a running instance can replace the weights of the model `loaded` by those of `model`, which it reads
+    as `load_format` says. Both are folders, or GGUF files in folders.
 
     Raises `ModelError` if a file is missing or broken, or if architecture, names or shapes of the weights differ.
     """

@@ -32,9 +32,8 @@ T = TypeVar("T")
 
 
 class AsyncLLMEngine:
-    """vLLM's asynchronous engine: `AsyncLLMEngine.from_engine_args(EngineArgs("/models/llama"))`. Call `shutdown` at
-    the end.
-    """
+    """An engine with vLLM's asynchronous interface: `AsyncLLMEngine.from_engine_args(EngineArgs("/models/llama"))`,
+    then `generate` or `encode`. Call `shutdown` at the end."""
 
     def __init__(self, engine: LLMEngine | PoolingQueue) -> None:
         """Start the thread that runs `engine`. This object owns the engine from now on, and `shutdown` closes it."""
@@ -78,7 +77,7 @@ class AsyncLLMEngine:
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the answer to a prompt whenever it has new tokens: the whole answer so far, or what `output_kind` asks
-        for.
+        for. `sampling_params` None takes the model's defaults.
 
         Closing the generator ends the request. Raises what `LLMEngine.add_request` raises, and `EngineError` if the
         request fails later or is aborted.
@@ -117,6 +116,8 @@ class AsyncLLMEngine:
         pooling_task: pooling.PoolingTask | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the result of a pooling model for one input, once. Inputs of several coroutines are computed together.
+        `pooling_params` None takes the model's defaults, and `pooling_task` None the first task that the model
+        supports.
 
         Raises `ConfigError` for a model that generates text, and `RequestError` for an input that does not fit.
         """
@@ -137,7 +138,8 @@ class AsyncLLMEngine:
             self._send_command(lambda: queue.remove(request_id))
 
     async def abort(self, request_id: str) -> None:
-        """End a request, whose `generate` then raises `EngineError`. An id that is unknown or has ended is ignored."""
+        """End the request with this id: its generator from `generate` raises `EngineError`. An id that is unknown or
+        has ended is ignored."""
         self._send_command(lambda: self._abort(request_id))
 
     async def pause_generation(self, *, mode: Literal["abort", "keep"] = "abort", clear_cache: bool = True) -> None:

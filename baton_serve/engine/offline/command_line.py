@@ -19,8 +19,8 @@ class FlexibleArgumentParser(ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Namespace | None = None
     ) -> tuple[Namespace, list[str]]:
-        """Parse `args` as `argparse` does; None: the arguments of this process. Return the parsed values, and the
-        arguments that no flag of this parser takes."""
+        """Parse `args` as `argparse` does, into `namespace` if one is given; `args` None: the arguments of this
+        process. Return the parsed values, and the arguments that no flag of this parser takes."""
         import sys  # `sys.argv` is read at the call, as `argparse` does
 
         given = sys.argv[1:] if args is None else args

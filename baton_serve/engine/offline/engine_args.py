@@ -117,7 +117,8 @@ class EngineArgs(_Arguments):
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Add a flag for each argument to `parser`, and return it. Flags that are not given set no attribute."""
+        """Add a flag for each argument of an engine to `parser`, and return it. A flag that the user does not give sets
+        no attribute."""
         return add_arguments(parser, DEFAULTS)
 
     @classmethod
@@ -294,7 +295,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """The number of processes that compute the model together."""
+        """The number of processes, one for each device, that compute the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 

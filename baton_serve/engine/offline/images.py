@@ -110,8 +110,9 @@ def _written(
     tokenizer: Any,
     add_special_tokens: bool,
 ) -> list[int]:
-    """Return the tokens of a prompt in which each image's placeholder is replaced by the image's text. In it each run
-    of image tokens is still a single token."""
+    """Return the tokens of a prompt in which each image's placeholder is replaced by the image's text, as the model's
+    `family` writes it. In it each run of image tokens is still a single token. `add_special_tokens` False is for texts
+    of a chat template."""
     if not family.placeholder and all(isinstance(part, int) for parts in images for part in parts):
         return write_parts_as_tokens(token_ids, images, family.image_token_id, family.image_token_id, lambda text: [])
     if tokenizer is None:

@@ -43,7 +43,8 @@ class LLM:
     """
 
     def __init__(self, model: str, *, tokenizer: str | None = None, **options: Any) -> None:
-        """Load the model, which takes seconds to minutes.
+        """Load the model, which takes seconds to minutes. `tokenizer` is another folder to take the tokenizer from;
+        None: that of the model.
 
         `options` are the fields of `EngineConfig` and vLLM's names for them. Raises `ConfigError`, `ModelError`,
         `CapacityError` or `AdapterError`.
@@ -74,10 +75,12 @@ class LLM:
         lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate an answer for each prompt. `inputs` is vLLM's older name of `prompts`.
+        """Generate an answer for each prompt, given as text, token ids or dicts, or as `prompt_token_ids`. `inputs` is
+        vLLM's older name of `prompts`.
 
-        `sampling_params` and `lora_request` are one for all prompts, or a list with one for each. Lower values of
-        `priority` run first. Raises `RequestError`, `ConfigError` or `AdapterError`; then no prompt is answered.
+        `sampling_params` and `lora_request` are one for all prompts, or a list with one for each; without them, the
+        model's defaults and no adapter. Lower values of `priority` run first. Raises `RequestError`, `ConfigError` or
+        `AdapterError`; then no prompt is answered.
         """
         given = _parse_either(prompts if inputs is None else inputs, prompt_token_ids)
         chosen = self._params(sampling_params, len(given))
@@ -91,9 +94,9 @@ class LLM:
         lora_request: LoRARequests = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """Search the most likely answers with `beam_width` beams.
+        """Search the most likely answers to each prompt with `params.beam_width` beams.
 
-        `max_logprobs` of the model must be at least twice the width. Raises the same errors as `generate`.
+        The setting `max_logprobs` must be at least twice the width. Raises the same errors as `generate`.
         """
         given = parse_prompts(prompts)
         outputs = self._generate(
@@ -114,7 +117,8 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, formatted with the model's chat template.
+        """Answer one conversation or several, formatted with `chat_template`, or if it is None with the model's own.
+        The other arguments are those of vLLM.
 
         Images are parts of type `image_url` (a data: or file: URL) or `image_pil` (a Pillow image). Raises the same
         errors as `generate`, and `ConfigError` if the model has no chat template or if a message has other parts.
@@ -152,10 +156,11 @@ class LLM:
         pooling_task: pooling.PoolingTask | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """Return the result of a pooling model for each input: an embedding, or the scores of classes.
+        """Return the result of a pooling model for each input: an embedding, or the scores of classes. Inputs are
+        `prompts` or `prompt_token_ids`.
 
-        With the task `token_embed` each output has one row per token. Without `pooling_task` the first task that the
-        model supports is used. Raises `ConfigError` or `RequestError`.
+        With the task `token_embed` each output has one row per token. `pooling_task` None takes the first task that the
+        model supports, and `pooling_params` None the model's defaults. Raises `ConfigError` or `RequestError`.
         """
         params = pooling_params or PoolingParams()
         inputs = self._inputs(_parse_either(prompts, prompt_token_ids), params.truncate_prompt_tokens)
@@ -166,7 +171,8 @@ class LLM:
     def embed(
         self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
-        """Return one embedding for each prompt. Raises `ConfigError` if the model computes none."""
+        """Return one embedding for each prompt. `pooling_params` None takes the model's defaults. Raises `ConfigError`
+        if the model computes no embeddings."""
         params = pooling_params or PoolingParams()
         inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
         found = self._pool(inputs, "embed", params, use_tqdm)
@@ -175,7 +181,8 @@ class LLM:
     def classify(
         self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
     ) -> list[ClassificationRequestOutput]:
-        """Return the probability of each class for each prompt. Raises `ConfigError` if the model has no classifier."""
+        """Return the probability of each class for each prompt. `pooling_params` None takes the model's defaults.
+        Raises `ConfigError` if the model has no classifier."""
         params = pooling_params or PoolingParams()
         inputs = self._inputs(parse_prompts(prompts), params.truncate_prompt_tokens)
         found = self._pool(inputs, "classify", params, use_tqdm)
@@ -190,7 +197,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts match. `text_1` and `text_2` are two texts, one text and a list, or two lists of equal
-        length, whose texts are paired.
+        length, whose texts are paired. `truncate_prompt_tokens` cuts longer inputs; None: they are refused.
 
         A cross-encoder scores each pair; with an embedding model the score is the cosine of the two embeddings. Raises
         `ConfigError` if the numbers of texts do not fit, or if the model can do neither.
@@ -239,17 +246,18 @@ class LLM:
         self.llm_engine.save_sharded_state(path, pattern, max_size)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the weights and the KV cache until `wake_up`.
+        """Free the memory of the weights and of the KV cache until `wake_up`.
 
-        Both levels of vLLM do the same: the weights are read again from their files, which the system usually still
-        has in memory. Raises `ConfigError` for a pooling model.
+        `level` makes no difference, unlike in vLLM: the weights are always read again from their files, which the
+        system usually still has in memory. Raises `ConfigError` for a pooling model.
         """
         if level not in (1, 2):
             raise ConfigError(f"sleep: level is {level}; give 1 or 2")
         self.llm_engine.sleep()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Load the model again after `sleep`. Raises `ConfigError` for `tags`: weights and KV cache return together."""
+        """Load the model again after `sleep`. Raises `ConfigError` if `tags` is given: weights and KV cache can only
+        return together."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
             raise ConfigError(f"wake_up: tags {list(tags)} cannot be loaded alone; call it without tags")
         self.llm_engine.wake_up()
@@ -268,7 +276,7 @@ class LLM:
         raise ConfigError(f"collective_rpc({method!r}): the engine has no vLLM workers; use the methods of `LLM`")
 
     def close(self) -> None:
-        """Free the model and its memory."""
+        """Free the model and its memory. No other method may be called after it."""
         self._engine.close()
 
     def __enter__(self) -> "LLM":

@@ -42,7 +42,8 @@ class _Loaded:
 
 
 class LLMEngine:
-    """vLLM's engine interface: `engine = LLMEngine.from_engine_args(EngineArgs("/models/llama"))`.
+    """An engine with vLLM's interface: `engine = LLMEngine.from_engine_args(EngineArgs("/models/llama"))`,
+    `add_request`, `step`.
 
     Not thread-safe; `AsyncLLMEngine` runs one in a thread of its own. `LLM` uses the same class.
     """
@@ -87,7 +88,7 @@ class LLMEngine:
         return cls(open_model(engine_args))
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
-        """Write the model to a folder, as `LLM.save_sharded_state` does."""
+        """Write the model's weights to the folder `path`, with the arguments of `LLM.save_sharded_state`."""
         save_sharded_state(self._config, Path(path), pattern=pattern, max_size=max_size)
 
     def add_request(
@@ -100,7 +101,7 @@ class LLMEngine:
         priority: int = 0,
     ) -> None:
         """Queue one prompt, as in vLLM; `step` returns its outputs. Without `params` the model's defaults are used.
-        Lower values of `priority` run first.
+        `lora_request` names the LoRA adapter to use, None: none. Lower values of `priority` run first.
 
         Raises `RequestError`, `ConfigError` or `AdapterError`; then the request is not added.
         """
@@ -148,8 +149,8 @@ class LLMEngine:
         self._awake.runner.add(RequestId(request_id), prepared)
 
     def load_adapters(self, asked: Sequence[LoRARequest | None]) -> list[str]:
-        """Load the LoRA adapters that the prompts of one call use, where they are missing. Return their fingerprints,
-        in order, "" for None.
+        """Load the LoRA adapters `asked`, which the prompts of one call use, where they are missing. Return their
+        fingerprints, in order; "" for None.
 
         Loading them one after another could evict one that the same call needs. Raises `ConfigError` or `AdapterError`.
         """

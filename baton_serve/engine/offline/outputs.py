@@ -106,14 +106,14 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The embedding of one input."""
+    """The embedding that the model has computed for one input."""
 
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The probability of each class, in the order of the model's labels."""
+    """The probabilities of the classes for one input, in the order of the model's labels."""
 
     probs: list[float]
 
@@ -141,7 +141,7 @@ class PoolingOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRequestOutput(Generic[D]):
-    """The output of a pooling model for one input."""
+    """The output of a pooling model for one input: its request id, its result (`outputs`) and its tokens."""
 
     request_id: str
     outputs: D

@@ -54,15 +54,14 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are sampled and when its answer ends.
+    """How the tokens of a request are sampled and when its answer ends, with vLLM's names and defaults.
 
     `temperature` 0 is greedy; `top_k` -1 or 0 considers all tokens. Without `seed` the seed is derived from the seed of
     the `LLM` and the number of the request. `best_of` sequences are generated (or beams searched), and the best `n` of
     them are returned. `max_tokens` None generates up to the end of the context. With `detokenize` False the texts are
     empty. `logits_processors` are functions (generated token ids, scores), or (prompt token ids, generated token ids,
-    scores), which return the scores of the next token, float32 [vocab_size] on the engine's device.
-    `output_kind` is for `LLMEngine` and `AsyncLLMEngine`; `LLM` returns whole answers. `output_text_buffer_length` has
-    no effect.
+    scores), which return the scores of the next token, float32 [vocab_size] on the engine's device. `output_kind` is
+    for `LLMEngine` and `AsyncLLMEngine`; `LLM` returns whole answers. `output_text_buffer_length` has no effect.
     """
 
     n: int = 1
@@ -264,7 +263,8 @@ class PoolingParams:
 
 
 def default_params(defaults: SamplingDefaults) -> SamplingParams:
-    """Return `SamplingParams` with vLLM's defaults, replaced by the model's own values where it states them."""
+    """Return `SamplingParams` with vLLM's defaults, replaced by `defaults` where the model's generation_config.json
+    states values."""
     stated = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
     if "max_new_tokens" in stated:
         stated["max_tokens"] = stated.pop("max_new_tokens")

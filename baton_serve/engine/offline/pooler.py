@@ -103,8 +103,8 @@ class OfflinePooler:
         ]
 
     def _limit(self, truncate: int | None) -> int | None:
-        """Return the number of tokens to which inputs are cut, or None for no cut; -1 stands for the longest input of
-        the model. Raises `ConfigError` for 0 or for more than that."""
+        """Return the number of tokens to which inputs are cut, or None for no cut. `truncate` -1 stands for the longest
+        input of the model. Raises `ConfigError` if it is 0 or more than that."""
         if truncate is None:
             return None
         longest = self.engine.max_model_len

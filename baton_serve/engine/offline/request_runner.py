@@ -130,7 +130,7 @@ class RequestRunner:
             raise
 
     def step(self) -> StepChanges:
-        """Run one step of the engine for all requests, and return what has changed."""
+        """Run one step of the engine for all requests, and return which requests have new output, ended or failed."""
         stepped = StepChanges()
         result = self._engine.step()
         for engine_id, message, code in result.failed:
@@ -221,7 +221,7 @@ class RequestRunner:
         params_on_engine: sampling.SamplingSpec,
     ) -> None:
         """Add one request to the engine, under the id `engine_id`: the prompt, followed by the tokens `generated` of
-        beam `number`."""
+        beam `number`. `params_on_engine` are its sampling parameters; `request_id` is the caller's id."""
         layout, prompted = self._engine.layout, request.prompted
         token_ids = prompted.token_ids + generated
         work = Work(

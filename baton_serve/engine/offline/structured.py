@@ -22,7 +22,8 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an answer must have. Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is set.
+    """The form that an answer must have, as in vLLM. Exactly one of `json`, `regex`, `choice`, `grammar` and
+    `json_object` is set.
 
     `json` is a schema: a dict, its text, or a pydantic model. `grammar` is written in Lark or GBNF. `disable_fallback`
     has no effect: there is only one backend.

@@ -36,8 +36,9 @@ class PoolingEngine:
     """
 
     def __init__(self, config: EngineConfig, kind: ModelKind, *, progress: LoadProgress | None = None) -> None:
-        """Load the model and run the largest forward pass that is allowed, to find missing memory. Raises `ConfigError`
-        or `ModelError`."""
+        """Load a model that computes `kind`, "embed" or "classify", and run the largest forward pass that is allowed,
+        to find missing memory. `progress` is called with the phase and its finished fraction. Raises `ConfigError` or
+        `ModelError`."""
         from baton_serve.engine.pooling.loader import (
             load_pooling_model,  # imports transformers, which takes seconds
         )

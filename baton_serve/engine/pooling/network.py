@@ -39,8 +39,8 @@ def embedding(vectors: Tensor, params: PoolingSpec, *, normalize: bool) -> Tenso
 
 
 def scores(logits: Tensor, params: PoolingSpec, activation: Activation) -> Tensor:
-    """Return the scores of classes from `logits` [..., num_labels], float32. The activation is not applied if the
-    request asks for that."""
+    """Return the scores of classes, float32, from `logits` [..., num_labels]: `activation` of the logits, or the logits
+    themselves if the request asks for that."""
     return logits.float() if params.activation is False else activation(logits.float())
 
 

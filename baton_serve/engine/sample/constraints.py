@@ -137,7 +137,7 @@ class ConstraintBuilder:
 
     def _mask(self, sequence: TokenSequence, known: _SequenceRules, grammar: Bits | None) -> Bits:
         """Return the bit mask of the next token of one sequence: `grammar`, the mask of its grammar or None, joined
-        with its other rules. Raises `RequestError` if no token is allowed."""
+        with its other rules, which are in `known`. Raises `RequestError` if no token is allowed."""
         if known.grammar is not None and not known.grammar.is_over:
             known.grammar.check()
         mask = np.full(self.width, 255, dtype=np.uint8) if grammar is None else grammar

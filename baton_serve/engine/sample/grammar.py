@@ -90,7 +90,7 @@ class Grammars:
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
-        """The vocabulary in llguidance's form.
+        """The model's tokens in the form that llguidance needs to compile grammars, read at the first access.
 
         Raises `RequestError` if structured output is not possible with this model.
         """

@@ -133,8 +133,8 @@ class Sampler:
         return SamplerOutput(tokens, logprobs, failed)
 
     def _adjust(self, scores: Tensor, rows: Rows[SampleRow], masks: TokenMasks | None) -> None:
-        """Change `scores` in place as the requests of the rows want it: set forbidden tokens to -inf, and apply
-        `logit_bias` and penalties."""
+        """Change `scores` in place as the requests of the rows want it: set tokens that `masks` forbids to -inf (None:
+        no token), and apply `logit_bias` and penalties."""
         if masks is not None:
             masks.apply(scores)
             prefer_timestamps(scores, rows)
@@ -179,7 +179,7 @@ class Sampler:
         return self._upload(values, dtype=torch.float32)[:, None]
 
     def _upload(self, values: object, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Return these values as a tensor on the device, without waiting for the copy."""
+        """Return these values as a tensor of this dtype on the device, without waiting for the copy."""
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
 
@@ -218,11 +218,12 @@ def all_plain_greedy(rows: Rows[SampleRow]) -> bool:
 
 
 def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = MAX_CANDIDATES) -> Tensor:
-    """Set all scores to -inf but the `top_k` largest of each row, and of these only keep the fewest whose probabilities
-    together reach `top_p`. Return the scores.
+    """Return `scores` with -inf for all tokens of a row but the `top_k` largest, and of these but the fewest whose
+    probabilities together reach `top_p`.
 
     `scores` is [rows, vocab_size]; `top_k` (vocab_size: no limit) and `top_p` are [rows, 1]. Probabilities are relative
-    to the tokens that top_k keeps, as in vLLM.
+    to the tokens that top_k keeps, as in vLLM. To be fast, only the `num_candidates` largest scores of a row are
+    sorted, unless these are too few.
     """
     vocab_size = scores.shape[1]
     width = min(num_candidates, vocab_size)

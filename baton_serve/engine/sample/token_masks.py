@@ -49,12 +49,12 @@ class TokenMasker:
         self._staging = devices.staging(device, (0,), torch.uint8)
 
     def prepare(self, grammar: str) -> "Future[object]":
-        """Start compiling a grammar that a request will need. The future ends when it is compiled or has failed.
+        """Start to compile a grammar that a request will need. The future ends when it is compiled, and raises
+        `RequestError` for an invalid grammar.
 
         A step with a sequence whose grammar is not compiled yet waits for it, and with it all other sequences. So a
-        request should be queued only when this future has ended, and its owner should keep the result until the request
-        has ended: without it the grammar may be dropped for those of other requests, and a step compiles it again. The
-        future raises `RequestError` for an invalid grammar.
+        request should be queued only when this future has ended. Its owner should keep the future's result until the
+        request has ended: otherwise the grammar may be dropped in favour of others, and a step compiles it again.
         """
         ready: Future[object] = Future()
         self._thread.submit(self._prepare, grammar, ready)

@@ -36,7 +36,8 @@ class StepMeter:
 
 
 def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) -> EngineStats:
-    """Return the current load and the counters of an engine: `table` has its requests, `meter` its steps."""
+    """Return the current load and the counters of an engine: `table` has its requests, `scheduler` its prefill headroom
+    and cache hits, `meter` its steps."""
     pool = table.pool
     waiting = [*table.iter_waiting(), *table.loading]
     host = pool.host or HostTier(0)

@@ -62,7 +62,8 @@ class RequestFailures:
     def end(self, request: Request) -> None:
         """End a request that has failed, and free its blocks.
 
-        A `prefill` request keeps its blocks, also those in the mirror, because a transport may be reading them.
+        A `prefill` request keeps its blocks, on the devices and in shared host memory, because a transport may be
+        reading them.
         """
         if self._table.fail_request(request):
             self._mirror_refs.end(request.work.request_id)

@@ -24,8 +24,8 @@ class MirrorRefs:
         self._blocks_of: dict[RequestId, list[int]] = {}
 
     def publish(self, completed: Iterable[CompletedBlocks]) -> None:
-        """Copy computed blocks of requests from the devices to the mirror, where transports can read them until `end`
-        is called for the request. Do nothing without a mirror."""
+        """Copy computed blocks of requests from the devices to the mirror in host memory, where transports read them
+        until `end` is called for the request. Do nothing without a mirror."""
         if not self._cache.is_mirrored:
             return
         for of_request in completed:
@@ -36,7 +36,8 @@ class MirrorRefs:
             self._blocks_of.setdefault(of_request.request_id, []).extend(blocks)
 
     def copy_to_device(self, blocks: Iterable[int]) -> None:
-        """Copy blocks that transports have written to the mirror to the devices, and free their host memory."""
+        """Copy blocks that transports have written to the mirror in host memory to the devices, and free their host
+        memory. Do nothing without a mirror."""
         if self._cache.is_mirrored:
             blocks = list(blocks)
             self._cache.from_host(blocks)
@@ -51,7 +52,8 @@ class MirrorRefs:
         self._users += Counter()  # drops entries with a count of 0
 
     def free_mirror(self, blocks: Iterable[int]) -> None:
-        """Free the host memory of these blocks in the mirror, because a transfer that was to fill them has failed."""
+        """Free the memory of these blocks in the mirror in host memory, because a transfer that was to fill them has
+        failed."""
         self._cache.forget_host(blocks)
 
     def check_invariants(self) -> None:

@@ -219,7 +219,7 @@ class StepLoop:
         )
 
     def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
-        """Sample the tokens of a launched step on the device, without waiting. Return the same step.
+        """Sample the tokens of the step `launched` on the device, without waiting. Return the same step.
 
         If the device ran out of memory, add the failed requests to `result` and return None.
         """
@@ -234,8 +234,8 @@ class StepLoop:
         return launched
 
     def _finish(self, launched: InFlightStep, result: StepResult) -> None:
-        """Wait for the sampled tokens of a step, append them to their sequences, and add tokens, completed blocks and
-        failures to `result`."""
+        """Wait for the sampled tokens of the step `launched`, append them to their sequences, and add tokens, completed
+        blocks and failures to `result`."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
         self._memory.host.on_step_end(launched.ended_event)

@@ -26,8 +26,8 @@ A slower engine starts sooner if its rate is taken from the short prompt.
 
 
 def measure_speed(runner: ModelRunner, num_blocks: int, limits: SchedulerConfig, *, may_be_short: bool) -> StepMeter:
-    """Measure how fast the engine computes prompts and decodes, with a long prompt. Its kernels are compiled already.
-    Return the counted steps, with the learned rates.
+    """Measure how fast the engine computes prompts and decodes, with a long prompt in its `num_blocks` free KV blocks.
+    Its kernels are compiled already. Return the counted steps, with the learned rates.
 
     With `may_be_short` a short prompt is used if a long one would take too long. On accelerators a short prompt would
     give too low a rate.

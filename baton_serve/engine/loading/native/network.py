@@ -69,7 +69,8 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", frequencies(config).to(device), persistent=False)
 
     def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [1, num_tokens, head_dim] of positions [1, num_tokens]; both halves are equal."""
+        """Return the cosines and sines of the rotary angles at `positions` [1, num_tokens], each [1, num_tokens,
+        head_dim]; both halves of head_dim are equal. They have the dtype of `like`."""
         halves = positions[..., None].float() * self.inv_freq
         angles = torch.cat((halves, halves), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
@@ -118,8 +119,8 @@ def frequencies(config: DenseConfig) -> Tensor:
 
 
 def _stretched(plain: Tensor, rule: StretchedRope) -> Tensor:
-    """Scale rotary frequencies for longer contexts, as Llama 3.1 does: low frequencies are divided by a factor, high
-    ones kept, and those in between blended.
+    """Return the rotary frequencies `plain` scaled for longer contexts, as Llama 3.1 does: low frequencies are divided
+    by a factor, high ones kept, and those in between blended.
 
     See https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling.
     """

@@ -88,8 +88,8 @@ class CompressedTensors:
         return DecodedWeight(from_unsigned(codes, scales, zeros, bits=self.bits, group=self.group), order)
 
     def _integers(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> DecodedWeight:
-        """Decode a layer with int8 weights [outputs, inputs], their scales and zeros (None: 0). Raises `ValueError` for
-        weights of another dtype."""
+        """Decode a layer with int8 weights [outputs, inputs], their `scales`, and their `zeros` (None: all are 0).
+        Raises `ValueError` for weights of another dtype."""
         if weight.dtype != torch.int8:
             raise ValueError(f"a weight of {weight.dtype}, not int8")
         outputs, inputs = weight.shape

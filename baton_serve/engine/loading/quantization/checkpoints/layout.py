@@ -106,10 +106,11 @@ def from_unsigned(
 
 
 def order_of(group_of_input: Tensor | None, inputs: int, group: int | None) -> Tensor | None:
-    """Return the order of inputs in which the members of each group are neighbours, as `DecodedWeight.order`; None if
-    they are already. `group_of_input` [inputs] is the number of each input's group.
+    """Return an order of the inputs in which the members of each group, which share a scale, are neighbours
+    (`DecodedWeight.order`); None if they are neighbours already. `group_of_input` [inputs] is the number of each
+    input's group, and `group` the size of a group.
 
-    Raises `ValueError` if not all groups have the size `group`.
+    Raises `ValueError` if not all groups have this size.
     """
     # Some tools fill g_idx with -1 if inputs are not reordered.
     if group_of_input is None or group is None or bool((group_of_input < 0).all()):
@@ -136,8 +137,9 @@ def one_of(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], method
 
 
 def group_of(config: Mapping[str, Any], method: str, key: str = "group_size") -> int | None:
-    """Return the number of inputs that share a scale, as `quantization_config` states it; None: all inputs of a row,
-    which checkpoints state as -1. Raises `UnsupportedModelError` for other values."""
+    """Return the number of inputs that share a scale, which `quantization_config` states under `key`; None: all inputs
+    of a row, which checkpoints state as -1. Raises `UnsupportedModelError` for other values; `method` names the format
+    in the message."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and value < 1):
         raise UnsupportedModelError(
