@@ -109,8 +109,8 @@ class AnswerFormat(Protocol):
     """True if the result of `opening` contains the logprobs of the prompt."""
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        """Return what a stream sends for a choice before its first delta, such as the role or the echoed prompt; empty
-        if there is nothing.
+        """Return the elements of a chunk's `choices` that a stream sends for a choice before its first delta, such as
+        the role or the echoed prompt; empty if there is nothing to send.
         """
         ...
 

@@ -20,8 +20,8 @@ class BestOfGeneration:
     """
 
     def __init__(self, inner: SampledGeneration, *, count: int, keeps_logprobs: bool) -> None:
-        """Create it. `inner` generates all sequences; each of its tokens must carry a logprob, because the sums rank
-        them.
+        """Take over `inner`, which generates all sequences. Each of its tokens must carry a logprob, because the sums
+        of the logprobs rank the sequences; `count` of them are returned for each prompt.
 
         `keeps_logprobs` says whether the client wants logprobs too; otherwise they are removed.
         """

@@ -107,8 +107,8 @@ class ChatFormat:
             self._readers = [shape.message_format.reader() for _ in range(generation.num_choices)]
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        """Return the first chunk of a choice: as in OpenAI's API it has the role, and here also the echoed message, if
-        any.
+        """Return the first element of a chunk's `choices` for a choice: as in OpenAI's API it has the role, and here
+        also the echoed message if the client wants it (`echo`).
         """
         return (ChatDeltaChoice(index=choice, delta=ChatDelta(role=self._shape.role, content=self._shape.echo)),)
 

@@ -105,7 +105,9 @@ class CompletionFormat:
         self._has_begun = [False] * generation.num_choices
 
     def opening(self, choice: int) -> Sequence[msgspec.Struct]:
-        """Return the first chunk of a choice: the echoed prompt with its logprobs. Return nothing without `echo`."""
+        """Return the first element of a chunk's `choices` for a choice: the echoed prompt with its logprobs. Return
+        nothing without `echo`.
+        """
         if self._echoed is None:
             return ()
         lifecycle = self._generation.lifecycle(choice)

@@ -79,8 +79,8 @@ class TextGeneration(Protocol):
         ...
 
     def explain(self) -> Explanation | list[Explanation]:
-        """Return when each request was placed where, and what it waited for (header `x-baton-explain`); a list if there
-        are several prompts.
+        """Return on which instances each request was placed and how long each phase took (header `x-baton-explain`); a
+        list if there are several prompts.
         """
         ...
 

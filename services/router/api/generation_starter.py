@@ -109,8 +109,8 @@ class GenerationStarter:
         cache_salt: str,
     ) -> list[PromptRequest]:
         """Return one request to the instances for each prompt of an API call. All have the same sampling parameters;
-        their ids begin with `api_id`, the id of the answer. Raises `ApiError` for parameters that do not fit the
-        limits.
+        their ids begin with `api_id`, the id of the answer. `size` says how many sequences each prompt gets. Raises
+        `ApiError` for parameters that do not fit the limits.
         """
         # Instances need unique ids, but clients may choose ids (x-request-id) and use one twice.
         unique = f"{api_id}-{_random.getrandbits(32):08x}"

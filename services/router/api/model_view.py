@@ -119,7 +119,7 @@ class ModelView:
     def tasks(self) -> list[str]:
         """Return what the model computes: `generate`, or the tasks of a pooling model; empty if no instance is known.
 
-        Besides the tasks of its profile, a classifier with a single class has `score`, as in vLLM.
+        Besides the tasks that its instances report, a classifier with a single class has `score`, as in vLLM.
         """
         profiles = [worker.record.pooling for worker in self.workers()]
         profile = next((profile for profile in profiles if profile is not None), None)

@@ -72,8 +72,8 @@ class DeletedFile(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One page of a list of files or batches, newest first. `has_more` says whether the list goes on after
-    `last_id`.
+    """One page of a list of files or batches, newest first unless the client asks for the other order. `has_more` says
+    whether the list goes on after `last_id`.
     """
 
     data: Sequence[FileObject | BatchObject]

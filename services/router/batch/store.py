@@ -38,8 +38,8 @@ S = TypeVar("S", StoredFile, StoredBatch)
 class StoreLimits:
     """Limits for the folder of batches, in bytes and in seconds after the creation of a file or the end of a batch.
 
-    The last three limit what one owner may have: files, batches that have not ended, and batches. They bound the time
-    that each look into the folder takes.
+    `max_files`, `max_open_batches` (batches that have not ended) and `max_batches` limit what one owner may have. They
+    bound the time that each look into the folder takes.
     """
 
     max_file_bytes: int

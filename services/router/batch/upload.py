@@ -64,7 +64,9 @@ async def receive_upload(
 
 
 class _FormOnDisk(FormReader):
-    """Writes the content of the file to `file`, whose caller closes it, while the body arrives."""
+    """Parses an upload form while it arrives, and writes the content of its file to `file`, which the caller opens and
+    closes.
+    """
 
     def __init__(self, file: BinaryIO, boundary: bytes, max_bytes: int, free_bytes: Callable[[], int]) -> None:
         super().__init__(boundary, max_parts=_MAX_PARTS, max_field_bytes=_MAX_FIELD_BYTES)
@@ -98,7 +100,9 @@ class _FormOnDisk(FormReader):
         self.upload.fields[name] = value
 
     def _check_space(self, num_bytes: int) -> None:
-        """Raise `RequestTooLargeError` if the next `num_bytes` of the file find no room."""
+        """Raise `RequestTooLargeError` if the folder of batches has too little room for the next `num_bytes` of the
+        file.
+        """
         # `free_bytes` reads the size of this file from the file system.
         self._file.flush()
         free = self._free_bytes()

@@ -28,7 +28,7 @@ class Broadcast(Generic[A]):
     """
 
     def __init__(self, cluster: Cluster, *, timeout_s: float) -> None:
-        """Create it for the instances of `cluster`. A call of `send` waits for answers at most `timeout_s` seconds."""
+        """Use the instances of `cluster`. A call of `send` waits for their answers at most `timeout_s` seconds."""
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._pending: dict[tuple[RequestId, InstanceId], asyncio.Future[A | None]] = {}
@@ -68,7 +68,7 @@ class Broadcast(Generic[A]):
         }
 
     def on_answer(self, worker: WorkerState, answer: A) -> bool:
-        """Take an answer of an instance for the `send` that waits for it. Return False if none does."""
+        """Take an answer of an instance for the `send` that waits for it. Return False if no `send` waits for it."""
         future = self._pending.get((answer.request_id, worker.record.instance))
         if future is not None and not future.done():
             future.set_result(answer)

@@ -35,8 +35,8 @@ class BlockIndexSync:
     def __init__(
         self, index: BlockIndex, subscribe: Subscribe, *, spawn: Callable[[Coroutine[None, None, None]], None]
     ) -> None:
-        """Create it without subscriptions. `subscribe` creates the subscription to an instance; `spawn` runs a
-        coroutine in a task for which the owner waits when it closes.
+        """Start without subscriptions. `subscribe` creates the subscription to an instance; `spawn` runs a coroutine in
+        a task for which the owner waits when it closes.
         """
         self._index = index
         self._subscribe = subscribe

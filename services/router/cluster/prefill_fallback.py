@@ -18,8 +18,8 @@ class PrefillFallback:
     """
 
     def __init__(self, *, after_s: float | None, on_allowed: Callable[[], None]) -> None:
-        """Create it. `after_s` is how long to wait, in seconds from the first prefill instance; None never allows the
-        fallback.
+        """Start without any instance. `after_s` is how long to wait, in seconds from the first prefill instance; None
+        never allows the fallback.
 
         `on_allowed` is called if this time passes without a decode or unified instance.
         """
@@ -36,7 +36,9 @@ class PrefillFallback:
         return self._timer is not None
 
     def on_ready(self, record: InstanceRecord) -> None:
-        """Record that an instance has become ready. The first prefill instance starts the waiting time."""
+        """Record that an instance has become ready. The first prefill instance starts the waiting time; a decode or
+        unified instance ends it, and from then on the fallback is allowed.
+        """
         if self._after_s is None or self.is_allowed or record.pooling is not None:
             return
         if record.role != "prefill":

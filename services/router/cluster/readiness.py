@@ -88,8 +88,8 @@ class ReadinessLog:
     """
 
     def __init__(self, cluster: WatchedCluster, *, url: str, names: str) -> None:
-        """Create it without logging. `url` is the router's address without a path, and `names` are the names of the
-        models; both appear in the log lines.
+        """Create the log without writing anything. `url` is the router's address without a path, and `names` are the
+        names of the models; both appear in the log lines.
         """
         self._cluster = cluster
         self._url = url

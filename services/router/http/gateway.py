@@ -70,7 +70,7 @@ def with_middleware(app: AsgiApp, paths: Sequence[str]) -> AsgiApp:
 class _Plain:
     """An ASGI layer that hides the server's direct write (`EXTENSION`) from the application that it wraps.
 
-    Without it, all parts of an answer go through ASGI's `send`, so that a middleware sees and can change them.
+    Then all parts of an answer go through ASGI's `send`, so that a middleware sees and can change them.
     """
 
     def __init__(self, app: AsgiApp) -> None:

@@ -353,8 +353,8 @@ def _place_in_group(
 
 
 def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPolicy) -> Sequence[Candidate]:
-    """Return the instances of a group. A prefill or unified instance for which fetching a cached prefix from another
-    one is worth it has the plan for this fetch.
+    """Return the instances of a group with plans to fetch cached prefixes: a prefill or unified instance has a plan
+    (`pull`) if fetching a prefix from another instance is worth it.
     """
     # A pull counts the blocks of tokens, and the cached prefix begins with those of the source.
     if demand.has_source or policy.name != "prefix" or policy.pull == "never":
@@ -426,7 +426,7 @@ def _prefill_on(
 
 def _lowest_ttft(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Candidate | None:
     """Return the instance with the lowest cost: its predicted TTFT, and the expected harm to later prompts. Return None
-    without candidates.
+    without candidates. `turn` is not used.
     """
     if len(candidates) < 2:
         return candidates[0] if candidates else None
@@ -461,7 +461,7 @@ def _expected_followers(queued_tokens: float, num_tokens: int) -> float:
 
 def _least_busy(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
     """Return the instance that has room for the request and the fewest running sequences, and among equal ones the one
-    that needs the fewest blocks for it. Return None without candidates.
+    that needs the fewest blocks for it. Return None without candidates. `turn` is not used.
     """
     num_tokens = demand.num_tokens
 
@@ -478,7 +478,7 @@ def _least_busy(demand: Demand, candidates: Iterable[Candidate], turn: int) -> C
 
 def _least_loaded(demand: Demand, candidates: Iterable[Candidate], turn: int) -> Candidate | None:
     """Return the instance with the fewest queued tokens, and among equal ones the one with the fewest sequences. Return
-    None without candidates.
+    None without candidates. `demand` and `turn` are not used.
     """
     return min(
         candidates, key=lambda c: (c.queued_tokens, c.active_sequences, -c.free_blocks, c.instance), default=None

@@ -120,8 +120,8 @@ class SiblingRpc:
         metrics: Callable[[], str],
         usage: Callable[[], list[WindowUsage]],
     ) -> None:
-        """Create it for the process `worker`, without starting it. `stats`, `metrics` and `usage` return the values of
-        this process; each is called for every query.
+        """Create the connection of the process `worker` without starting it. `stats`, `metrics` and `usage` return the
+        values of this process; each is called for every query.
         """
         self._worker = worker
         self._log = LimitedLog(logger)

@@ -106,7 +106,7 @@ class AuthenticationError(ApiError):
 
 
 class HostNotAllowedError(ApiError):
-    """The request's Host header names a host that is not allowed (protection against DNS rebinding)."""
+    """The request's Host header names a host that is not allowed (protection against DNS rebinding, status 403)."""
 
     status = 403
     type = "permission_error"
@@ -122,7 +122,7 @@ class PermissionDeniedError(ApiError):
 
 
 class ModelNotFoundError(ApiError):
-    """The request names a model that this router does not serve."""
+    """The request names a model that this router does not serve (status 404)."""
 
     status = 404
     type = "invalid_request_error"
@@ -146,7 +146,7 @@ class ConflictError(ApiError):
 
 
 class RequestTimeoutError(ApiError):
-    """The client did not send the body of its request in time."""
+    """The client did not send the body of its request in time (status 408)."""
 
     status = 408
     type = "invalid_request_error"
@@ -154,7 +154,7 @@ class RequestTimeoutError(ApiError):
 
 
 class RequestTooLargeError(ApiError):
-    """The body of the request has more bytes than `--max-request-bytes` allows."""
+    """The body of the request has more bytes than `--max-request-bytes` or another limit allows (status 413)."""
 
     status = 413
     type = "invalid_request_error"
@@ -162,7 +162,7 @@ class RequestTooLargeError(ApiError):
 
 
 class MediaTypeError(ApiError):
-    """The Content-Type of the request is not one that the endpoint accepts."""
+    """The Content-Type of the request is not one that the endpoint accepts (status 415)."""
 
     status = 415
     type = "invalid_request_error"

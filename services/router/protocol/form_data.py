@@ -101,7 +101,9 @@ class FormReader(ABC):
             raise BadRequestError(f"the form cannot be read: {exc}") from exc
 
     def feed(self, piece: bytes) -> None:
-        """Parse the next piece of the body. Raises `ApiError`."""
+        """Parse the next piece of the form's body. Raises `BadRequestError` if the form is malformed, and `ApiError` if
+        it exceeds a limit.
+        """
         try:
             self._parser.write(piece)
         except FormParserError as exc:
@@ -114,18 +116,18 @@ class FormReader(ABC):
 
     @abstractmethod
     def begin_part(self, name: str, filename: str | None) -> bool:
-        """Begin a part with this name. `filename` is None if its header names no file.
+        """Begin the form's part with this name. `filename` is None if the part's header names no file.
 
         Return whether the part is the file: its content goes to `add_to_file`, that of other parts to `add_field`.
         """
 
     @abstractmethod
     def add_to_file(self, data: bytes) -> None:
-        """Keep the next piece of the file's content."""
+        """Keep `data`, the next piece of the content of the form's file."""
 
     @abstractmethod
     def add_field(self, name: str, value: str) -> None:
-        """Keep a field other than the file. `value` has at most `max_field_bytes` bytes."""
+        """Keep a field of the form that is not the file. `value` has at most `max_field_bytes` bytes."""
 
     def _on_part_begin(self) -> None:
         self._num_parts += 1
@@ -170,7 +172,9 @@ class FormReader(ABC):
 
 
 class _FormInMemory(FormReader):
-    """Keeps the content of the file in memory. The size of the body was bounded before it was read."""
+    """Parses a form and keeps the content of its file in memory. The size of the body was limited before it was
+    read.
+    """
 
     def __init__(self, boundary: bytes) -> None:
         super().__init__(boundary, max_parts=MAX_PARTS, max_field_bytes=MAX_FIELD_BYTES)
@@ -179,7 +183,7 @@ class _FormInMemory(FormReader):
 
     @property
     def form(self) -> Form:
-        """Return the form that was read."""
+        """The file and the fields of the form that were parsed so far."""
         return Form(None if self._file is None else bytes(self._file), self._fields)
 
     def begin_part(self, name: str, filename: str | None) -> bool:

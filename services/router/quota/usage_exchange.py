@@ -42,8 +42,8 @@ class UsageExchange:
     """
 
     def __init__(self, ledger: UsageLedger, store: UsageStore, *, wall_clock: Callable[[], float]) -> None:
-        """Create it without starting it. `wall_clock` returns seconds since 1970: windows must be the same for all
-        routers.
+        """Create the exchange without starting it. `ledger` has the counts of this process; `wall_clock` returns
+        seconds since 1970, because windows must be the same for all routers.
         """
         self._ledger = ledger
         self._store = store

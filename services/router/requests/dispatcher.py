@@ -36,7 +36,7 @@ class Deadlines:
 
     def __init__(self, lifecycles: Collection[RequestLifecycle], *, clock: Callable[[], float]) -> None:
         """Watch the requests in `lifecycles`, a collection to which its owner adds requests, and from which it removes
-        them. `clock` is the one of the requests' deadlines.
+        them. The deadlines are times of `clock`.
         """
         self._lifecycles = lifecycles
         self._clock = clock

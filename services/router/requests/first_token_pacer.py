@@ -22,7 +22,7 @@ from baton_serve.services.router.text.token_sequence import TokenSequence, Token
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The first token of a sequence that is held back, and the timer that ends this."""
+    """The first token of a sequence that is held back, and the timer that sends it to the client later."""
 
     sequence: TokenSequence
     tokens: TokenUpdate
@@ -61,8 +61,8 @@ class FirstTokenPacer:
         self._held: dict[int, _Held] = {}
 
     def put(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
-        """Pass on new tokens of a sequence that arrived at `now`. If its first token is still held back, it is passed
-        on before them.
+        """Put new tokens of a sequence into the request's `TokenQueue`, after its first token if that is still held
+        back. They arrived at `now`.
         """
         if self._held:
             self._flush_sequence(sequence.index)
@@ -71,8 +71,8 @@ class FirstTokenPacer:
     def put_first_token(
         self, attempt: Attempt, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float
     ) -> None:
-        """Pass on the first token of a sequence, which came from a prefill worker, or hold it back if the second token
-        is expected late.
+        """Put the first token of a sequence, which came from a prefill worker, into the request's `TokenQueue`, or hold
+        it back if the second token is expected late.
         """
         # With more than one update the second token is here already, and a finished sequence has no second one.
         if attempt.decode is not None and len(updates) == 1 and not sequence.is_finished:
@@ -85,12 +85,12 @@ class FirstTokenPacer:
         self.put(sequence, updates, now)
 
     def fail(self, error: ApiError) -> None:
-        """Pass on the tokens that are held back, and then let the request's reader get `error`."""
+        """Put the tokens that are held back into the request's `TokenQueue`, and after them `error`, which ends it."""
         self.flush()
         self._token_queue.fail(error)
 
     def flush(self) -> None:
-        """Pass on the first tokens of all sequences that are held back."""
+        """Put the first tokens of all sequences that are held back into the request's `TokenQueue`."""
         for index in list(self._held):
             self._flush_sequence(index)
 
@@ -101,7 +101,7 @@ class FirstTokenPacer:
         self._held.clear()
 
     def _hold_s(self, attempt: Attempt, now: float) -> float:
-        """Return for how many seconds to hold back a first token that arrived at `now`; 0 if it is passed on
+        """Return for how many seconds to hold back a first token that arrived at `now`; 0 if the client gets it
         immediately.
         """
         slo = self._timing.slo
@@ -116,7 +116,7 @@ class FirstTokenPacer:
         )
 
     def _flush_sequence(self, index: int) -> None:
-        """Pass on the first token of the sequence with this index, if it is held back."""
+        """Put the first token of the sequence with this index into the request's `TokenQueue`, if it is held back."""
         held = self._held.pop(index, None)
         if held is None:
             return
@@ -126,8 +126,8 @@ class FirstTokenPacer:
         self._deliver(held.sequence, [held.tokens], now)
 
     def _deliver(self, sequence: TokenSequence, updates: Sequence[TokenUpdate], now: float) -> None:
-        """Put tokens of a sequence into the `TokenQueue` and record `now` in the timeline as the time when the client
-        gets them.
+        """Put tokens of a sequence into the request's `TokenQueue`, and record `now` in the timeline as the time when
+        the client gets them.
         """
         timeline = self._timeline
         timeline.last_token_at = now

@@ -393,8 +393,8 @@ class RequestLifecycle:
 
 
 class ReplayRule(NamedTuple):
-    """How an attempt that failed is replayed: whether the replay is limited, and after which delay in seconds it
-    begins.
+    """Says how an attempt that failed is replayed: whether the replay counts towards the limits, and after how many
+    seconds it begins.
     """
 
     is_counted: bool

@@ -89,7 +89,8 @@ class PoolingAdmission:
         return len(self._waiting)
 
     async def admit(self, demand: PoolingDemand) -> DispatchedTokens:
-        """Wait until a request may go to its instances. Return the count of its tokens, which the caller ends.
+        """Wait until a request may go to its instances. Return the object that counts its tokens; the caller calls
+        `end` on it.
 
         Raises `RateLimitError` if the request is predicted to miss its SLO, or if the queue is full.
         """
@@ -142,7 +143,9 @@ class PoolingAdmission:
             self._poll_timer.cancel()
 
     async def _wait(self, demand: PoolingDemand) -> DispatchedTokens:
-        """Put a request into the queue and wait until it may go to instances. Return the count of its tokens."""
+        """Put a request into the queue and wait until it may go to instances. Return the object that counts its
+        tokens.
+        """
         self._waiting.push(demand, demand.caller, priority=demand.priority, tokens=demand.num_tokens)
         try:
             self._update_waiting_metrics()

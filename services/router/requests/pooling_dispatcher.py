@@ -228,7 +228,8 @@ class PoolingDispatcher:
                 return await call.run()
 
     async def _admit(self, prompts: PoolingPrompts, arrived_at: float) -> DispatchedTokens:
-        """Wait until the request may go to its instances. Return the count of its tokens, which the caller ends.
+        """Wait until the request may go to its instances. Return the object that counts its tokens; the caller calls
+        `end` on it.
 
         After any exception, such as `RateLimitError`, its tokens are not counted for the caller any more.
         """

@@ -27,8 +27,8 @@ class RequestAttempts:
     """The running attempts of one request, and the instances to avoid or to prefer because of earlier attempts that
     failed.
 
-    A `RequestLifecycle` owns it. It keeps no reference to its owner. Because of such a cycle every ended request would
-    stay in memory until Python's garbage collector frees it, which takes CPU time.
+    A `RequestLifecycle` owns it. It keeps no reference to its owner: with such a cycle every ended request would stay
+    in memory until Python's garbage collector frees it, which takes CPU time.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class RequestAttempts:
         """Choose instances for sequences that have the same tokens so far, and send the sequences to them as one
         attempt.
 
-        `sequences` is one sequence, or several without tokens. `owner` receives the instances' answers. Return the
-        reason if no instance can take them. None means that the attempt runs, or that `admit` has returned False for
-        the first attempt: then the request waits in the router. Raises `ApiError` if `admit` rejects the request or if
-        it cannot be encoded.
+        `sequences` is one sequence, or several without tokens; `num_replays` is how often they were replayed. `owner`
+        receives the instances' answers. Return the reason if no instance can take them. None means that the attempt
+        runs, or that `admit` has returned False for the first attempt: then the request waits in the router. Raises
+        `ApiError` if `admit` rejects the request or if it cannot be encoded.
         """
         token_ids = self._request.token_ids + sequences[0].token_ids
         num_generated = len(sequences[0].token_ids)

@@ -161,7 +161,9 @@ class RequestLog:
         self._recent = RecentRequests()
 
     def add(self, lifecycle: RequestLifecycle) -> None:
-        """Add a request that has ended. It is recorded within `_MAX_DELAY_S` seconds, or earlier if many have ended."""
+        """Add a request that has ended. Its metrics and its log line are written within `_MAX_DELAY_S` seconds, or
+        earlier if many requests have ended.
+        """
         self._unlogged.append(lifecycle)
         # A full batch is not recorded immediately: the caller is in the middle of delivering an answer.
         if self._next is None or (len(self._unlogged) >= _MAX_BATCH_REQUESTS and not self._is_soon):
@@ -175,14 +177,14 @@ class RequestLog:
         return self._recent.all()
 
     def flush(self) -> None:
-        """Record all requests that were added until now."""
+        """Write the metrics and log lines of all requests that were added until now."""
         lifecycles, self._unlogged = self._unlogged, []
         self._schedule()  # with an empty list it only cancels the scheduled batch
         self._log(lifecycles)
 
     def _schedule(self) -> None:
-        """Schedule the recording of the next batch of requests: in the next turn of the event loop if the batch is
-        full, otherwise later.
+        """Schedule the next call of `_flush_some`: in the next turn of the event loop if enough requests have ended,
+        otherwise later.
         """
         if self._next is not None:
             self._next.cancel()
@@ -194,7 +196,9 @@ class RequestLog:
             self._next = loop.call_later(_MAX_DELAY_S, self._flush_some) if num_unlogged else None
 
     def _flush_some(self) -> None:
-        """Record one batch of requests, and schedule the rest: hundreds of requests may end at the same time."""
+        """Write the metrics and log lines of some requests, and schedule the rest: hundreds of requests may end at the
+        same time.
+        """
         lifecycles, self._unlogged = self._unlogged[:_MAX_BATCH_REQUESTS], self._unlogged[_MAX_BATCH_REQUESTS:]
         self._schedule()
         self._log(lifecycles)

@@ -123,7 +123,9 @@ class TokenStream:
         return text
 
     def _restart(self) -> str:
-        """Return the text of the tokens that are held back, and continue with a new `DecodeStream`."""
+        """Return the text of the tokens that are held back, and continue with a new `DecodeStream`, because the old one
+        has failed or holds back too many tokens.
+        """
         # The context keeps the space before the next word. One that ends within a character would be returned again.
         context = self._held.copy()
         text = self.finish()

@@ -103,8 +103,8 @@ def wanted_logprobs(request: ChatCompletionRequest | CompletionRequest, limits: 
 
 
 def text_rules(request: GenerationRequest, *, logprobs: int | None, tokens_as_ids: bool) -> TextRules:
-    """Return the text rules of a request. `logprobs` is the result of `wanted_logprobs`; `tokens_as_ids` is the
-    server's default (`--return-tokens-as-token-ids`).
+    """Return how the tokens of a request's answer become text and logprobs. `logprobs` is the result of
+    `wanted_logprobs`; `tokens_as_ids` is the server's default (`--return-tokens-as-token-ids`).
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     wanted = request.return_tokens_as_token_ids

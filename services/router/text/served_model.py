@@ -351,7 +351,7 @@ class ServedModel:
 
     def _with_calls(self, message: TemplateMessage) -> TemplateMessage:
         """Return a message whose tool calls have the form that chat templates expect: no empty list, arguments as
-        objects, ids of the right length.
+        objects, and short ids for models that need them.
         """
         calls = message.pop("tool_calls", None)
         if isinstance(calls, list) and calls:

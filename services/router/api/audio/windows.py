@@ -223,8 +223,8 @@ class OrderedText:
     """
 
     def __init__(self, num_windows: int, decode: Callable[[int, TextDelta], str]) -> None:
-        """Create it for a file of `num_windows` windows. `decode` gets the number of a window and its next delta, and
-        returns the new text.
+        """Start without text, for a file of `num_windows` windows. `decode` gets the number of a window and its next
+        delta, and returns the new text.
         """
         self._decode = decode
         self._held: list[list[str]] = [[] for _ in range(num_windows)]

@@ -94,7 +94,8 @@ class PoolingCall:
     def __init__(
         self, service: ModelService, request: PoolingCommon, context: RequestContext, *, prefix: str, is_long: bool
     ) -> None:
-        """Create it. Raises `ApiError` if `service` does not serve a pooling model under the requested name.
+        """Start with a parsed `request`. Raises `ApiError` if `service` does not serve a pooling model under the
+        requested name.
 
         `prefix` starts the id of the answer. `is_long` says that the body was large, so that its chat is rendered in a
         thread.

@@ -45,7 +45,7 @@ async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
 
 
 async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.Struct:
-    """Answer /classify with the probabilities of the classes for each input. Raises `ApiError`."""
+    """Answer /classify with the scores of all classes for each input. Raises `ApiError`."""
     call.require("classify")
     inputs = await call.inputs(request)
     vectors = await call.compute(inputs, PoolingSpec(task="classify", activation=request.activation))

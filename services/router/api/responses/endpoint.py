@@ -163,7 +163,8 @@ class ResponsesDialect:
     """Converts one answer to the events and objects of the Responses API; implements `api_format.Dialect`."""
 
     def __init__(self, empty: ResponseAnswer, names: Mapping[str, ToolName], logprobs: LogprobWriter) -> None:
-        """Create it for one answer. `empty` is the answer before anything was generated; `logprobs` formats logprobs.
+        """Create the dialect for one answer. `empty` is the answer before anything was generated; `logprobs` formats
+        logprobs.
 
         `names` are the functions that belong to a namespace, by the name under which the model calls them.
         """

@@ -82,8 +82,8 @@ class _Reader:
                 raise self._error(f"parts of type {other!r} are not supported")
 
     def _tag(self, part: Mapping[str, Any], depth: int, *, without: str = "") -> Rule:
-        """Return the grammar rule for a tag: its beginning, content and end. `without` is a trigger, the start of the
-        tag's beginning that the model has already generated.
+        """Return the grammar rule for a tag: its beginning, content and end. `without` is a trigger, the first part of
+        the beginning; the model has already generated it, so the rule leaves it out.
         """
         begin, end = self.text(part, "begin"), self.text(part, "end", may_be_empty=True)
         content = self.mapping(part.get("content"))

@@ -61,8 +61,8 @@ class ImagePlaces:
     """
 
     def __init__(self, text: str, num_images: int, family: ImageFamily, image_token: str) -> None:
-        """Create it for the `text` of a rendered chat with `num_images` placeholders. `family` has the model's rules
-        for images; `image_token` is the text of its image token.
+        """Start with the `text` of a rendered chat that has `num_images` placeholders. `family` has the model's rules
+        for images; `image_token` is the text of the model's image token.
         """
         self._text = text
         self._num_images = num_images

@@ -13,9 +13,9 @@ def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) 
     """Read one tool call, a JSON object, and emit it to `out`. Return whether it is one: its name and its arguments
     were found.
 
-    If it is not, the caller must make content of the text since the last mark. Arguments are emitted as the model wrote
-    them, so they may be invalid JSON, as in OpenAI's API. With `needs_arguments`, an object with only a name is not a
-    call.
+    If it is not, the caller must emit the text since the last `text.mark()` as content. Arguments are emitted as the
+    model wrote them, so they may be invalid JSON, as in OpenAI's API. With `needs_arguments`, an object with only a
+    name is not a call.
     """
     call = _Call(out)
     if (char := (yield from skip_space(text))) != "{":
@@ -40,7 +40,8 @@ def call_object(text: Characters, out: Parts, *, needs_arguments: bool = False) 
 def call_list(text: Characters, out: Parts) -> Scan[bool]:
     """Read a JSON list of tool calls, whose opening bracket comes next, and emit them to `out`.
 
-    Return False if an element is not a call: the caller must then make content of the text since the last mark.
+    Return False if an element is not a call: the caller must then emit the text since the last `text.mark()` as
+    content.
     """
     yield from text.next()
     while True:
@@ -95,7 +96,7 @@ class _Call:
         return True
 
     def arguments(self) -> Callable[[str], None]:
-        """Return the function that is called with the text of the arguments, which comes next."""
+        """Return the function to which the caller passes the text of the arguments, which it reads next."""
         # An object may have both `arguments` and `parameters`: the first one counts.
         if self._has_arguments:
             return _ignore

@@ -40,8 +40,8 @@ class ToolCallGrammar:
         return f"({' | '.join(ways)})"
 
     def amid_text(self, trigger: str, call: str) -> str:
-        """Return a grammar expression for an answer in which a `call` follows each `trigger`, with text around the
-        calls.
+        """Return a grammar expression for an answer with text and tool calls. `trigger` is the text that begins a call,
+        and `call` the grammar expression for the rest of it.
         """
         lark = self.lark
         if self.form is not None:

@@ -47,7 +47,7 @@ so this only ends an attempt if the process itself hangs."""
 
 
 class _LostError(Exception):
-    """The compiling process, or the compiler of one grammar that it started, ended before it answered."""
+    """The compiling process ended, or the compilation of one grammar in it was killed, before an answer came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,8 @@ class GrammarChecker:
         return verdict
 
     async def _compile(self, message: bytes) -> bytes:
-        """Send a message to the compiling process and return its answer. If a limit of time or memory ends the
-        compiler, the answer is an error message for the client.
+        """Send a message to the compiling process and return its answer. If the compilation exceeds a limit of time or
+        memory, the answer is an error message for the client.
 
         Raises `UnavailableError` if the process is lost repeatedly.
         """
@@ -194,7 +194,7 @@ class GrammarChecker:
         """Send a message to the compiling process and return the bytes of its answer. Raises `_LostError` if the
         process ends first.
 
-        If this call is cancelled, its socket is closed, which ends the compiler of this grammar.
+        If this call is cancelled, its socket is closed, which ends the compilation of this grammar.
         """
         loop = asyncio.get_running_loop()
         local, remote = socket.socketpair()
@@ -216,18 +216,18 @@ class GrammarChecker:
         return bytes(parts)
 
     def _read(self, answer: bytes) -> bytes:
-        """Return the answer as it is, or an error message for the client if it says that a limit has ended the
-        compiler.
+        """Return the answer of the compiling process as it is, or an error message for the client if it says that a
+        limit has ended the compilation.
 
-        Raises `_LostError` if the compiler was killed from outside, for example for lack of memory.
+        Raises `_LostError` if the compilation was killed from outside, for example for lack of memory.
         """
         if answer[:1] != ENDED:
             return answer
         return VERDICT + self._explained(int(answer[1:])).encode()
 
     def _explained(self, number: int) -> str:
-        """Return the error message for the signal number that ended a compiler. Raises `_LostError` for a signal from
-        outside.
+        """Return the error message for the number of the signal that ended a compilation. Raises `_LostError` for a
+        signal that says nothing about the grammar, such as SIGKILL.
         """
         # `process` and the kernel send these signals for exceeded limits. SIGKILL and SIGTERM come from outside, for
         # example from the kernel's OOM killer, and say nothing about the grammar.
