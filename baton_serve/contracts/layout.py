@@ -26,7 +26,7 @@ class KVShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_heads(self) -> int:
-        """Return the number of KV heads of one layer, counting K and V separately."""
+        """Return how many heads one layer stores: its KV heads, counted separately for K and V."""
         return self.num_planes * self.num_kv_heads
 
     def scale_rows(self, layout: "KVLayout") -> int:

@@ -62,7 +62,7 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Return the position after the last token of the span."""
+        """Return the position in the prompt after the last token of this image."""
         return self.start + self.length
 
 

@@ -15,7 +15,8 @@ ROOT = 0
 
 
 class Connected(Protocol):
-    """A connected socket of which the peer's user is asked: `socket.socket`, or asyncio's wrapper of one."""
+    """The methods of a connected socket that `stranger` calls: `socket.socket`, or asyncio's wrapper of one, has
+    them."""
 
     @property
     def family(self) -> int: ...

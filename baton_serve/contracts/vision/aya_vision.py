@@ -16,11 +16,12 @@ class AyaImages(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the tokens and marks of an image that is one tile."""
+        """Return what stands for an image that is one tile: the number of its tokens, between the texts of marks."""
         return ("<|START_OF_IMG|>TILE_GLOBAL", self.tokens_per_tile, "<|END_OF_IMG|>")
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the tokens and marks that stand for an image of this size in pixels."""
+        """Return what stands for an image of this size in pixels: for each tile its label and its number of tokens,
+        between the texts of two marks."""
         found: list[str | int] = []
         mark = "<|START_OF_IMG|>"
         # With several tiles the count includes the overview, which has a label without a number.
@@ -44,7 +45,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return how an Aya Vision model with these files reads images."""
+    """Return how an Aya Vision model whose files are `facts` reads images."""
     known = msgspec.convert(facts.config, _Config)
     tower = known.vision_config
     return AyaImages(

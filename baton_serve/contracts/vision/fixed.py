@@ -7,7 +7,7 @@ from baton_serve.contracts.vision.family import ImageFamily, Parts
 
 
 class FixedImages(ImageFamily, frozen=True):
-    """How models read images that have the same number of tokens for each image."""
+    """How some models read images: the same number of tokens stands for each image, whatever its size."""
 
     count: int
 
@@ -17,7 +17,7 @@ class FixedImages(ImageFamily, frozen=True):
         return True
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the number of tokens, as the only part, that stand for any image."""
+        """Return what stands for an image of any size: a single number of image tokens, without text."""
         return (self.count,)
 
 
@@ -34,8 +34,8 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return how a model with these files reads images. If its config states no number of tokens, each patch of an
-    image has one token."""
+    """Return how a model whose files are `facts` reads images. If its config states no number of tokens, each patch of
+    an image has one token."""
     known = msgspec.convert(facts.config, _Config)
     token_id = known.image_token_index if known.image_token_id is None else known.image_token_id
     # Configs of ViP-LLaVA state the number. Those of DeepSeek-VL do not.

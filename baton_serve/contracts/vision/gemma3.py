@@ -18,7 +18,7 @@ class Gemma3Images(ImageFamily, frozen=True):
         return True
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the tokens and marks that stand for any image."""
+        """Return what stands for an image of any size: the number of its tokens, between the texts of two marks."""
         return self.parts_of_all
 
 
@@ -34,7 +34,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return how a Gemma 3 model with these files reads images."""
+    """Return how a Gemma 3 model whose files are `facts` reads images."""
     known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
     return Gemma3Images(
         image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,

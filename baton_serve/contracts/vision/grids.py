@@ -36,13 +36,14 @@ class ImageGrid(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the smallest number of tokens that an image can have within the limits."""
+        """Return what stands for the image with the fewest tokens that the limits allow: a single number of image
+        tokens."""
         # Scaling down loses less than half of each side.
         is_safe = self.min_pixels <= self.max_pixels / 4
         return (ceil(self.min_pixels / self.frames / self.token_side**2) if is_safe else 1,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the number of tokens, as the only part, that stand for an image of this size in pixels."""
+        """Return what stands for an image of this size in pixels: a single number of image tokens, without text."""
         grid = self.token_grid(width=width, height=height)
         return (grid.rows * grid.columns,)
 
@@ -84,7 +85,7 @@ class _Processor(msgspec.Struct, frozen=True):
 
 
 def qwen(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a Qwen-VL model with these files reads images; None if it does not scale them, which is not
+    """Return how a Qwen-VL model whose files are `facts` reads images; None if it does not scale them, which is not
     supported."""
     known, processor = _read(facts)
     size, limits = processor.size, _QWEN_LIMITS
@@ -95,7 +96,7 @@ def qwen(facts: ModelFacts) -> ImageFamily | None:
 
 
 def glm(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a GLM-V model with these files reads images; None if it does not scale them, which is not
+    """Return how a GLM-V model whose files are `facts` reads images; None if it does not scale them, which is not
     supported."""
     known, processor = _read(facts)
     low, high = (

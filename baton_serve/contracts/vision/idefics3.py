@@ -29,11 +29,13 @@ class Idefics3Images(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the tokens and marks of an image that is not cut into tiles."""
+        """Return what stands for an image that is not cut into tiles: the number of its tokens, between the texts of
+        marks."""
         return (f"{self.around}{self.overview}", self.tokens_per_tile, self.around)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the tokens and marks that stand for an image of this size in pixels."""
+        """Return what stands for an image of this size in pixels: for each tile the text of its mark and its number of
+        tokens, and at the end the overview."""
         rows, columns = self._grid(width, height)
         if not self.splits or (rows, columns) == (1, 1):
             return self.least
@@ -106,7 +108,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return how an Idefics 3 or SmolVLM model with these files reads images."""
+    """Return how an Idefics 3 or SmolVLM model whose files are `facts` reads images."""
     known, images = msgspec.convert(facts.config, _Config), msgspec.convert(facts.images, _Images)
     tower, tokens = known.vision_config, msgspec.convert(facts.tokenizer, _Tokens)
     return Idefics3Images(

@@ -8,7 +8,8 @@ from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
 
 class InternVLImages(ImageFamily, frozen=True):
-    """How InternVL models read images: the tokens of all tiles in a row, between a start and an end mark."""
+    """How InternVL models read images: a fixed number of tokens for each tile, all in a row between a start and an end
+    mark."""
 
     tiles: TileRules
     tokens_per_tile: int
@@ -22,11 +23,13 @@ class InternVLImages(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the tokens and marks of an image that is one tile."""
+        """Return what stands for an image that is one tile: the number of its tokens, between the texts of two
+        marks."""
         return (self.start, self.tokens_per_tile, self.end)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the tokens and marks that stand for an image of this size in pixels."""
+        """Return what stands for an image of this size in pixels: the number of its tokens, between the texts of two
+        marks."""
         return (self.start, self.tokens_per_tile * self.tiles.count(width=width, height=height), self.end)
 
 
@@ -41,7 +44,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return how an InternVL model with these files reads images."""
+    """Return how an InternVL model whose files are `facts` reads images."""
     known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
     return InternVLImages(
         image_token_id=known.image_token_id,

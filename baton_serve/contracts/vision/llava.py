@@ -41,11 +41,12 @@ class Llava(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the tokens of an image that is not cut into tiles, as the smallest possible number."""
+        """Return what stands for the image with the fewest tokens, one without tiles: a single number of image tokens,
+        without text."""
         return (self.tokens_per_image,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the number of tokens, as the only part, that stand for an image of this size in pixels."""
+        """Return what stands for an image of this size in pixels: a single number of image tokens, without text."""
         if not self.grid:
             return self.least
         tall, wide = best_fit(self.grid, height, width)
@@ -71,7 +72,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a LLaVA model with these files reads images; None if its vision tower is not CLIP, SigLIP or
+    """Return how a LLaVA model whose files are `facts` reads images; None if its vision tower is not CLIP, SigLIP or
     Pixtral."""
     known = msgspec.convert(facts.config, _Config)
     tower = known.vision_config
@@ -95,7 +96,8 @@ def family(facts: ModelFacts) -> ImageFamily | None:
 
 
 def _stated(tower: _Tower) -> tuple[int | None, int | None]:
-    """Return the image size and the patch size in pixels that the config states, each None if missing."""
+    """Return the image size and the patch size in pixels that the config states for the vision tower, each None if
+    missing."""
     return tower.image_size, tower.patch_size
 
 

@@ -25,11 +25,12 @@ class OneVisionImages(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the number of tokens of the overview, which every image has."""
+        """Return what stands for the image with the fewest tokens: the number of tokens of the overview, which every
+        image has."""
         return (self.side**2 - self.num_dropped,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return the number of tokens, as the only part, that stand for an image of this size in pixels."""
+        """Return what stands for an image of this size in pixels: a single number of image tokens, without text."""
         tall, wide = best_fit(self.grid, height, width)
         rows, columns = unpadded(
             self.side * (tall // self.tile), self.side * (wide // self.tile), width=width, height=height
@@ -62,7 +63,7 @@ class _Images(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return how a LLaVA-OneVision model with these files reads images."""
+    """Return how a LLaVA-OneVision model whose files are `facts` reads images."""
     known = msgspec.convert(facts.config, _Config)
     edges = range(384, 2304 + 1, 384)
     stated = known.image_grid_pinpoints or msgspec.convert(facts.images, _Images).image_grid_pinpoints

@@ -24,12 +24,12 @@ class PixtralImages(ImageFamily, frozen=True):
 
     @property
     def least(self) -> Parts:
-        """Return the tokens and the mark of the smallest image."""
+        """Return what stands for the smallest image: the number of its tokens, and the text of the mark at its end."""
         return (self.least_tokens, self.image_end) if self.image_end else (self.least_tokens,)
 
     def parts(self, *, width: int, height: int) -> Parts:
-        """Return what stands for an image of this size in pixels: the number of tokens of each row, and the marks.
-        Raises `UnfitImageError` if the image is too small."""
+        """Return what stands for an image of this size in pixels: the number of tokens of each row, each followed by
+        the text of a mark. Raises `UnfitImageError` if the image is too small."""
         ratio = max(height / self.longest_edge, width / self.longest_edge)
         if ratio > 1:
             height, width = floor(height / ratio), floor(width / ratio)
@@ -68,8 +68,8 @@ class _Processor(msgspec.Struct, frozen=True):
 
 
 def family(facts: ModelFacts) -> ImageFamily:
-    """Return how a model with these files and a Pixtral tower reads images. In all such models but LLaVA, neighbouring
-    patches are joined to one token."""
+    """Return how a model whose files are `facts`, with a Pixtral tower, reads images. In all such models but LLaVA,
+    neighbouring patches are joined to one token."""
     known = msgspec.convert(facts.config, _Config)
     images = msgspec.convert(facts.images, _Images)
     size = images.size or {"longest_edge": 1024}

@@ -82,6 +82,6 @@ def expand_runs(
 
 
 def _check_count(num_placeholders: int, num_images: int) -> None:
-    """Raise `ValueError` unless a prompt has one placeholder for each image."""
+    """Raise `ValueError` if the numbers of a prompt's placeholders and images differ."""
     if num_placeholders != num_images:
         raise ValueError(f"there are {num_images} images, but the prompt has {num_placeholders} image tokens")

@@ -48,7 +48,7 @@ SERVED = "images are read by models of these types: " + ", ".join(FAMILIES)
 
 
 def image_family(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a model with these files reads images; None if it does not read images, or not in a way that is
+    """Return how a model whose files are `facts` reads images; None if it does not read images, or not in a way that is
     supported.
 
     It is None for a folder without an image processor: only text is served then.

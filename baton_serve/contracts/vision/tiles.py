@@ -39,8 +39,8 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def tile_rules(facts: ModelFacts, *, cuts: bool | None = None) -> TileRules:
-    """Return how the image processor in these files cuts images. `cuts` says whether it cuts them at all, as the
-    processor of the whole model sets it; None: its own setting counts."""
+    """Return how the image processor in `facts`, the files of a model, cuts images. `cuts` says whether it cuts them at
+    all, as the processor of the whole model sets it; None: its own setting counts."""
     known = msgspec.convert(facts.images, _Settings)
     return TileRules(
         height=known.size.height,

@@ -51,8 +51,8 @@ class CachedPrefix:
 
 
 class BlockPool:
-    """Allocates the KV blocks of one engine and keeps its prefix cache, like vLLM's `BlockPool`. A block has an owner
-    for each sequence that uses it. Engine thread only."""
+    """Allocates the KV blocks of one engine and keeps its prefix cache, like vLLM's `BlockPool`. A block has one owner
+    for each sequence that uses it. Only the engine's thread may call it."""
 
     def __init__(
         self,

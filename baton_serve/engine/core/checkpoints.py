@@ -38,7 +38,8 @@ class StateCopy:
 
 class StateCheckpoints:
     """Plans when checkpoints of recurrent states are taken, and finds them in the prefix cache. A checkpoint is a copy
-    of a sequence's recurrent states after the last token of a block, in blocks of its own. Engine thread only."""
+    of a sequence's recurrent states after the last token of a block, in blocks of its own. Only the engine's thread may
+    call it."""
 
     def __init__(self, pool: BlockPool, block_tokens: int, num_blocks: int, interval_tokens: int) -> None:
         """`num_blocks` is the number of blocks that one checkpoint fills, 0 for models without recurrent states. Each

@@ -37,7 +37,8 @@ def no_damaged_slots(slots: Sequence[int]) -> set[int]:
 
 class HostTier:
     """Decides which KV blocks are kept in host memory: it knows which block hash each slot holds, and which is evicted
-    next. It holds no bytes itself (`HostTierMemory` does). The block pool owns it; engine thread only."""
+    next. It holds no bytes itself (`HostTierMemory` does). The block pool owns it. Only the engine's thread may call
+    it."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

@@ -17,8 +17,8 @@ grow."""
 
 
 class KVImports:
-    """Allocates KV blocks for imports, and owns them: an import fetches cached blocks from another instance into this
-    one's prefix cache. Engine thread only."""
+    """Allocates KV blocks for imports: an import fetches cached blocks from another instance into this one's prefix
+    cache. It owns the blocks until the import ends. Only the engine's thread may call it."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table

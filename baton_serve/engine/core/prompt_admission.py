@@ -22,7 +22,7 @@ class _Blocked(NamedTuple):
 
 class PromptAdmission:
     """Starts waiting sequences: finds their cached prefix and allocates their KV blocks. Also counts prefix cache hits.
-    Engine thread only."""
+    Only the engine's thread may call it."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table

@@ -17,7 +17,7 @@ from baton_serve.engine.errors import UsageError
 
 class Reservations:
     """Reserves KV blocks for prompts that other instances compute, and protects cached blocks from eviction while other
-    instances fetch them. Engine thread only."""
+    instances fetch them. Only the engine's thread may call it."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table

@@ -102,8 +102,8 @@ class AdapterWeights(Protocol):
 
 
 class Scheduler:
-    """Decides what each step of an engine computes, and applies the results of steps to its sequences. Engine thread
-    only."""
+    """Decides what each step of an engine computes, and applies the results of steps to its sequences. Only the
+    engine's thread may call it."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from baton_serve.engine.errors import RequestError
 
 class SourceBlocks:
     """Hashes, finds and registers the blocks that hold cross-attention KV: each prompt of such a model has one source,
-    for example a window of audio that an encoder reads. Engine thread only."""
+    for example a window of audio that an encoder reads. Only the engine's thread may call it."""
 
     def __init__(self, pool: BlockPool, num_blocks: int) -> None:
         """`num_blocks` is the number of blocks that hold the cross-attention KV of one source; 0 for models without

@@ -46,7 +46,7 @@ again after a while."""
 @dataclass(slots=True)
 class StepTimeModel:
     """Learns how long the steps of an engine take, to predict how many prompt tokens a step may have without violating
-    the ITL SLOs of decoding sequences. The engine reports each step to it; engine thread only."""
+    the ITL SLOs of decoding sequences. The engine reports each step to it. Only the engine's thread may call it."""
 
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0

@@ -92,7 +92,7 @@ class SlotChecksums:
 
 class HostTierMemory:
     """The host memory of evicted KV blocks (the host tier). It executes the copies that `tier` has planned; if `tier`
-    is None it does nothing. Engine thread only."""
+    is None it does nothing. Only the engine's thread may call it."""
 
     def __init__(self, cache: KVCache, tier: HostTier | None) -> None:
         self.tier = tier

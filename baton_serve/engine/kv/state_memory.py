@@ -51,7 +51,7 @@ def row_bytes(parts: Sequence[StatePart]) -> int:
 
 class StateMemory:
     """The memory of the recurrent states of all batch slots. It also copies them to and from checkpoints in KV blocks.
-    Engine thread only.
+    Only the engine's thread may call it.
 
     For a model without recurrent states it does nothing. All copies run on the device in the order of the calls.
     """

@@ -148,8 +148,8 @@ def dense_layers(file: Path, skeleton: nn.Module, dense: DenseConfig) -> StoredM
 
 
 def dense_name(name: str) -> str:
-    """Return the name in a safetensors checkpoint for a tensor that llama.cpp calls `name`, in decoders of the usual
-    structure; "" if it has none."""
+    """Return the name in a safetensors checkpoint for a tensor that llama.cpp calls `name`, in decoders like Llama and
+    Qwen; "" if it has none."""
     stem, _, leaf = name.rpartition(".")
     if stem in DENSE_NAMES:
         return f"{DENSE_NAMES[stem]}.{leaf}"

@@ -90,7 +90,7 @@ def config_json(parsed: GgufFile) -> dict[str, object] | None:
 
 
 def _family_fields(family: str, parsed: GgufFile) -> dict[str, object]:
-    """Return the fields of config.json that only models of this architecture have."""
+    """Return the fields of config.json that only models of llama.cpp's architecture `family` have."""
     if family == "llama":
         return {
             "attention_bias": "blk.0.attn_q.bias" in parsed.tensors,

@@ -234,7 +234,8 @@ def _run_chunks(model: LoadedModel, layers: ProbedLayers, tokens: Tensor) -> Ten
 
 
 def _states(parts: Sequence[StatePart]) -> dict[int, dict[tuple[StateKind, int], Tensor]]:
-    """Return zeroed recurrent states for one sequence: by layer, then by kind and index."""
+    """Return new recurrent states for one sequence, filled with zeros: by layer, then by kind and index. `parts`
+    describes them."""
     views: dict[int, dict[tuple[StateKind, int], Tensor]] = {}
     for part in parts:
         views.setdefault(part.layer, {})[part.kind, part.index] = torch.zeros(1, *part.shape, dtype=part.dtype)

@@ -101,8 +101,8 @@ def refuse_type(hf_config: HfConfig) -> None:
 
 def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:
     """Raise `UnsupportedModelError` if pipeline parallelism is on (`stage` is not the whole model) and this model
-    cannot be divided: its layers pass on more than one activation for each token, or keep states that only whole blocks
-    hold."""
+    cannot be divided into stages: for example, if it has recurrent states, or layers that read the KV of other
+    layers."""
     if stage.is_whole:
         return
     types = set(getattr(text_config, "layer_types", None) or ())

@@ -189,7 +189,8 @@ class _Buffer:
 
 
 def _cut(piece: TensorCopy) -> Iterator[TensorCopy]:
-    """Cut the copy of a weight into copies of about `PIECE_BYTES` each."""
+    """Cut the copy of a weight into several copies of about `PIECE_BYTES` bytes each, so that threads can share the
+    work."""
     target, source = piece.target, piece.source
     if target.shape != source.shape:
         raise ValueError(f"a weight of shape {list(source.shape)} is stored for one of {list(target.shape)}")

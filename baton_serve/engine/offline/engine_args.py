@@ -288,7 +288,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Over how many devices the model is split, under vLLM's names."""
+    """The number of devices over which the model is split, by tensor and by pipeline parallelism, under vLLM's
+    names."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1

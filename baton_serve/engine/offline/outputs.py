@@ -134,7 +134,7 @@ class PoolingOutput:
 
     @property
     def embedding(self) -> list[float]:
-        """`data` as a list, for code that was written for older versions of vLLM."""
+        """The result `data` as a list of floats, for code that was written for older versions of vLLM."""
         found: list[float] = self.data.tolist()
         return found
 
@@ -157,7 +157,7 @@ PoolingRequestOutput = VectorRequestOutput[PoolingOutput]
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A metric whose number only grows, under vLLM's name."""
+    """A metric with a number that only grows; its name is the one that vLLM gives it."""
 
     name: str
     value: int
@@ -165,7 +165,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A metric whose number is that of this moment, under vLLM's name."""
+    """A metric with a number that is valid at this moment; its name is the one that vLLM gives it."""
 
     name: str
     value: float

@@ -229,7 +229,7 @@ class PoolingEngine:
             raise RequestError("invalid", "there is no input")
 
     def _count(self, item: QueuedInput) -> None:
-        """Count an input as computed. After its last input a request is forgotten."""
+        """Count an input as computed. A request whose last input was counted is forgotten."""
         self._num_left[item.request_id] -= 1
         if not self._num_left[item.request_id]:
             del self._num_left[item.request_id]

@@ -169,7 +169,8 @@ class ConstraintBuilder:
         return None if sampling.transcript is None else TranscriptRules(sampling.transcript, self.width)
 
     def _words_of(self, request: Request) -> "BadWords":
-        """Return the bad words of a request, prepared at its first call: they may have 262,144 tokens."""
+        """Return the bad words of a request. They are prepared only once for each request, because they may have
+        262,144 tokens."""
         words = self._bad_words.get(request)
         if words is None:
             words = self._bad_words[request] = BadWords(request.work.sampling.bad_words)

@@ -23,7 +23,8 @@ INDEX_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The allowed tokens of the rows of a step that are restricted, as bit masks on the device."""
+    """The allowed tokens of a step, as bit masks on the device, for its rows whose tokens are restricted, such as by a
+    grammar."""
 
     rows: Tensor  # int64 [rows]
     masks: Tensor  # int64 [rows]

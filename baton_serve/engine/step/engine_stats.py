@@ -18,7 +18,8 @@ class StepMeter:
         self.steps = 0
 
     def record(self, plan: ScheduledBatch, seconds: float, num_generated: int) -> None:
-        """Count a step, which took `seconds` and sampled `num_generated` tokens. A step without chunks is ignored."""
+        """Count a step with the chunks of `plan`, which took `seconds` and sampled `num_generated` tokens. A step
+        without chunks is ignored."""
         if not plan.chunks:  # a step that only waited for the host tier says nothing about speed
             return
         # A chunk of one token is counted as decoding, though it can be the last token of a prompt; both cost the same.

@@ -15,8 +15,8 @@ from baton_serve.engine.parallel.tp_executor import BlockCopier
 
 class MirrorRefs:
     """Counts the requests for which transports read each block in the mirror, the copy of all ranks' KV blocks in host
-    memory. A block is copied there for its first request, and its host memory is freed with the last. Engine thread
-    only."""
+    memory. A block is copied there for its first request, and its host memory is freed with the last. Only the engine's
+    thread may call it."""
 
     def __init__(self, cache: BlockCopier) -> None:
         self._cache = cache

@@ -219,7 +219,7 @@ class StepLoop:
         )
 
     def _choose(self, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
-        """Sample the tokens of the step `launched` on the device, without waiting. Return the same step.
+        """Sample the tokens of the step `launched` on the device, without waiting for them. Return the same step.
 
         If the device ran out of memory, add the failed requests to `result` and return None.
         """

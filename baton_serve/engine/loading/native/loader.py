@@ -27,8 +27,8 @@ from baton_serve.engine.model_folder import LOAD_ERRORS, max_model_len_of, weigh
 def load_dense(
     config: EngineConfig, target: torch.device, progress: LoadProgress, stage: Stage = WHOLE_PIPELINE
 ) -> LoadedModel | None:
-    """Load a decoder of the usual structure, or one stage of it, without transformers, which starts faster. Return None
-    if this loader cannot load it.
+    """Load a decoder of a family that this loader knows (Llama, Mistral, Qwen), or one pipeline stage of it, without
+    transformers, whose import takes seconds. Return None if this loader cannot load the model.
 
     The caller then uses transformers, which loads the model or reports what is wrong with it. Raises `ConfigError` for
     settings that the model does not support.
@@ -63,7 +63,8 @@ def load_dense(
 
 
 def _files(folder: Path, config: EngineConfig, gguf: Path | None) -> list[Path]:
-    """Return the paths of the model's weight files. `gguf` is its GGUF file, if it has one."""
+    """Return the paths of the model's weight files. `gguf` is its GGUF file, or None if the weights are in other
+    formats."""
     return gguf_parts(gguf) if gguf is not None else weight_files(folder, config.load_format, config.loader.pattern)
 
 
@@ -85,8 +86,8 @@ def _load(
     stage: Stage,
     progress: LoadProgress,
 ) -> nn.Module | None:
-    """Load the weights of a folder into a new module on `target`. Return None if the files do not have exactly the
-    weights of such a decoder."""
+    """Load the weights of a model folder into a new module on `target`. Return None if the files do not have exactly
+    the weights that the config `dense` asks for."""
     try:
         stored = map_tensors(folder, config.load_format, config.loader.pattern)
     except LOAD_ERRORS:
@@ -121,7 +122,7 @@ def _load_gguf(
     file: Path, dense: DenseConfig, dtype: torch.dtype, target: torch.device, stage: Stage
 ) -> nn.Module | None:
     """Load the weights of a GGUF file into a new module on `target`, quantized as in the file. Return None if it does
-    not have exactly the weights of such a decoder."""
+    not have exactly the weights that the config `dense` asks for."""
     with torch.device("meta"):
         module = DenseModel(dense)
     with torch.inference_mode(), devices.one_thread():

@@ -76,8 +76,8 @@ def fill(
     parts: RankParts = WHOLE,
 ) -> nn.Module:
     """Load the weights into a module on torch's meta device, whose parameters have shapes only, and quantize layers as
-    `plan` says. `tensors` read the weights by name; `parts` says which part of each layer this rank keeps. `fits` must
-    be True."""
+    `plan` says. `tensors` read the weights by name; `parts` says which part of each layer this rank keeps. Call it only
+    if `fits` returns True."""
     check_experts(module)
     mixtures = expert_names(module)
     stacked = {f"{name}.{leaf}" for name in mixtures for leaf in WEIGHTS}
