@@ -212,8 +212,8 @@ class CompletionFormat:
         return self._logprobs.prompt(logprobs)
 
     def _decoded(self, lifecycle: RequestLifecycle) -> list[TokenLogprobs | None]:
-        """Return the logprobs of the prompt of `lifecycle`, one entry per token, or an empty list if the request did
-        not ask for them. Only the first token, which has no logprob, is None.
+        """Return the logprobs of the prompt of `lifecycle`, one entry for each token, or an empty list if the request
+        did not ask for them. An entry is None for a token without logprobs, such as the first one.
         """
         encoded = lifecycle.prompt_logprobs
         return [] if encoded is None else decode_logprobs(encoded)

@@ -192,8 +192,8 @@ class BatchRun:
             await asyncio.wait(tasks, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _answer(self, line: InputLine, log: ResultLog, caller: Caller) -> None:
-        """Send the request of one line, again if necessary, and add its result to `log`. The gate has counted the
-        request already.
+        """Send the request of one line, again if necessary, and add its result to `log`. `LineGate` has counted it as
+        running already.
         """
         tries = 0
         is_counted = True

@@ -115,7 +115,7 @@ class _Exchange:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Collect one part of the response."""
+        """Keep `message`, one part of the endpoint's response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:

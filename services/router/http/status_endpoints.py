@@ -86,7 +86,9 @@ class UnreachableInstance(msgspec.Struct, frozen=True):
 
 
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of /health for a client without an accepted API key: what probes need, without names and addresses."""
+    """The body of /health for a client without an accepted API key: the fields that health probes need, without names
+    and addresses of instances.
+    """
 
     status: str
     reason: str | None

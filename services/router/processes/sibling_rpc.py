@@ -130,7 +130,7 @@ class SiblingRpc:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Start to answer the queries of other processes."""
+        """Start to answer the queries of the router's other processes."""
         self._server = await asyncio.start_unix_server(self._answer, self._worker.socket(self._worker.index))
 
     async def close(self) -> None:

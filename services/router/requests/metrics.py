@@ -187,7 +187,7 @@ class RouterMetrics:
         )
 
     def for_model(self, model_name: str) -> "RouterMetrics":
-        """Return the metrics of another model of this router, in the same registry."""
+        """Return the metrics of another model of this router, in the same Prometheus registry."""
         return RouterMetrics(self.registry, model_name, families=self._families)
 
     def pool_instances(self, role: str) -> Gauge:

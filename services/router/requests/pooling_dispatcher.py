@@ -271,7 +271,7 @@ class PoolingDispatcher:
             raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
 
     def close(self) -> None:
-        """Fail all running and waiting requests with status 503."""
+        """Fail all running and waiting requests with status 503, because the router stops."""
         self._is_closed = True
         self._pooling_admission.close()
         for task in self._tasks:

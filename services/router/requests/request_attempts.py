@@ -239,7 +239,8 @@ class RequestAttempts:
             self._record_sent(attempt, worker, hashes)
 
     def _record_sent(self, attempt: Attempt, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
-        """Record that an instance has been sent the prompt and will soon cache the blocks with these hashes.
+        """Record in the router's block index that an instance has been sent the prompt and will soon cache the blocks
+        with these hashes.
 
         Without this, prompts with the same prefix that come before the instance's cache events would be computed
         somewhere else.

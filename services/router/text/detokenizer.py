@@ -154,7 +154,9 @@ class Detokenizer:
         return self._pieces is not None
 
     def stream(self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> TokenStream:
-        """Return a new stream for one sequence."""
+        """Return a new stream, which converts the tokens of one sequence to text. Both parameters have the meaning of
+        vLLM's sampling parameters.
+        """
         special_ids, none = self._tokenizer.special_ids, frozenset[int]()
         return TokenStream(
             self._tokenizer.backend,

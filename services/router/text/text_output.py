@@ -37,8 +37,8 @@ class _StopPattern:
         self._borders = array("H", [0, 0])
 
     def advance(self, num_matched: int, char: str) -> int:
-        """Return with how many characters of the stop string the text ends after its next character `char`; before it
-        there were `num_matched`.
+        """Return with how many of its first characters the stop string matches the end of the text after the next
+        character `char`. Before `char` it matched with `num_matched`.
         """
         text = self.text
         if num_matched == len(text):

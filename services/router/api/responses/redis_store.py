@@ -93,8 +93,8 @@ class RedisResponseStore:
         return cast(bytes | None, await _answered(self._redis.get(_record(key))))
 
     async def put(self, key: str, record: bytes) -> None:
-        """Store the record of a key until its TTL has passed. If all records together then exceed the limit, delete old
-        ones.
+        """Store the record of a key until its TTL has passed. If all records together then exceed `max_bytes`, delete
+        old ones.
         """
         keys = [_record(key), *(f"baton:response-{name}" for name in ("order", "sizes", "owners", "order:"))]
         await _answered(self._put(keys=keys, args=[record, self._ttl_ms, self._max_bytes]))

@@ -32,11 +32,11 @@ class ReasoningFormat:
     """The opening and the closing tag, for a format of two tags."""
 
     def prompt_end(self, prompt: str, begun: str) -> str:
-        """Return the end of the prompt that shows whether the model continues with reasoning or with content.
+        """Return the prompt, cut so that its end shows whether the model continues with reasoning or with content.
 
         `begun` is the text of the message that the model continues (`continue_final_message`), with which the prompt
-        ends. The prompt is cut after the last tag in it. If `begun` has no tag, it is content, unless the template has
-        put the opening tag before it.
+        ends. The prompt is cut after the last tag in `begun`. If `begun` has no tag, it is content, unless the template
+        has put the opening tag before it.
         """
         end, begun = prompt.rstrip(), begun.rstrip()
         if self.tags is None or not begun or not end.endswith(begun):

@@ -128,4 +128,4 @@ class _Call:
 
 
 def _ignore(_: str) -> None:
-    """Drop the value of a key that is not part of a tool call."""
+    """Ignore the value of a key that is not part of a tool call."""

@@ -92,4 +92,4 @@ def _written(text: Characters) -> Scan[str]:
 
 
 def _ignore(_: str) -> None:
-    """Drop white space between tags."""
+    """Ignore the white space between the tags of a tool call."""
