@@ -143,7 +143,7 @@ class Lark:
 
     def free_text(self, triggers: Sequence[str] = ()) -> str:
         """Return an expression for free text up to the end of the answer. If each of `triggers` begins with a special
-        token, the text cannot contain these tokens; otherwise it can contain anything."""
+        token, the text cannot contain these tokens; otherwise any text is allowed."""
         # Triggers that are ordinary text cannot be excluded in this way: then the text may also contain them.
         firsts = [self._markers.pieces(trigger)[0] for trigger in triggers]
         tokens = [first for first in firsts if isinstance(first, int)]

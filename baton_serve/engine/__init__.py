@@ -96,8 +96,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name of this package when it is first accessed (PEP 562), so that importing the package stays
-    fast. Raises `AttributeError` for a name that the package does not have."""
+    """Import a public name of this package when it is first accessed (PEP 562), because its module loads torch, which
+    takes seconds. Raises `AttributeError` for a name that the package does not have."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)

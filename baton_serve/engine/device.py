@@ -115,8 +115,8 @@ def defaults(device: torch.device) -> DeviceDefaults:
 
 
 def select_dtype(device: torch.device, asked: str, model_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of weights and activations. `asked` is the setting `dtype`; "auto" keeps `model_dtype`, that of
-    config.json.
+    """Return the dtype of weights and activations. `asked` is the setting `dtype`; "auto" keeps `model_dtype`, which
+    config.json states (None: bfloat16, on CPUs float32).
 
     On CPUs "auto" turns float16 into bfloat16, which they multiply natively.
     """

@@ -290,8 +290,7 @@ class BlockPool:
             self.host.check_invariants()
 
     def _record(self, event: BlockEvent) -> None:
-        """Keep an event for `take_events`; hashes of an event of the same type as the last one are added to that
-        one."""
+        """Keep an event for `take_events`. If the last kept event has the same type, add the hashes to it instead."""
         last = self._events[-1] if self._events else None
         if last is not None and type(last) is type(event):
             last.names.extend(event.names)

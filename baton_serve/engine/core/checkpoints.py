@@ -131,19 +131,20 @@ class StateCheckpoints:
             self._planned.append(StateCopy("clear", sequence.slot))
 
     def can_fork(self, parent: Sequence, *, has_free_slot: bool) -> bool:
-        """Return whether a fork of `parent` can get its recurrent states now: by a copy to a free batch slot
-        (`has_free_slot`), or from the checkpoint that the parent owns. Always True for models without recurrent
-        states."""
+        """Return whether another sequence of the same request can get the recurrent states of `parent` now: by a copy
+        to a free batch slot (`has_free_slot`), or from the checkpoint that the parent owns. Always True for models
+        without recurrent states."""
         return not self.are_needed or has_free_slot or bool(parent.checkpoint_blocks)
 
     def share(self, parent: Sequence, fork: Sequence) -> None:
-        """Let `fork` own the checkpoint blocks of its parent too, for a parent that has no batch slot yet."""
+        """Let `fork`, another sequence of the same request, own the checkpoint blocks of `parent` too, because the
+        parent has no batch slot from which its recurrent states could be copied."""
         self._pool.share(parent.checkpoint_blocks)
         fork.checkpoint_blocks = list(parent.checkpoint_blocks)
 
     def copy_slot(self, parent: Sequence, fork: Sequence) -> None:
-        """Plan a copy of the recurrent states from the batch slot of `parent` to that of `fork`. Do nothing if the
-        parent has no slot."""
+        """Plan a copy of the recurrent states from the batch slot of `parent` to that of `fork`, another sequence of
+        the same request. Do nothing if the parent has no slot."""
         if self.are_needed and parent.slot >= 0:
             self._planned.append(StateCopy("copy", fork.slot, source=parent.slot))
 

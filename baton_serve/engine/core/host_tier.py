@@ -30,8 +30,8 @@ DamagedSlots = Callable[[Sequence[int]], set[int]]
 
 
 def no_damaged_slots(slots: Sequence[int]) -> set[int]:
-    """Return an empty set, for no slot is known to be damaged. A new `HostTier` uses this until `HostTierMemory` sets
-    the check of the bytes."""
+    """Return an empty set: no slot counts as damaged. A new `HostTier` uses this function until `HostTierMemory`
+    replaces it by the check of the bytes."""
     return set()
 
 
@@ -147,8 +147,7 @@ class HostTier:
         return self._slots.pop(name)
 
     def _record(self, event: BlockEvent) -> None:
-        """Keep an event for `take_events`; hashes of an event of the same type as the last one are added to that
-        one."""
+        """Keep an event for `take_events`. If the last kept event has the same type, add the hashes to it instead."""
         last = self._events[-1] if self._events else None
         if last is not None and type(last) is type(event):
             last.names.extend(event.names)

@@ -338,8 +338,8 @@ class RequestTable:
             self.add_to_batch(parent)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Return the block copies that forks of sequences need, planned since the last call. The caller executes them
-        before any other work reads or writes these blocks."""
+        """Return the copies of partly filled blocks that were planned since the last call, for further sequences of a
+        request with n > 1. The caller executes them before any other work reads or writes these blocks."""
         copies, self._pending_copies = self._pending_copies, []
         return copies
 

@@ -56,7 +56,8 @@ class SourceBlocks:
         sequence.source_blocks, sequence.must_encode = cached + fresh, bool(fresh)
 
     def share(self, parent: Sequence, fork: Sequence) -> None:
-        """Let the sequence `fork` own the cross-attention blocks of its parent too."""
+        """Let `fork`, another sequence of the same request, own the blocks with the cross-attention KV of `parent`
+        too."""
         self._pool.share(parent.source_blocks)
         fork.source_blocks, fork.must_encode = list(parent.source_blocks), parent.must_encode
 

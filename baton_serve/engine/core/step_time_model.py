@@ -104,8 +104,9 @@ class StepTimeModel:
             self._extra_s[size] = expected_s + weight * (extra_s - expected_s)
 
     def chunk_budget(self, itl_slos_s: Sequence[float | None]) -> int | None:
-        """Return how many prompt tokens a step may have beside decoding sequences with these ITL SLOs in seconds (None:
-        the sequence has no SLO).
+        """Return how many prompt tokens a step may have beside decoding sequences with these ITL SLOs in seconds. None
+        in the list: the sequence has no SLO, and the step may take `max_stretch` times as long as a step without
+        prompts.
 
         The result is None if the SLOs do not limit the number.
         """

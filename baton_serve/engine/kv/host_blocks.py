@@ -114,8 +114,8 @@ class HostTierMemory:
         self._over: devices.DeviceEvent | None = None  # the end of the last finished step
 
     def record_step_end(self) -> devices.DeviceEvent | None:
-        """Return an event at the end of the step that was just launched, to be passed to `on_step_end`; None on the
-        CPU."""
+        """Return an event at the end of the step that was just launched, to be passed to `on_step_end`; None if copies
+        need not wait for it (on the CPU, or without a host tier)."""
         return devices.record(self._device) if self._streams is not None else None
 
     def on_step_end(self, event: devices.DeviceEvent | None) -> None:

@@ -93,8 +93,8 @@ class StateMemory:
         self._rows[slot].view(self.num_blocks, -1).copy_(self._blocks[self._index(blocks)])
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the recurrent states in batch slot `source` to slot `target`, for a fork that has the same tokens so
-        far."""
+        """Copy the recurrent states in batch slot `source` to slot `target`, for another sequence of the same request
+        that has the same tokens so far."""
         self._rows[target].copy_(self._rows[source])
 
     def _index(self, blocks: Sequence[int]) -> Tensor:

@@ -51,8 +51,8 @@ def unpack(file: Path, folder: Path) -> Path:
 
 
 def _write(file: Path, parsed: GgufFile, folder: Path) -> None:
-    """Write all files of the model folder but the link to the GGUF file. Raises `ModelError` for a model that cannot
-    generate text."""
+    """Write all files of the model folder, except the link to the GGUF file. Raises `ModelError` for a model that
+    cannot generate text."""
     config, tokenizer = config_json(parsed), tokenizer_of(parsed)
     if config is None:
         config = _config_of_transformers(file)

@@ -123,8 +123,8 @@ class _Cursor:
         return value  # type: ignore[no-any-return]
 
     def size(self) -> int:
-        """Read and return an unsigned 64-bit number of elements that follow, each of at least one byte. Raises
-        `struct.error` if the file cannot have as many."""
+        """Read and return the next unsigned 64-bit number, which says how many elements of at least one byte follow.
+        Raises `struct.error` if the file is too short for them."""
         count = int(self.number("Q"))
         if count > len(self.data) - self.at:
             raise struct.error("count")

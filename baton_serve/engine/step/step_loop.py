@@ -46,8 +46,8 @@ class CacheMemory:
     states: StateMemory
 
     def copy_forked_blocks(self, table: RequestTable) -> None:
-        """Execute the planned copies of KV blocks and of recurrent states that forks of sequences need. Called after
-        each step."""
+        """Execute the planned copies of KV blocks and of recurrent states that further sequences of requests with n > 1
+        need. Called after each step."""
         # Not later: a block that is freed before it was copied could be filled by another request.
         copies = table.take_copies()
         self.host.move()
