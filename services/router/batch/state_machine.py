@@ -68,9 +68,9 @@ def finalizing(
     problem: BatchError | None = None,
     now: int,
 ) -> StoredBatch:
-    """Return the record of a batch with the status finalizing: its requests do not run any more, and its files are to
-    be published. `output` and `errors` are the ids that its files will have (None: no such file), and `problem` is the
-    reason of the outcome "failed".
+    """Return the record of a batch whose requests do not run any more and whose files are to be published: its status
+    is finalizing, or cancelling for the outcome "cancelled". `output` and `errors` are the ids that its files will have
+    (None: no such file), and `problem` is the reason of the outcome "failed".
     """
     _require(stored, "in_progress")
     found = None if problem is None else BatchErrors([problem])

@@ -36,7 +36,7 @@ S = TypeVar("S", StoredFile, StoredBatch)
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Limits for the folder of batches, in bytes and in seconds after the creation of a file or the end of a batch.
+    """Limits for the folder of batches, in bytes and in seconds after the creation of a file or batch.
 
     `max_files`, `max_open_batches` (batches that have not ended) and `max_batches` limit what one owner may have. They
     bound the time that each look into the folder takes.
@@ -223,8 +223,8 @@ class BatchStore:
                 yield True
 
     def sweep(self, now: float) -> None:
-        """Delete files that have expired, batches that ended long ago, and uploads that were broken off. `now` is in
-        seconds since 1970.
+        """Delete files that have expired, ended batches that were created long ago, and uploads that were broken off.
+        `now` is in seconds since 1970.
         """
         in_use = {stored.batch.input_file_id for stored in self.batches() if stored.batch.status not in FINAL}
         for stored in list(self.files()):

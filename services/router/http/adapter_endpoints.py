@@ -29,7 +29,8 @@ R = TypeVar("R", bound=AdapterRequest)
 
 
 def adapter_endpoints(service: ModelService) -> tuple[Asgi, Asgi]:
-    """Return two ASGI applications: one that loads a LoRA adapter on the instances, and one that unloads it.
+    """Return two ASGI applications: one that loads a LoRA adapter on the instances, and one that unloads it. Also let
+    the service find adapters in `--lora-resolver-folder`, if it is given.
 
     `service` is that of the default model; a request may name another model.
     """

@@ -95,13 +95,13 @@ class RouterProcess(msgspec.Struct, frozen=True):
         return str(Path(self.folder) / f"worker-{index}")
 
     def registry(self) -> str:
-        """The URL of the registry that this process hosts for itself. `RegistryRelay` sends the instances' records to
-        it.
+        """Return the URL of the registry that this process hosts for itself. `RegistryRelay` sends the instances'
+        records to it.
         """
         return f"memory://{self.folder}/registry-{self.index}"
 
     def siblings(self) -> list[int]:
-        """The indexes of all other processes of the router."""
+        """Return the indexes of all other processes of the router."""
         return [index for index in range(self.count) if index != self.index]
 
 

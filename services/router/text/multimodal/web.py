@@ -25,8 +25,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 async def fetch(url: str, limits: ImageLimits, *, count: Callable[[int], None]) -> bytes:
-    """Fetch the image at an http(s) URL and return its bytes. Raises `BadRequestError` if the host is not allowed or
-    the fetch fails.
+    """Fetch the image at an http(s) URL and return its bytes. Raises `BadRequestError` if the host is not allowed, the
+    fetch fails or the image is too large.
 
     `count` is called with the number of bytes of each piece that arrives; it raises if the request has too many bytes
     of images.
