@@ -247,8 +247,8 @@ class EngineConfig:
             )
 
     def _check_adapters(self) -> None:
-        """Check the settings of LoRA adapters. Raises `ConfigError` if they contradict each other or name an adapter
-        twice."""
+        """Check the settings of LoRA adapters. Raises `ConfigError` if they contradict each other, or if two entries of
+        `lora_modules` have the same name."""
         # The adapters of one step must all be on the device.
         if self.max_adapters < self.max_loras:
             raise ConfigError(

@@ -218,8 +218,8 @@ def all_plain_greedy(rows: Rows[SampleRow]) -> bool:
 
 
 def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candidates: int = MAX_CANDIDATES) -> Tensor:
-    """Return `scores` with -inf for all tokens of a row but the `top_k` largest, and of these but the fewest whose
-    probabilities together reach `top_p`.
+    """Return `scores` in which all tokens but each row's `top_k` most likely ones are -inf, and of these only the
+    fewest are kept whose probabilities together reach `top_p`.
 
     `scores` is [rows, vocab_size]; `top_k` (vocab_size: no limit) and `top_p` are [rows, 1]. Probabilities are relative
     to the tokens that top_k keeps, as in vLLM. To be fast, only the `num_candidates` largest scores of a row are

@@ -143,9 +143,9 @@ def has_prefill_requests(plan: ScheduledBatch) -> bool:
 
 
 def runs_longer_than_launch(plan: ScheduledBatch, limits: SchedulerConfig) -> bool:
-    """Return whether the device needs longer for this step than the host needs to launch the next one: steps are small
-    enough to be graphs, which are launched fast, or this step is large. Otherwise this step's tokens and blocks would
-    wait for the launch."""
+    """Return whether the device needs longer for this step than the host needs to launch the next one. That is so if
+    this step is large, or if all steps of this engine are small enough to be replayed as graphs, which are launched
+    fast. Otherwise this step's tokens and blocks would wait for the launch."""
     return (
         limits.max_num_batched_tokens <= MAX_GRAPH_TOKENS
         or sum(chunk.length for chunk in plan.chunks) > MAX_GRAPH_TOKENS

@@ -52,8 +52,8 @@ class MirrorRefs:
         self._users += Counter()  # drops entries with a count of 0
 
     def free_mirror(self, blocks: Iterable[int]) -> None:
-        """Free the memory of these blocks in the mirror in host memory, because a transfer that was to fill them has
-        failed."""
+        """Free the memory of these blocks in the mirror, which is host memory, because a transfer that was to fill them
+        has failed."""
         self._cache.forget_host(blocks)
 
     def check_invariants(self) -> None:
