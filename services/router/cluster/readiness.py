@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class HasWorkers(Protocol):
-    """Has the instances that are counted for readiness: those of the cluster, or those of one model."""
+    """Anything whose instances are counted by role: the cluster, or the view of one model."""
 
     def workers(self) -> list[WorkerState]: ...
 

@@ -71,8 +71,8 @@ class ImageReservation:
         self._num_reserved = num_bytes
 
     def count(self, num_bytes: int) -> None:
-        """Add bytes of an image that arrives to the count for this request. Raises `BadRequestError` if its images have
-        too many bytes together.
+        """Count `num_bytes` more bytes of this request's images, which have arrived. Raises `BadRequestError` if its
+        images have too many bytes together.
         """
         self._num_loaded += num_bytes
         if self._num_loaded > MAX_PROMPT_BYTES:
