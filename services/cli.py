@@ -44,7 +44,7 @@ FUNCTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a subcommand with `argv`, by default the process's arguments, and exit with its status.
+    """Run the subcommand of `baton` that `argv` names (None: the process's own arguments), and exit with its status.
 
     An unknown subcommand exits with status 2.
     """
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(command: str, argv: list[str]) -> int | None:
-    """Run a subcommand and return its exit status, or None if its `main` returns none, which counts as 0."""
+    """Run the subcommand `command` with the arguments `argv`. Return its exit status; None counts as 0."""
     if command == "serve":
         # Of the router and instances only the settings are imported: `baton serve --help` must not load torch.
         from baton_serve.services.common.settings.options import options_of

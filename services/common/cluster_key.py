@@ -26,8 +26,8 @@ _VALID_FROM, _VALID_UNTIL = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12,
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterKey:
-    """The keys that are derived from a cluster's one secret: for ZeroMQ's encryption, for TLS, and the token with which
-    operators authenticate.
+    """The keys that are derived from the one secret of a cluster: for the encryption of ZeroMQ and of TLS connections,
+    and the token with which operators authenticate.
     """
 
     secret: bytes
@@ -40,14 +40,16 @@ class ClusterKey:
     """Bearer token that `POST /admin/…` of an instance requires from other machines."""
 
     def is_admin(self, authorization: str) -> bool:
-        """Return whether the value of an Authorization header contains the admin token."""
+        """Return whether `authorization`, the value of an HTTP Authorization header, contains the operators' token
+        (`Bearer TOKEN`).
+        """
         # `compare_digest` takes the same time for each token, so the time of an answer reveals nothing about the key.
         scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self.admin_token.encode())
 
 
 def cluster_key(text: str) -> ClusterKey:
-    """Derive the keys from the secret text. The same text always gives the same keys."""
+    """Derive all keys of a cluster from `text`, its secret. The same text always gives the same keys."""
     # The prefixes keep the keys independent: the admin token does not reveal the other ones.
     secret = z85.encode(sha256(b"baton-curve-1" + text.encode()).digest())
     seed = sha256(b"baton-tls-1" + text.encode()).digest()
@@ -61,7 +63,9 @@ def cluster_key(text: str) -> ClusterKey:
 
 
 def self_signed_certificate(seed: bytes) -> bytes:
-    """Return a self-signed X.509 certificate of an Ed25519 key in DER. It depends on the 32 bytes of `seed` alone."""
+    """Return a self-signed X.509 certificate (DER) for the Ed25519 key that `seed`, 32 bytes, determines. The same seed
+    always gives the same certificate.
+    """
     # `cryptography` is imported here, because processes without a cluster key do not need it.
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -75,7 +79,9 @@ def self_signed_certificate(seed: bytes) -> bytes:
 
 
 def identity_pem(seed: bytes, certificate: bytes) -> bytes:
-    """Return the Ed25519 private key of `seed` and its `certificate` as PEM text, the form that `ssl` reads."""
+    """Return the Ed25519 private key that `seed` determines and its `certificate` (DER) as PEM text, the form that
+    `ssl` reads.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -86,7 +92,8 @@ def identity_pem(seed: bytes, certificate: bytes) -> bytes:
 
 
 def read_cluster_key(path: str | None) -> ClusterKey | None:
-    """Read the cluster's secret from a file and return the keys that are derived from it, or None without a path.
+    """Read the cluster's secret from the file `path` and return the keys that are derived from it; None if there is not
+    a path.
 
     Raises `ConfigurationError` if the file cannot be read, the secret is too short, or encryption is not possible here.
     """

@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ask the kernel to kill this process when its parent dies, then run the module that is named in the arguments as
-    `__main__`.
+    """Ask the kernel to kill this process when its parent dies, then run the module named in the second argument as
+    `__main__`. The first argument is the parent's process id.
     """
     parent, module = int(sys.argv[1]), sys.argv[2]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -11,7 +11,7 @@ ServiceError
 
 
 class ServiceError(Exception):
-    """The base class of all errors of the services."""
+    """The base class of all errors that the code of routers, instances and `baton` commands raises itself."""
 
 
 class LocalError(ServiceError):
@@ -19,15 +19,19 @@ class LocalError(ServiceError):
 
 
 class ConfigurationError(LocalError):
-    """A setting is wrong. The message is one line that names the setting, the fault and what is allowed."""
+    """A setting of a process is wrong. The message is one line that names the setting, the fault and
+    what is allowed.
+    """
 
 
 class RemoteError(ServiceError):
-    """A peer or the connection to it caused the error, so a retry may help."""
+    """Another process or the connection to it caused the error, so a retry may help."""
 
 
 class RegistryUnavailable(RemoteError):  # noqa: N818 - it names a state of the cluster
-    """The registry did not answer in time. The instance continues to serve; its next renewal registers it again."""
+    """The registry of instances did not answer in time. The instance goes on serving; its next renewal registers it
+    again.
+    """
 
 
 class Superseded(RemoteError):  # noqa: N818
@@ -37,4 +41,4 @@ class Superseded(RemoteError):  # noqa: N818
 
 
 class PeerUnreachable(RemoteError):  # noqa: N818
-    """The receiver of a message is gone, or it does not read and its queue is full."""
+    """A message cannot be sent: its receiver is gone, or it does not read and the queue of messages to it is full."""

@@ -67,8 +67,9 @@ STABLE_LIFE_S = 20.0
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Decides after which delay a process that has died is started again. There is one for each process, for all its
-    runs. `has_served` is True once the process has become ready in any of its runs.
+    """Decides after which delay a process that has died is started again. There is one object for each process, for all
+    its runs. `short_lives` and `failed_starts` count runs in a row; `has_served` is True once the process has become
+    ready in any run.
     """
 
     short_lives: int = 0
@@ -97,16 +98,16 @@ the model is loaded between two of them."""
 
 @dataclass(slots=True)
 class HangPolicy:
-    """Decides when a device is not used any more because it hangs repeatedly: no process is started on it then. After a
-    single hang a restart helps, for example if the driver has reset the card. A card that hangs at each request would
-    make every request on it wait for the time limit of a step.
+    """Decides when a device is not used any more because processes on it hang repeatedly: no process is started on it
+    then. After a single hang a restart helps, for example if the driver has reset the card. A card that hangs at each
+    request would make every request on it wait for the time limit of a step.
     """
 
     _hung_at: dict[str, list[float]] = field(default_factory=dict)
 
     def must_take_out(self, device: str, now: float) -> bool:
-        """Count a hang of `device` at the time `now` in seconds. Return whether no process should be started on the
-        device any more.
+        """Count a hang of `device` at the time `now` in seconds. Return whether it was the third within half an hour,
+        so that no process should be started on the device any more.
         """
         recent = [at for at in self._hung_at.get(device, []) if now - at < HANG_WINDOW_S] + [now]
         self._hung_at[device] = recent
@@ -129,7 +130,9 @@ once directly and once through its process group."""
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """One step of stopping the process."""
+    """One action of stopping a process: what it is called in the log, the function that does it, and its time limit in
+    seconds.
+    """
 
     name: str
     stop: Callable[[], Awaitable[None]]
@@ -150,8 +153,8 @@ class Lifecycle:
         self.error: BaseException | None = None
 
     def on_stop(self, name: str, stop: Callable[[], Awaitable[None]], *, deadline_s: float = 5.0) -> None:
-        """Register an action of the stop, `stop`, with its name for the log. The action that was registered last runs
-        first. An action that misses its deadline is cancelled, and the next one runs.
+        """Register `stop`, an action for the end of the process, with its name for the log. The action that was
+        registered last runs first. An action that takes longer than `deadline_s` is cancelled, and the next one runs.
         """
         self._phases.append(_Phase(name, stop, deadline_s))
 
@@ -160,16 +163,17 @@ class Lifecycle:
         return self._stopping.is_set()
 
     def request_stop(self, reason: str) -> None:
-        """Stop the process with status 0. Further calls do nothing."""
+        """Begin to stop the process, which exits with status 0; `reason` is logged. Further calls do nothing."""
         if not self.is_stopping:
             logger.info("stopping: %s", reason)
             self._stopping.set()
 
     def signalled(self, name: str, now: float) -> None:
-        """Handle a signal at the time `now` in seconds: the first one stops the process, a second one hurries the stop.
+        """Handle the signal `name` (SIGINT or SIGTERM) at the time `now` in seconds: the first one stops the process, a
+        second one hurries the stop.
 
-        A second signal counts only later than `DUPLICATE_SIGNAL_S` after the first. It cancels the running phase and
-        all phases after it.
+        A second signal counts only later than `DUPLICATE_SIGNAL_S` after the first. It cancels the running stop action
+        and all later ones.
         """
         if self._signalled_at is not None and now - self._signalled_at > DUPLICATE_SIGNAL_S:
             self._forced.set()
@@ -177,7 +181,9 @@ class Lifecycle:
         self.request_stop(name)
 
     def fail(self, error: BaseException) -> None:
-        """Stop the process with status 1, because a part has failed without which it cannot work."""
+        """Begin to stop the process, which exits with status 1, because a part without which it cannot work has failed
+        with `error`.
+        """
         # Only the first error is logged; later ones usually follow from it.
         if self.error is None:
             self.error = error
@@ -185,11 +191,12 @@ class Lifecycle:
         self._stopping.set()
 
     async def stopping(self) -> None:
-        """Wait until the process should stop."""
+        """Wait until a signal, `request_stop` or `fail` asks the process to stop."""
         await self._stopping.wait()
 
     def arm(self, status: int) -> None:
-        """Start a timer that ends the process by force if the stop takes longer than all its deadlines together.
+        """Start a timer that ends the process with `status` (1 instead of 0) if stopping takes longer than all its
+        deadlines together.
 
         Without it a thread that hangs in foreign code, such as a driver, would keep the process alive.
         """
@@ -199,12 +206,14 @@ class Lifecycle:
         self._exit_timer.start()
 
     def disarm(self) -> None:
-        """Cancel the timer of `arm`."""
+        """Cancel the timer that `arm` started."""
         if self._exit_timer is not None:
             self._exit_timer.cancel()
 
     async def stop_all(self) -> None:
-        """Run all registered actions, the last registered one first."""
+        """Run all actions that `on_stop` registered, the last registered one first. A failing action is logged, and the
+        next one runs.
+        """
         while self._phases:
             await self._stop_one(self._phases.pop())
 
@@ -229,10 +238,11 @@ def run(
     program: str,
     expected: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Run `start`, then serve until SIGINT, SIGTERM or `Lifecycle.fail`. Return the exit status.
+    """Run a whole process: call `start`, then serve until SIGINT, SIGTERM or `Lifecycle.fail`, then stop. Return the
+    exit status.
 
-    `start` returns when everything runs. If it raises an error of `expected`, `ConfigurationError` or `OSError`, one
-    line is printed. Any other error is a bug and is logged with its traceback.
+    `start` returns when everything runs. If it raises an error of the types `expected`, `ConfigurationError` or
+    `OSError`, one line with the name `program` is printed. Any other error is a bug and is logged with its traceback.
     """
     lifecycle = Lifecycle()
     try:
@@ -288,6 +298,6 @@ async def _start_and_serve(
 
 
 def print_error(program: str, error: BaseException) -> None:
-    """Print an error as one line on stderr, behind the program's name."""
+    """Print `PROGRAM: ERROR` as one line on stderr."""
     sys.stderr.write(f"{program}: {' '.join(str(error).split()) or type(error).__name__}\n")
     sys.stderr.flush()

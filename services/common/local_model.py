@@ -18,10 +18,11 @@ UNPACK_DEADLINE_S = 600.0
 
 
 def local_model(source: ModelSource, environ: Mapping[str, str], *, weights: bool = True) -> str:
-    """Return the path of a folder with config and tokenizer, or of a GGUF file in such a folder.
+    """Return the local path of the model that `source` names: a folder with config and tokenizer, or a GGUF file in
+    such a folder. Download it or unpack it first if necessary.
 
-    A path that needs nothing is returned unchanged. Without `weights`, only config and tokenizer of a hub's model are
-    downloaded, unless they are in its GGUF file. Raises `ConfigurationError` if the model cannot be obtained.
+    Without `weights`, only config and tokenizer of a hub's model are downloaded, unless they are in its GGUF file.
+    `environ` has the process's variables, such as HF_HOME. Raises `ConfigurationError` if the model cannot be obtained.
     """
     try:
         path = find_source(source, environ, weights=weights)
@@ -32,7 +33,8 @@ def local_model(source: ModelSource, environ: Mapping[str, str], *, weights: boo
 
 
 def names_of_model(model: str) -> list[str]:
-    """Return the names of a model that has no others: as it was given, and the last component of that.
+    """Return the names by which clients may request a model if the operator gives it no names: the path or repository
+    as it was given, and its last component.
 
     Clients usually know a model by its repository name, which is the last component of its path.
     """
@@ -41,7 +43,8 @@ def names_of_model(model: str) -> list[str]:
 
 
 def unpack_gguf(file: Path, environ: Mapping[str, str]) -> str:
-    """Unpack a GGUF file into this user's cache and return the path to serve instead of it.
+    """Unpack a single GGUF file into a model folder in this user's cache, by `baton unpack`. Return the path to serve
+    instead of it.
 
     Raises `ConfigurationError` if `baton unpack` fails or takes too long.
     """

@@ -26,7 +26,7 @@ from baton_serve.services.common.errors import ConfigurationError
 
 
 class LimitedLog:
-    """Logs at most one line in `every_s` seconds. The next line says how many were left out."""
+    """Logs warnings, but at most one line in `every_s` seconds. The next line contains how many were left out."""
 
     def __init__(
         self, logger: logging.Logger, *, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic
@@ -38,7 +38,7 @@ class LimitedLog:
         self._num_left_out = 0
 
     def warning(self, message: str, *values: object) -> None:
-        """Log a warning like `Logger.warning`, or count it as left out."""
+        """Log a warning like `Logger.warning`; if one was logged less than `every_s` ago, only count it."""
         now = self._clock()
         if now < self._next_at:
             self._num_left_out += 1
@@ -68,10 +68,11 @@ _NAME_PREFIX = "baton_serve."
 def configure_logs(
     *, level: LogLevel, format: LogFormat, stream: TextIO | None = None, config_file: str | None = None
 ) -> None:
-    """Configure the root logger. This replaces an earlier configuration, also that of uvicorn and of `warnings`.
+    """Configure the logging of this process (the root logger) for stderr or `stream`. This replaces an earlier
+    configuration, also that of uvicorn and of `warnings`.
 
-    `config_file` has a configuration for `logging.config.dictConfig` as JSON, which is applied instead of `level` and
-    `format`. Raises `ConfigurationError` if it cannot be used.
+    `config_file` is a JSON file with a configuration for `logging.config.dictConfig`, which is applied instead of
+    `level` and `format`. Raises `ConfigurationError` if it cannot be used.
     """
     if config_file is not None:
         _configure_by(config_file)
@@ -94,14 +95,17 @@ def configure_logs(
 
 
 def log_at(logger: logging.Logger, level: int, event: str, fields: dict[str, object], *, at: float) -> None:
-    """Log a line of `level` with `fields` under the time `at` (seconds since 1970) in place of the current time."""
+    """Log the event with `fields` at `level`, but with the time `at` (seconds since 1970) instead of the
+    current time.
+    """
     record = logger.makeRecord(logger.name, level, "", 0, event, (), None, extra={"fields": fields})
     record.created, record.msecs = at, at % 1.0 * 1e3
     logger.handle(record)
 
 
 class _BatchingHandler(logging.StreamHandler[TextIO]):
-    """Writes all lines of one iteration of the event loop in one call. A warning is written immediately.
+    """A log handler that writes all lines of one iteration of the event loop by one call. A warning is written
+    immediately.
 
     A busy router logs a line per request, and a system call for each line would be a large part of its cost.
     """
@@ -123,7 +127,7 @@ class _BatchingHandler(logging.StreamHandler[TextIO]):
             loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write the collected lines."""
+        """Write the lines that were collected and not written yet."""
         with self.lock or contextlib.nullcontext():
             lines, self._lines = self._lines, []
             if lines:
@@ -222,7 +226,9 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _text_value(value: object) -> str:
-    """Return a value as `key=value` text. Text that a parser could split at the wrong place is quoted."""
+    """Return a field's value for `key=value` in a log line. Text with spaces, quotes or `=` is quoted, so that a parser
+    does not split it.
+    """
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int):
@@ -232,7 +238,7 @@ def _text_value(value: object) -> str:
 
 
 def _configure_by(path: str) -> None:
-    """Apply the file of `--log-config-file`. Raises `ConfigurationError`."""
+    """Configure logging by the JSON file of `--log-config-file`. Raises `ConfigurationError` if it cannot be used."""
     # A format of the file may have the place of a call, its thread and its process.
     logging._srcfile = _SOURCE_FILE
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = True

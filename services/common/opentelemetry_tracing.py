@@ -24,12 +24,14 @@ _propagator = TraceContextTextMapPropagator()
 
 
 class OpenTelemetryTracing(Tracing):
-    """Records spans and sends them to an OpenTelemetry collector. There is one for each process. `url` is that of the
-    collector, with its path for HTTP. `service` and `instance` name this process in traces.
+    """Records spans and sends them to an OpenTelemetry collector. There is one object for each process. `url` is that
+    of the collector, with its path for HTTP. `service` and `instance` name this process in traces.
     """
 
     def __init__(self, url: str, *, over_grpc: bool, service: str, instance: str) -> None:
-        """Start the SDK's thread. Raises `ModuleNotFoundError` if the exporter of the protocol is not installed."""
+        """Start the OpenTelemetry SDK's thread, which sends spans over gRPC (`over_grpc`) or HTTP. Raises
+        `ModuleNotFoundError` if the SDK's package for that is not installed.
+        """
         # The exporter uses urllib3, which would log each connection.
         logging.getLogger("urllib3").setLevel(logging.WARNING)
         resource = Resource.create(
@@ -47,7 +49,9 @@ class OpenTelemetryTracing(Tracing):
         return _RecordedSpan(self._tracer, span, epoch_ns)
 
     async def close(self) -> None:
-        """Send the remaining spans, in a daemon thread: a collector that hangs must not keep the process alive."""
+        """Send the remaining spans and wait for it. A daemon thread does it: a collector that hangs must not keep the
+        process alive.
+        """
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
 
@@ -65,7 +69,9 @@ class OpenTelemetryTracing(Tracing):
 
 
 class _RecordedSpan(Span):
-    """A span that is sent to the collector. `epoch_ns` is the zero of `time.monotonic` in nanoseconds since 1970."""
+    """A span that is sent to the OpenTelemetry collector. `epoch_ns` is the time at which `time.monotonic` was 0, in
+    nanoseconds since 1970.
+    """
 
     is_recording = True
 
@@ -95,7 +101,9 @@ class _RecordedSpan(Span):
 
 
 def _exporter(url: str, *, over_grpc: bool) -> SpanExporter:
-    """Return the SDK's exporter for a collector. Raises `ModuleNotFoundError` if it is not installed."""
+    """Return the OpenTelemetry SDK's object that sends spans to the collector at `url`, over gRPC or HTTP. Raises
+    `ModuleNotFoundError` if its package is not installed.
+    """
     # The two are packages of their own, and gRPC's is large: import only the one that is asked for.
     name = "grpc" if over_grpc else "http"
     module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{name}.trace_exporter")
@@ -104,5 +112,7 @@ def _exporter(url: str, *, over_grpc: bool) -> SpanExporter:
 
 
 def _nanoseconds(at: float | None, epoch_ns: int) -> int:
-    """Return a moment of `time.monotonic()`, None being now, in nanoseconds since 1970."""
+    """Convert `at`, a time of `time.monotonic()` in seconds (None: now), to nanoseconds since 1970. `epoch_ns` is the
+    time at which that clock was 0.
+    """
     return epoch_ns + (time.monotonic_ns() if at is None else round(at * 1e9))

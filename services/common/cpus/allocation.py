@@ -24,7 +24,9 @@ BACKGROUND_NICE = 10
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """One hardware thread. The hyperthreads of a core have the same `core`; `node` is its NUMA node."""
+    """One hardware thread with its `number`. The hyperthreads of one core have the same `core`; `node` is the NUMA
+    node.
+    """
 
     number: int
     core: int
@@ -33,9 +35,9 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class HostCpus:
-    """The hardware threads that this process may use.
+    """The hardware threads of this host that this process may use.
 
-    `quota` is the CPU time per second that its cgroups allow, in seconds, or None without a limit.
+    `quota` is the limit of CPU time by its cgroups, in seconds of CPU time per second; None without a limit.
     """
 
     cpus: tuple[Cpu, ...]
@@ -43,14 +45,14 @@ class HostCpus:
 
     @property
     def num_cores(self) -> int:
-        """The number of cores that can compute at the same time, at least 1."""
+        """The number of cores on which this process can compute at the same time, at least 1; a quota may lower it."""
         cores = max(1, len({cpu.core for cpu in self.cpus}))
         return cores if self.quota is None else max(1, min(cores, int(self.quota)))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAllocation:
-    """The cores that one instance may use."""
+    """The CPU cores that one instance may use for computing the model, and the number of its threads."""
 
     threads: int
     cpus: tuple[int, ...] = ()
@@ -61,9 +63,9 @@ class CpuAllocation:
 
 
 def allocate_cpus(host: HostCpus, roles: Sequence[Role]) -> list[CpuAllocation]:
-    """Return the cores of each instance, in the order of `roles`.
+    """Return the CPU cores of each instance on this host, in the order of their `roles`.
 
-    A NUMA node is divided only if there are fewer nodes than instances.
+    The cores of one NUMA node are divided among instances only if there are fewer nodes than instances.
     """
     count = len(roles)
     # Prefill and another role share all cores if there are too few to separate them.
@@ -85,14 +87,16 @@ def allocate_cpus(host: HostCpus, roles: Sequence[Role]) -> list[CpuAllocation]:
 
 
 def _nodes(host: HostCpus) -> list[list[int]]:
-    """Return for each NUMA node the first hardware thread of each core."""
+    """Return the cores of each NUMA node; the number of its first hardware thread stands for a core."""
     ordered = sorted(host.cpus, key=lambda cpu: (cpu.node, cpu.core, cpu.number))
     firsts = [next(cpus) for _, cpus in groupby(ordered, key=lambda cpu: (cpu.node, cpu.core))]
     return [[cpu.number for cpu in cpus] for _, cpus in groupby(firsts, key=lambda cpu: cpu.node)]
 
 
 def _share_cores(cpus: list[int], roles: Sequence[Role], *, is_bound: bool) -> list[CpuAllocation]:
-    """Give all cores to each prefill worker, and divide the same cores among the other instances."""
+    """Give all cores `cpus` to each prefill worker, and divide the same cores among the other instances. With
+    `is_bound`, threads are bound to these cores; otherwise only their number is limited.
+    """
     others = iter(_split_evenly(cpus, sum(role != "prefill" for role in roles)))
     own = [cpus if role == "prefill" else next(others) for role in roles]
     return [
@@ -106,7 +110,9 @@ def _niceness(role: Role) -> int:
 
 
 def _split_nodes(nodes: list[list[int]], count: int) -> list[list[int]]:
-    """Divide the cores into `count` parts of nearly equal size. A part consists of whole nodes or lies within one."""
+    """Divide the cores of all NUMA nodes among `count` instances into parts of nearly equal size. Each part consists of
+    whole nodes or lies within one.
+    """
     if count <= len(nodes):
         return [[number for node in group for number in node] for group in _split_evenly(nodes, count)]
     total, seen, parts = sum(map(len, nodes)), 0, list[list[int]]()

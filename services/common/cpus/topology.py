@@ -8,14 +8,16 @@ from baton_serve.services.common.cpus.allocation import Cpu, HostCpus
 
 def this_host(root: Path = Path("/")) -> HostCpus:
     """Return the hardware threads that this process may use and the limit of its CPU time. `root` is the folder that
-    contains `sys` and `proc`.
+    contains `sys` and `proc`; tests pass another one than `/`.
     """
     allowed = sorted(os.sched_getaffinity(0))
     return HostCpus(tuple(_cpu(root, number) for number in allowed), _quota(root))
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
-    """Parse a list of CPUs in the kernel's form, such as `0-3,8`. Raises `ValueError` for any other text."""
+    """Parse a list of CPU numbers in the kernel's form, such as `0-3,8`, into all numbers. Raises `ValueError` for any
+    other text.
+    """
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -24,7 +26,9 @@ def cpu_list(text: str) -> tuple[int, ...]:
 
 
 def _cpu(root: Path, number: int) -> Cpu:
-    """Return one hardware thread. Without topology in `sys` each one counts as a core of its own on node 0."""
+    """Return the hardware thread with this number. If `sys` does not describe it, it counts as a core of its own on
+    node 0.
+    """
     folder = root / f"sys/devices/system/cpu/cpu{number}"
     try:
         siblings = cpu_list((folder / "topology/thread_siblings_list").read_text().strip())
@@ -36,7 +40,9 @@ def _cpu(root: Path, number: int) -> Cpu:
 
 
 def _quota(root: Path) -> float | None:
-    """Return the lowest CPU quota of all cgroups (version 2 or 1) of this process, or None without a limit."""
+    """Return the lowest CPU quota of all cgroups (version 2 or 1) that this process belongs to, in seconds of CPU time
+    per second, or None without a limit.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -60,7 +66,9 @@ def _quota(root: Path) -> float | None:
 
 
 def _limit(group: Path) -> float | None:
-    """Return the quota of one cgroup in seconds of CPU time per second, or None without a limit."""
+    """Return the CPU quota of the cgroup with the folder `group`, in seconds of CPU time per second, or None without a
+    limit.
+    """
     try:
         quota, period = (group / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -25,36 +25,40 @@ _FAILED = b"Internal Server Error"
 
 
 class HttpConnection(Protocol):
-    """The connection of an exchange: `services.common.http.protocol.HttpProtocol`."""
+    """The interface of an HTTP connection that its `Exchange` objects use. Implemented by
+    `services.common.http.protocol.HttpProtocol`.
+    """
 
     is_write_paused: bool
     """True while the client takes data more slowly than it is written."""
 
     def default_head(self) -> bytes:
-        """Return the header lines that this server adds to every response."""
+        """Return the header lines that this server adds to every response, such as Date."""
 
     def write(self, data: bytes) -> None:
-        """Write `data` at the end of this iteration of the event loop."""
+        """Send `data` to the client at the end of this iteration of the event loop."""
 
     async def writable(self) -> None:
-        """Wait until the client reads fast enough again (`is_write_paused` is False). A client that reads nothing for
-        too long loses its connection.
+        """Wait until the client has received most of the data that was written (`is_write_paused` is False). A client
+        that reads nothing for too long loses its connection.
         """
 
     def pause_reading(self) -> None:
-        """Read nothing more from the client for now."""
+        """Stop reading from the client until `resume_reading`, because the application has not taken the body yet."""
 
     def resume_reading(self) -> None:
         """Read from the client again, unless reading is also paused for another reason."""
 
     def break_off(self) -> None:
-        """Close the connection within an unfinished response, so that the client notices that it is incomplete.
+        """Close the connection while a response is not complete, so that the client notices that it is incomplete.
 
         Data that is not written yet is still sent if the client takes it.
         """
 
     def completed(self, exchange: "Exchange") -> None:
-        """Begin with the next request: the response of `exchange` has been written."""
+        """Go on with the client's next request, or close the connection: the whole response of `exchange` has been
+        written.
+        """
 
 
 _PIECE_BYTES = 128 * 1024
@@ -62,7 +66,8 @@ _PIECE_BYTES = 128 * 1024
 
 
 class Exchange:
-    """One request and its response. It belongs to a connection, which calls the methods `on_…`.
+    """One HTTP request and its response, with ASGI's `receive` and `send`. It belongs to a connection, which calls the
+    methods `on_…`.
 
     All methods run on the event loop.
     """
@@ -117,8 +122,8 @@ class Exchange:
         """Bytes of the body that are still to be written; None if its length is not known before its end."""
 
     async def run(self, app: App, scope: Scope) -> None:
-        """Run the ASGI application for this request. If it fails or sends no complete response, answer with status 500,
-        or close the connection if a part was sent already.
+        """Run the ASGI application for this request. If it raises or sends no complete response, answer with status
+        500, or close the connection if a part of the response was sent already.
         """
         try:
             await app(scope, self.receive, self.send)
@@ -129,22 +134,25 @@ class Exchange:
                 self._break_off()
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
-        """Register a callback: `on_gone` is called if the connection is lost before the response is complete, or
-        immediately if it is lost already. There is one callback; None removes it.
+        """Set the callback that is called if the connection is lost before the response is complete; it is called at
+        once if the connection is lost already. There is one callback; None removes it.
         """
         self._on_gone = on_gone
         if self.is_gone and on_gone is not None:
             on_gone()
 
     def write(self, data: bytes) -> None:
-        """Write a piece of a streamed body. It must not be empty, and `is_writable` must be True.
+        """Write a piece of a response's body whose length is not known before. `data` must not be empty, and
+        `is_writable` must be True.
 
         It does the same as `send`, but without a coroutine: a router calls it for every token.
         """
         self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
     async def receive(self) -> Message:
-        """Return the next piece of the request's body or the disconnect, as ASGI's `receive`."""
+        """Return the next piece of the request's body, or `http.disconnect` if the client is gone or the response is
+        complete. It is the `receive` of ASGI.
+        """
         if self.expects_continue and not self.is_gone:
             self.expects_continue = False
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -166,7 +174,8 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": not self._is_received}
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response, as ASGI's `send`. Do nothing if the connection is lost.
+        """Send a part of the response: the start or a piece of the body. It is the `send` of ASGI. Do nothing if the
+        connection is lost.
 
         Raises `RuntimeError` if the application sends parts in a wrong order or a body of a wrong length.
         """
@@ -188,14 +197,14 @@ class Exchange:
             raise RuntimeError(f"the message type {kind!r} is not part of an HTTP response")
 
     def on_write_paused(self, is_paused: bool) -> None:
-        """Update `is_writable`. The connection calls this when the client takes data too slowly, and when it takes data
-        fast enough again.
+        """Update `is_writable`. The connection calls this with True when the client takes data too slowly, and with
+        False when it takes data fast enough again.
         """
         self.is_writable = self._is_streaming and not is_paused
 
     def on_body(self, body: bytes) -> None:
-        """Store a piece of the request's body for `receive`, or discard it after the response. The connection calls
-        this.
+        """Store a piece of the request's body for `receive`, or discard it if the response is complete. The connection
+        calls this.
         """
         if not self.is_complete:
             self._unread.append(body)
@@ -205,13 +214,15 @@ class Exchange:
             self._notify()
 
     def on_received(self) -> None:
-        """Record that the request is complete. The connection calls this."""
+        """Record that the whole request has arrived. The connection calls this."""
         self._is_received = True
         self.expects_continue = False
         self._notify()
 
     def on_lost(self) -> None:
-        """Record that the connection is lost, and notify what waits for the client. The connection calls this."""
+        """Record that the connection is lost: wake up `receive`, and call the callback of `watch`. The connection calls
+        this.
+        """
         if self.is_complete or self.is_gone:
             return
         self.is_gone = True
@@ -239,9 +250,10 @@ class Exchange:
         self._head = b"".join((_STATUS[status], self._connection.default_head(), *lines, b"\r\n"))
 
     def _lines(self, headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-        """Return the application's header lines without those about the connection and the encoding of the body.
+        """Return the application's header lines, except Connection and Transfer-Encoding, which this class decides
+        itself.
 
-        These two are decided here. Raises `RuntimeError` for a header that contains a line break.
+        Raises `RuntimeError` for a header that contains a line break.
         """
         lines = []
         for name, value in headers:
@@ -278,7 +290,8 @@ class Exchange:
             self._connection.completed(self)
 
     async def _send_but_last_piece(self, body: bytes) -> bytes:
-        """Send a long body in pieces, each when the client has taken most of the one before; return the last piece.
+        """Send a long body in pieces, each when the client has taken most of the one before. Return the last piece,
+        which is not sent yet.
 
         The connection would otherwise hold a copy of all of it, for thousands of clients that do not read.
         """
@@ -293,7 +306,9 @@ class Exchange:
         return body[start:]
 
     def _framed(self, body: bytes, *, is_last: bool) -> bytes:
-        """Return a piece of the body as it is written: unchanged, as a chunk, or empty if the response has no body."""
+        """Return a piece of the body in the form in which it is sent: unchanged, as a chunk of the chunked encoding, or
+        empty if the response has no body. Raises `RuntimeError` if the body's length differs from its Content-Length.
+        """
         if self._is_bodiless:
             return b""
         if self._remaining_bytes is not None:
@@ -307,7 +322,9 @@ class Exchange:
         return data + b"0\r\n\r\n" if is_last else data
 
     def _break_off(self) -> None:
-        """End a response that the application has not completed: with status 500, or by closing the connection."""
+        """End a response that the application has not completed: answer with status 500 or, if a part was sent already,
+        close the connection.
+        """
         # Once bytes are written, an error status is impossible. Closing without an end shows that it is incomplete.
         if self.is_started:
             self._connection.break_off()

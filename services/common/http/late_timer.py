@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 
 class LateTimer:
-    """A timer with one callback, for deadlines that are often moved to a later time. That costs only an assignment: the
-    event loop's timer is not changed, and is set again when it expires too early.
+    """A timer with one callback, for deadlines that are often moved to a later time. Moving one costs only an
+    assignment: the event loop's own timer is not changed, and is set again when it expires too early.
     """
 
     __slots__ = ("_at", "_handle", "_loop", "_then")
@@ -22,7 +22,9 @@ class LateTimer:
         return self._at is not None
 
     def set(self, at: float, then: Callable[[], object]) -> None:
-        """Call `then` at the time `at` of the event loop. This replaces an earlier setting."""
+        """Call `then` once at the time `at` (of the event loop's clock, in seconds). This replaces an
+        earlier setting.
+        """
         self._at, self._then = at, then
         if self._handle is not None:
             # The loop's timer comes first, and `_check` then sets it to the new time.
@@ -32,11 +34,13 @@ class LateTimer:
         self._handle = self._loop.call_at(at, self._check)
 
     def clear(self) -> None:
-        """Call nothing. The event loop's timer may still expire once, without effect."""
+        """Remove the setting, so that nothing is called. The event loop's own timer may still expire once, without
+        effect.
+        """
         self._at = self._then = None
 
     def close(self) -> None:
-        """Clear the setting and cancel the event loop's timer."""
+        """Remove the setting and cancel the event loop's own timer."""
         self.clear()
         if self._handle is not None:
             self._handle.cancel()

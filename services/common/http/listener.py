@@ -16,7 +16,7 @@ from baton_serve.services.common.http.slots import Slot, Slots
 
 
 def bind_tcp(host: str, port: int, *, shares_port: bool = False, listens: bool = True) -> socket.socket:
-    """Return a socket that is bound to an address and listens; the caller closes it.
+    """Return a TCP socket that is bound to the address and listens for connections; the caller closes it.
 
     Without `listens` the socket only reserves the port. With `shares_port` other processes of this user may bind it
     too. Raises `ConfigurationError`, which names the address, if it cannot be bound.
@@ -44,7 +44,9 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "*": "127.0.0.1"}
 
 
 def reachable_url(host: str, port: int, *, is_tls: bool) -> str:
-    """Return the URL, without a path, at which this machine reaches a server that listens on `host`."""
+    """Return the URL, without a path, at which processes of this machine reach a server that listens on `host` and
+    `port`; `host` may stand for all addresses (`0.0.0.0`).
+    """
     name = _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if is_tls else 'http'}://{name}:{port}"
 
@@ -67,8 +69,8 @@ _LOG_EVERY_S = 10.0
 
 
 class Listener:
-    """Accepts connections on the socket `listening` and creates a protocol object for each, on the event loop. It owns
-    an accepted socket until it has passed it to its protocol. The caller owns and closes `listening`.
+    """Accepts connections on the socket `listening` and creates a protocol object for each by `protocol`, on the event
+    loop. It owns an accepted socket until it has passed it to its protocol. The caller owns and closes `listening`.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Listener:
         self._loop.add_reader(self._listening, self._accept_all)
 
     def close(self) -> None:
-        """Accept no more connections. Connections that have their protocol stay open."""
+        """Accept no more connections. Connections that have their protocol object stay open; those in a TLS handshake
+        are closed.
+        """
         self._loop.remove_reader(self._listening)
         if self._resuming is not None:
             self._resuming.cancel()
@@ -106,7 +110,7 @@ class Listener:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until each accepted connection was passed to its protocol or closed. Call it after `close`."""
+        """Wait until each accepted connection was passed to its protocol object or closed. Call it after `close`."""
         if self._connecting:
             await asyncio.wait(self._connecting)
 
@@ -127,7 +131,9 @@ class Listener:
             self._take(connection, address[0])
 
     def _pause(self, reason: OSError) -> None:
-        """Stop accepting for a moment, until connections may have been closed."""
+        """Stop accepting for `_PAUSE_S` seconds, because the process has no free file descriptors or memory (`reason`).
+        An idle connection is closed.
+        """
         # Without the pause the loop would spin: the socket stays readable, because new connections wait in the kernel's
         # queue.
         if not self._is_exhausted:
@@ -178,7 +184,9 @@ class Listener:
                 logger.debug("a connection from %s has failed: %s", slot.address, failure)
 
     def _refuse(self, connection: socket.socket, address: str) -> None:
-        """Close a connection, after a response with status 503 if that needs neither TLS nor waiting."""
+        """Close a connection that has exceeded the limits of connections, after a response with status 503 if that
+        needs neither TLS nor waiting.
+        """
         with connection:
             connection.setblocking(False)
             if self._tls is None:

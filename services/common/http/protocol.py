@@ -32,7 +32,7 @@ _NO_HOST = b"A request of HTTP/1.1 must have exactly one Host header."
 
 
 class HttpProtocol(asyncio.Protocol):
-    """One connection, on the event loop.
+    """One HTTP/1.1 connection of a client, on the event loop.
 
     Implements `services.common.http.exchange.HttpConnection` and `services.common.http.request_parser.RequestConsumer`.
     Clients may send several requests without waiting (pipelining). They are answered one after the other.
@@ -47,7 +47,10 @@ class HttpProtocol(asyncio.Protocol):
         writes: WriteCoalescer,
         slot: Slot,
     ) -> None:
-        """`config` and `server_state` belong to uvicorn's server. `slot` is released when the connection has ended."""
+        """Create the protocol of one connection. `config` and `server_state` belong to uvicorn's server. `writes`
+        collects what is sent. `slot` is the connection's place among the limited number; it is freed when the
+        connection has ended.
+        """
         self.is_write_paused = False
         self._app = cast(App, config.loaded_app)
         self._root_path = config.root_path
@@ -216,7 +219,8 @@ class HttpProtocol(asyncio.Protocol):
         self._deadlines.await_close(self._transport.abort)
 
     def _linger_and_close(self) -> None:
-        """Close the connection of a client that still sends, after discarding its data for a while.
+        """Close the connection of a client that still sends data, after discarding its data for a while (see
+        `HttpLimits`).
 
         If it were closed immediately, TCP would reset it, and the client would lose the response.
         """
@@ -232,7 +236,9 @@ class HttpProtocol(asyncio.Protocol):
         self._await_input()
 
     def _await_input(self) -> None:
-        """Set the deadline for the client's next data, and report to the slot what the connection is doing."""
+        """Set the deadline for what the client must send or read next, and record in the connection's slot what it is
+        doing.
+        """
         deadlines = self._deadlines
         if self._receiving is None and self._answering is not None:
             deadlines.await_server()
@@ -275,9 +281,9 @@ class HttpProtocol(asyncio.Protocol):
         task.add_done_callback(self._server.tasks.discard)
 
     def _refuse(self, status: bytes, reason: bytes = b"") -> None:
-        """Answer a bad request with an error status and close the connection.
+        """Answer a bad request with an error (`status` line, `reason` as body) and close the connection.
 
-        If an earlier request is still being answered, its response is completed in place of the error.
+        If an earlier request is still being answered, its response is completed instead, and the error is not sent.
         """
         if self._answering is not None and self._answering is not self._receiving:
             self._is_ending = self._ignores_input = True

@@ -19,11 +19,13 @@ one byte a single read from the socket would block the event loop for 0.1 s."""
 
 
 class HeadTooLargeError(Exception):
-    """The head of a request, or what stands between the chunks of its body, is larger than the limit."""
+    """The head of a request (request line and headers) is larger than the limit, or the data between two chunks of its
+    body is.
+    """
 
 
 class RequestHead(msgspec.Struct):
-    """The request line and the headers of a request."""
+    """The head of an HTTP request: request line and headers."""
 
     method: str
     url: bytes
@@ -40,18 +42,18 @@ class RequestHead(msgspec.Struct):
 
 
 class RequestConsumer(Protocol):
-    """The receiver of the requests that a `RequestParser` finds. An exception in one of these methods makes the request
-    invalid.
+    """Receives the requests that a `RequestParser` finds. If one of its methods raises, the request
+    counts as invalid.
     """
 
     def on_head(self, head: RequestHead) -> None:
-        """Begin a request. Its body follows."""
+        """Begin a request whose head has arrived. The pieces of its body follow."""
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the request's body."""
+        """Accept `body`, the next piece of the current request's body."""
 
     def on_request_complete(self) -> None:
-        """End the request: its body is complete."""
+        """End the current request, because all of it has arrived."""
 
 
 class RequestParser:
@@ -60,7 +62,9 @@ class RequestParser:
     """
 
     def __init__(self, consumer: RequestConsumer, *, max_head_bytes: int, clock: Callable[[], float]) -> None:
-        """`clock` is that of the event loop."""
+        """Create a parser that passes requests to `consumer`. Heads may have `max_head_bytes`. `clock` returns the
+        event loop's time in seconds.
+        """
         self.head_since: float | None = None
         """Time at which an incomplete head began; None if there is none."""
         self._consumer = consumer
@@ -78,8 +82,9 @@ class RequestParser:
         self._expects_continue = False
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes and call the consumer for all that they complete. Raises `httptools.HttpParserError` if
-        they are not valid HTTP, and `HeadTooLargeError`. After an error, call it no more.
+        """Parse `data`, the next bytes of the connection, and call the consumer for what is complete. Raises
+        `httptools.HttpParserError` if it is not valid HTTP, and `HeadTooLargeError` if a head exceeds the limit. After
+        an error, call it no more.
         """
         num_parsed = self._num_parsed
         try:
@@ -97,7 +102,7 @@ class RequestParser:
                 raise HeadTooLargeError
 
     def close(self) -> None:
-        """Release the consumer. Call `feed` no more."""
+        """Drop the reference to the consumer, so that the memory is freed. Call `feed` no more after it."""
         # httptools' parser and the consumer refer to this object. Without these cycles all memory is freed immediately,
         # and not by the garbage collector.
         del self._parser, self._consumer
@@ -159,9 +164,11 @@ class RequestParser:
         self._consumer.on_request_complete()
 
     def _parse_without_upgrade(self, data: bytes, upgrade: httptools.HttpParserUpgrade) -> None:
-        """Parse `data` again from the head of a request to switch to another protocol, such as h2c.
+        """Parse `data` again, beginning with a request that asks to switch to another protocol, such as h2c
+        (`upgrade`), without that wish.
 
-        Such a request is answered in HTTP/1.1, as RFC 9110 allows. Raises `httptools.HttpParserError`.
+        Such a request is answered in HTTP/1.1, as RFC 9110 allows. Raises `httptools.HttpParserError` if it is not
+        valid.
         """
         # The parser would take everything after such a head for the other protocol. So a new parser gets the head again
         # without the Upgrade header, and then the rest of the data.
@@ -191,7 +198,7 @@ class RequestParser:
 
 
 class ScopeBuilder:
-    """Builds the ASGI scopes of one connection's requests."""
+    """Builds the ASGI scope (dict that describes a request) of each request of one connection."""
 
     def __init__(self, transport: asyncio.Transport, root_path: str) -> None:
         self._root_path = root_path
@@ -206,7 +213,9 @@ class ScopeBuilder:
         self._target: tuple[bytes, dict[str, Any]] = (b"", {})
 
     def scope(self, head: RequestHead, exchange: Exchange) -> Scope:
-        """Return the scope of a request. Raises `httptools.HttpParserError` or `ValueError` for an invalid URL."""
+        """Return the ASGI scope of the request with this head; it refers to `exchange`. Raises
+        `httptools.HttpParserError` or `ValueError` for an invalid URL.
+        """
         # The last target is kept, because a client mostly requests the same path on a connection.
         if self._target[0] != head.url:
             self._target = (head.url, self._parsed(head.url))
@@ -216,7 +225,7 @@ class ScopeBuilder:
         return scope
 
     def _parsed(self, url: bytes) -> dict[str, Any]:
-        """Return the parts of the scope that depend on the URL."""
+        """Return the entries of the ASGI scope that depend on the request's URL: path, raw path and query string."""
         parsed = httptools.parse_url(url)
         raw = parsed.path or b""
         path = raw.decode("ascii")

@@ -21,8 +21,8 @@ AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The files of a server's TLS; without a certificate it has none. With `cert_reqs` 1 clients may have a
-    certificate, and with 2 they must. `ca_certs` are the authorities that sign those.
+    """The files with which a server offers TLS; without `certfile` it does not. With `cert_reqs` 1 clients may present
+    a certificate, and with 2 they must. `ca_certs` has the authorities that must have signed it.
     """
 
     keyfile: str | None = None
@@ -32,7 +32,9 @@ class TlsFiles:
 
 
 class HttpServer:
-    """The HTTP server of one process. `start` binds the port; then `port` is the actual one, also if it was 0."""
+    """The HTTP server of one process for an ASGI application. `start` binds the port; then `port` is the actual one,
+    also if it was 0.
+    """
 
     def __init__(
         self,
@@ -44,7 +46,9 @@ class HttpServer:
         root_path: str = "",
         limits: HttpLimits | None = None,
     ) -> None:
-        """Check the TLS files. Raises `ConfigurationError` if the key or the certificate cannot be used."""
+        """Check the TLS files; listen only in `start`. `root_path` is a prefix of all paths (ASGI's root_path). Raises
+        `ConfigurationError` if the key or the certificate cannot be used.
+        """
         tls = tls or TlsFiles()
         _check_tls(tls)
         self.host = host
@@ -84,9 +88,9 @@ class HttpServer:
             self._serving.result()
 
     async def close(self, *, grace_s: float = 5.0, on_grace_over: Callable[[], None] | None = None) -> None:
-        """Accept no more connections, and wait at most `grace_s` for running requests.
+        """Accept no more connections, and wait up to `grace_s` seconds for running requests.
 
-        Then `on_grace_over` is called, which may end them with a response, and after another second they are cut off.
+        Then `on_grace_over` is called, which may end them with a response. After another second they are cut off.
         """
         self._server.should_exit = True
         if self._serving is None:
@@ -100,7 +104,7 @@ class HttpServer:
 
 
 def _check_tls(tls: TlsFiles) -> None:
-    """Raise `ConfigurationError` if the files do not fit together or cannot be read."""
+    """Raise `ConfigurationError` if TLS files are missing, do not fit together or cannot be read."""
     keyfile, certfile = tls.keyfile, tls.certfile
     _check_authorities(tls)
     if certfile is None:
@@ -116,7 +120,9 @@ def _check_tls(tls: TlsFiles) -> None:
 
 
 def _check_authorities(tls: TlsFiles) -> None:
-    """Check the settings of clients' certificates. Raises `ConfigurationError`."""
+    """Check the settings for certificates of clients. Raises `ConfigurationError` if one of them lacks another, or if
+    the file of authorities cannot be used.
+    """
     if tls.ca_certs is None:
         if tls.cert_reqs != ssl.CERT_NONE:
             raise ConfigurationError(f"--ssl-cert-reqs {tls.cert_reqs} needs --ssl-ca-certs")
@@ -136,7 +142,7 @@ def _check_authorities(tls: TlsFiles) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but connections are accepted by `Listener` with its limits."""
+    """uvicorn's server, with connections accepted by `Listener`, which limits their number, instead of by asyncio."""
 
     def __init__(self, config: uvicorn.Config, limits: HttpLimits) -> None:
         super().__init__(config)

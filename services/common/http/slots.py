@@ -14,7 +14,7 @@ _LEAST_CONNECTIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """The limits of one HTTP server."""
+    """The limits of one HTTP server for its clients: sizes in bytes, times in seconds, numbers of connections."""
 
     max_head_bytes: int = 64 * 1024
     """Maximum size of the request line and the headers of one request."""
@@ -49,8 +49,8 @@ class HttpLimits:
 
 
 def affordable_connections(most: int) -> int:
-    """Return how many connections the limit of file descriptors permits, at most `most`. A quarter of the descriptors
-    is kept for everything else.
+    """Return how many connections this process may have: at most `most`, and at most three quarters of the file
+    descriptors that its limit (`ulimit -n`) permits, since the rest is kept for everything else.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -59,10 +59,14 @@ def affordable_connections(most: int) -> int:
 
 
 class Slots:
-    """Counts the connections of one process, from their acceptance to the close of their file descriptors."""
+    """Counts the open connections of one HTTP server and limits their number. A connection counts from its acceptance
+    to its end.
+    """
 
     def __init__(self, most: int, most_per_address: int = 0) -> None:
-        """`most` limits all connections, `most_per_address` those of one client address; 0 means no limit."""
+        """Start without connections. `most` limits all connections, `most_per_address` those of one client address; 0
+        means no limit for an address.
+        """
         self._most = most
         self._most_per_address = most_per_address
         self._num_open = 0
@@ -76,7 +80,7 @@ class Slots:
         return self._num_open
 
     def admit(self, address: str) -> "Slot | None":
-        """Return a slot for a new connection from `address`, or None if it must be refused.
+        """Return a slot for a new connection from the client `address`, or None if the connection must be refused.
 
         If all slots are taken, a connection that serves no request is closed to make room.
         """
@@ -89,7 +93,8 @@ class Slots:
         return Slot(self, address)
 
     def evict(self) -> bool:
-        """Close the connection that has been idle longest, or else the one that has waited longest for a head.
+        """Close one connection that serves no request: the one that has been idle longest or, if none is idle, the one
+        that has waited longest for the head of a request.
 
         Return False if every connection serves a request.
         """
@@ -110,8 +115,8 @@ class Slots:
 
 
 class Slot:
-    """One connection's place among the limited number of connections, with what the connection is doing. A new
-    connection waits for its first head.
+    """The place of one connection among the limited number of connections, with a record of what the connection is
+    doing. A new connection waits for the head of its first request.
     """
 
     __slots__ = ("_evictable", "_is_released", "_slots", "address", "on_evicted")
@@ -127,21 +132,29 @@ class Slot:
         self.opens()
 
     def opens(self) -> None:
-        """Record that the head of a request has begun to arrive."""
+        """Record that the connection waits for the rest of a request's head. It may be closed to make
+        room for another.
+        """
         self._move(self._slots._opening)
 
     def works(self) -> None:
-        """Record that a request is being received or answered, so that the connection is not closed to make room."""
+        """Record that the connection receives or answers a request, so that it is not closed to make
+        room for another.
+        """
         if self._evictable is not None:
             del self._evictable[self]
             self._evictable = None
 
     def idles(self) -> None:
-        """Record that the connection waits for its next request or is about to be closed."""
+        """Record that the connection waits for its next request or is about to be closed. It may be closed to make room
+        for another.
+        """
         self._move(self._slots._idle)
 
     def release(self) -> None:
-        """Free the slot at the end of the connection. Further calls do nothing."""
+        """Give the slot back at the end of the connection, so that another connection can have it. Further calls do
+        nothing.
+        """
         if not self._is_released:
             self.works()
             self._is_released = True

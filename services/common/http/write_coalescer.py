@@ -17,18 +17,18 @@ class WriteCoalescer:
         self.due: list[PendingWrites] = []
 
     def of(self, transport: asyncio.Transport) -> "PendingWrites":
-        """Return the object through which one connection, with this transport, writes."""
+        """Create the object through which the connection with this transport writes."""
         return PendingWrites(transport, self)
 
     def flush(self) -> None:
-        """Send the data of all connections that were written to."""
+        """Send what was collected for all connections in this iteration of the event loop."""
         due, self.due = self.due, []
         for unsent in due:
             unsent.flush()
 
 
 class PendingWrites:
-    """Holds the data of one connection that is not sent yet."""
+    """Holds the data that one connection has written in this iteration of the event loop and that is not sent yet."""
 
     __slots__ = ("_data", "_descriptor", "_more", "_transport", "_writes")
 
@@ -54,7 +54,7 @@ class PendingWrites:
             self._more.append(data)
 
     def flush(self) -> None:
-        """Send the collected data now. It is dropped if the connection is being closed."""
+        """Send the collected data of this connection now. It is dropped if the connection is being closed."""
         data = self._data
         if not data:
             return
@@ -80,7 +80,9 @@ class PendingWrites:
 
 
 def _descriptor(transport: asyncio.Transport) -> int | None:
-    """Return the descriptor for direct writes, or None if the transport encrypts the data (TLS)."""
+    """Return the socket's file descriptor if data can be written to it directly, or None if the transport must encrypt
+    it (TLS).
+    """
     connection = transport.get_extra_info("socket")
     if connection is None or transport.get_extra_info("sslcontext") is not None:
         return None

@@ -16,14 +16,17 @@ _REDIS = ("redis", "rediss", "unix")
 
 
 def check_registry_url(url: str) -> None:
-    """Check that a URL is one of a registry. Raises `ConfigurationError` if it is not."""
+    """Check that `url` is the URL of a registry of instances (`memory://`, `redis://`, …). Raises `ConfigurationError`
+    if it is not.
+    """
     if not _is_of_redis(url):
         _zeromq_address(url)
 
 
 def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
-    """Return the client with which an instance registers in the registry at `url`. Raises `ConfigurationError` for a
-    wrong URL. `key` encrypts the connection to a `memory://` registry; Redis is protected by its own password and TLS.
+    """Return the client with which an instance registers in the registry at `url`. `key` encrypts the connection to a
+    `memory://` registry (None: not encrypted); Redis is protected by its own password and TLS. Raises
+    `ConfigurationError` for a wrong URL.
     """
     if _is_of_redis(url):
         from baton_serve.services.common.registry.redis_registry import RedisRegistryClient
@@ -33,7 +36,8 @@ def registry_client(url: str, key: ClusterKey | None = None) -> RegistryClient:
 
 
 def hosted_registry(url: str, on_message: Callable[[ToRegistry], None], key: ClusterKey | None = None) -> RegistryView:
-    """Return a view that hosts a `memory://` registry and passes each message of an instance to `on_message`.
+    """Return a registry that runs in this process, for a `memory://` URL. Each message of an instance is also passed to
+    `on_message`. `key` encrypts the connections.
 
     Raises `ConfigurationError` for a wrong URL.
     """
@@ -41,7 +45,8 @@ def hosted_registry(url: str, on_message: Callable[[ToRegistry], None], key: Clu
 
 
 def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:
-    """Return the router's view of a registry. With `memory://` the view hosts the registry itself.
+    """Return the object by which a router reads the registry at `url`. With `memory://` it runs the registry itself,
+    and `key` encrypts the connections.
 
     Raises `ConfigurationError` for a wrong URL.
     """
@@ -53,14 +58,14 @@ def registry_view(url: str, key: ClusterKey | None = None) -> RegistryView:
 
 
 def _is_of_redis(url: str) -> bool:
-    """Return whether the URL is a complete URL of Redis."""
+    """Return whether `url` is that of a Redis server and has a host (or, for a Unix socket, a path)."""
     # Redis' client would connect to this machine if the host is missing, as in `redis:/HOST`.
     parts = urlsplit(url)
     return parts.scheme in _REDIS and bool(parts.path if parts.scheme == "unix" else parts.hostname)
 
 
 def _zeromq_address(url: str) -> str:
-    """Return the ZeroMQ address of `memory://HOST:PORT`, `memory:///PATH` or `memory:///@NAME`.
+    """Return the ZeroMQ address of a registry URL: `memory://HOST:PORT`, `memory:///PATH` or `memory:///@NAME`.
 
     The last two are for one machine: a Unix socket with a path, or an abstract one, which needs neither a port nor a
     file. Raises `ConfigurationError` for any other URL.

@@ -43,10 +43,10 @@ _REASONS = {
 
 
 class MemoryRegistryView:
-    """Hosts the registry in a router, on its event loop. Implements `RegistryView`.
+    """The registry of instances in a router's memory, on its event loop. Implements `RegistryView`.
 
     With port 0 in `address` a free port is taken; after `start`, `url` is the URL for instances. `on_message` is called
-    with each valid message after the view has applied it.
+    with each valid message of an instance after it was applied.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class MemoryRegistryView:
 
     @property
     def url(self) -> str:
-        """The `memory://` URL of this registry."""
+        """The `memory://` URL at which instances reach this registry; valid after `start`."""
         kind, _, where = self._address.partition("://")
         return "memory://" + (where if kind == "tcp" else "/" + where.removeprefix("/"))
 
     async def start(self, on_change: Callable[[], None]) -> None:
-        """Bind the address and serve. Raises `zmq.ZMQError` if the address is in use."""
+        """Listen for instances. `on_change` is called as `RegistryView.start` describes. Raises `zmq.ZMQError` if the
+        address is in use.
+        """
         self._on_change = on_change
         socket = new_socket(self._context, zmq.ROUTER, queue_length=_QUEUE_LENGTH)
         self._address = bind(socket, self._address, self._key)
@@ -141,7 +143,7 @@ class MemoryRegistryView:
 
 
 class MemoryRegistryClient:
-    """Registers an instance with the registry in a router. Implements `RegistryClient`.
+    """Registers one instance with the registry that a router keeps in its memory. Implements `RegistryClient`.
 
     Calls run one after the other, since an answer does not say which message it answers.
     """
@@ -172,7 +174,9 @@ class MemoryRegistryClient:
         await asyncio.to_thread(self._context.term)
 
     async def _call(self, message: Register | Leave) -> Generation:
-        """Send a message and return the generation of the answer. Raises `RegistryUnavailable` after the timeout."""
+        """Send a message to the registry and return the generation in its answer. Raises `RegistryUnavailable` if no
+        answer comes in time.
+        """
         async with self._call_lock:
             if self._socket is None:
                 self._connect()
@@ -191,7 +195,8 @@ class MemoryRegistryClient:
                 raise RegistryUnavailable(reason) from exc
 
     async def _send(self, message: Register | Leave) -> None:
-        """Send a message; a registration waits for the connection. Raises `PeerUnreachable` for `Leave` without one.
+        """Send a message to the registry. A registration waits until the registry is connected; `Leave` raises
+        `PeerUnreachable` then.
 
         A registry that cannot be reached loses the record anyway, when it ends or when the record expires.
         """

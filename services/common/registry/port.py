@@ -16,36 +16,40 @@ from baton_serve.contracts.instance import InstanceRecord, Load
 
 
 class RegistryClient(Protocol):
-    """Registers one instance. Used by the instance."""
+    """The interface by which an instance adds its record to the registry, renews it and removes it."""
 
     async def register(self, record: InstanceRecord, ttl_s: float) -> None:
-        """Add or renew a record, which expires after `ttl_s`.
+        """Add or renew the record of this instance, which expires after `ttl_s` seconds.
 
-        Raises `RegistryUnavailable` if the backend does not answer: the instance should go on serving and try again.
+        Raises `RegistryUnavailable` if the registry does not answer: the instance should go on serving and try again.
         Raises `Superseded` if a newer generation has registered: this instance should stop.
         """
 
     async def leave(self, instance: InstanceId, generation: Generation) -> None:
-        """Remove the record, unless it belongs to a newer generation. Raises `RegistryUnavailable`."""
+        """Remove the record of this instance, unless it belongs to a newer generation. Raises `RegistryUnavailable` if
+        the registry does not answer.
+        """
 
     async def close(self) -> None: ...
 
 
 class RegistryView(Protocol):
-    """Shows all instances of the cluster. Used by routers, and by `baton rotate`."""
+    """The interface by which routers and `baton rotate` read the records of all instances of the cluster."""
 
     async def start(self, on_change: Callable[[], None]) -> None:
-        """Connect and read the records once. Return also if the backend did not answer.
+        """Connect to the registry and read all records once. Return also if it did not answer.
 
         Later `on_change` is called on the event loop when an instance has come, gone or changed in more than its load,
-        or when the connection to the backend was lost or came back.
+        or when the connection to the registry was lost or came back.
         """
 
     def records(self) -> list[InstanceRecord]:
-        """Return the live records, ordered by instance. While the backend is lost, return the last ones."""
+        """Return the records of all instances that have not expired, ordered by instance. While the registry does not
+        answer, return the last ones.
+        """
 
     def is_connected(self) -> bool:
-        """Return whether the backend answered last time."""
+        """Return whether the registry answered the last time it was read."""
 
     async def close(self) -> None: ...
 
@@ -54,5 +58,7 @@ _NO_LOAD = Load(free_blocks=0, total_blocks=0)
 
 
 def without_load(record: InstanceRecord) -> InstanceRecord:
-    """Return a record without its load, for comparisons: a changed load alone is not reported as a change."""
+    """Return a copy of an instance's record with an empty load, for comparisons: a changed load alone does not count as
+    a change.
+    """
     return msgspec.structs.replace(record, load=_NO_LOAD)

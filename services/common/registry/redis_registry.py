@@ -88,7 +88,7 @@ return found
 
 
 def connect_redis(url: str) -> redis.asyncio.Redis:
-    """Return a client with short timeouts and without retries, so that callers notice an outage immediately.
+    """Return a Redis client with short timeouts and without retries, so that callers notice an outage immediately.
 
     It connects at its first command. `url` is `redis://…`, `rediss://…` (TLS; `?ssl_ca_certs=FILE`) or `unix://…`. A
     user of an ACL is given as `redis://USER:PASSWORD@…`.
@@ -103,7 +103,7 @@ def connect_redis(url: str) -> redis.asyncio.Redis:
 
 
 class _Script(Protocol):
-    """A Lua script that is registered with a client, with the types that redis-py's stubs lack."""
+    """A Lua script that is registered with a Redis client; redis-py's stubs lack its types."""
 
     async def __call__(self, *, keys: list[str], args: list[bytes | str | int]) -> object: ...
 
@@ -113,7 +113,7 @@ def _script(client: redis.asyncio.Redis, text: str) -> _Script:
 
 
 class RedisRegistryClient:
-    """Registers an instance in Redis. Implements `RegistryClient`."""
+    """Registers one instance in the registry in Redis. Implements `RegistryClient`."""
 
     def __init__(self, url: str) -> None:
         self._redis = connect_redis(url)
@@ -146,7 +146,8 @@ class RedisRegistryClient:
 
 
 class RedisRegistryView:
-    """Reads the records when a change is published, and every `REFRESH_S`, because a publication can be missed.
+    """Reads the records of all instances from Redis: when a change is published there, and every `refresh_s` seconds,
+    because a publication can be missed. After an outage it keeps the records that it knew for `grace_s` seconds.
 
     Implements `RegistryView`.
     """

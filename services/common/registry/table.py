@@ -12,7 +12,9 @@ GENERATIONS_KEPT = 64
 
 @dataclass(slots=True)
 class _Row:
-    """The state of one instance. It stays after the instance has left, so that an old generation is recognized."""
+    """The registry's entry for one instance. It stays after the instance has left, so that an old generation is
+    recognized.
+    """
 
     generations: list[Generation] = field(default_factory=list)
     """Generations in the order of their first registration. Only the last one may renew or leave."""
@@ -22,15 +24,15 @@ class _Row:
 
 
 class RecordTable:
-    """Holds the live records. Used by the registry in a router."""
+    """Holds the records of all registered instances in memory. The registry in a router uses it."""
 
     def __init__(self) -> None:
         self._rows: dict[InstanceId, _Row] = {}
 
     def register(self, record: InstanceRecord, ttl_s: float, now: float) -> tuple[Generation, bool]:
-        """Add or renew a record, unless a newer generation of the instance is registered. Return two values: the
-        generation that is valid now (another one than the record's if the record was rejected, 0 if its process has
-        signed off before), and whether any field except the load has changed.
+        """Add or renew a record for `ttl_s` seconds from `now` on, unless a newer generation of the instance is
+        registered. Return two values: the generation that is valid now (another one than the record's if the record was
+        rejected, 0 if its process has left before), and whether any field except the load has changed.
         """
         row = self._rows.setdefault(record.instance, _Row())
         if record.generation not in row.generations:
@@ -45,7 +47,9 @@ class RecordTable:
         return record.generation, is_change
 
     def leave(self, instance: InstanceId, generation: Generation) -> bool:
-        """Remove the record of a generation and return whether there was one. Any other generation has no effect."""
+        """Remove the record of this generation of an instance and return whether there was one. Do nothing if another
+        generation is registered.
+        """
         row = self._rows.get(instance)
         if row is None or not row.generations or row.generations[-1] != generation:
             return False
@@ -54,13 +58,13 @@ class RecordTable:
         return was_there
 
     def expire(self, now: float) -> bool:
-        """Remove the records whose TTL has ended at `now`. Return whether there was any."""
+        """Remove the records that were not renewed until `now`. Return whether there was any."""
         due = [row for row in self._rows.values() if row.record is not None and row.expires <= now]
         for row in due:
             row.record = None
         return bool(due)
 
     def records(self) -> list[InstanceRecord]:
-        """Return the live records, ordered by instance."""
+        """Return the records of all instances that have neither left nor expired, ordered by instance."""
         live = [row.record for row in self._rows.values() if row.record is not None]
         return sorted(live, key=lambda record: record.instance)

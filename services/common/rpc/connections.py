@@ -38,8 +38,9 @@ _MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 
 
 class MessageClient:
-    """A router's connection to an instance. It repeats the attempt to connect until a process listens. After that, the
-    loss of the connection is final: `on_lost` is called once with the reason, but not after `close`.
+    """A router's connection to one instance, which carries messages (bytes). It repeats the attempt to connect until a
+    process listens. After that, the loss of the connection is final: `on_lost` is called once with the reason, but not
+    after `close`.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class MessageClient:
         key: ClusterKey | None = None,
         max_unsent_bytes: int = _MAX_UNSENT_BYTES,
     ) -> None:
-        """`address` is `tcp://HOST:PORT`, encrypted if there is a key, or `ipc://@NAME` for a Unix socket."""
+        """Connect only in `start`. `address` is `tcp://HOST:PORT`, encrypted if there is a `key`, or `ipc://@NAME` for
+        a Unix socket. `max_unsent_bytes` limits the queue of messages to the instance.
+        """
         self._address = address
         self._connection = _Connection(
             on_message, on_lost, _context_for(address, key, is_server=False), max_unsent_bytes=max_unsent_bytes
@@ -59,15 +62,19 @@ class MessageClient:
         self._connecting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connect in a task. Messages can be sent immediately; they are queued."""
+        """Begin to connect in the background. Messages can be sent immediately; they are queued until the connection
+        exists.
+        """
         self._connecting = asyncio.create_task(self._connect(), name="rpc-connect")
 
     def send(self, message: bytes) -> None:
-        """Queue a message. Raises `PeerUnreachable` if the queue is full, because the peer does not read."""
+        """Queue a message to the instance. Raises `PeerUnreachable` if the queue is full, because the instance does not
+        read.
+        """
         self._connection.send(message)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the connection. Queued messages are still sent for at most `linger_ms`."""
+        """Close the connection. Queued messages may still be sent for `linger_ms` milliseconds."""
         if self._connecting is not None:
             self._connecting.cancel()
         self._connection.close(linger_ms)
@@ -100,9 +107,9 @@ class MessageClient:
 
 
 class MessageServer:
-    """An instance's end of the connections to all routers. Each connection has an id. A connection without any message
-    for too long is closed, because every router sends heartbeats. `on_lost` is called once with the reason for each
-    connection that ends, but not after `close`.
+    """An instance's end of the connections to all routers. Each connection has a random id, the first argument of the
+    callbacks. A connection that is silent for `silence_s` seconds is closed, because every router sends heartbeats.
+    `on_lost` is called once with the reason for each connection that ends, but not after `close`.
     """
 
     def __init__(
@@ -124,7 +131,7 @@ class MessageServer:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, address: str) -> str:
-        """Bind `address` and return the one for peers. Raises `OSError` if it is in use.
+        """Listen on `address` and return the address at which routers connect. Raises `OSError` if it is in use.
 
         With a key, TCP is encrypted, and only processes that have the key are accepted. On a Unix socket only processes
         of this user and of root are accepted.
@@ -143,14 +150,16 @@ class MessageServer:
         return f"tcp://{parts.netloc.rpartition(':')[0]}:{bound.getsockname()[1]}"
 
     def send(self, peer: bytes, message: bytes) -> None:
-        """Queue a message. Raises `PeerUnreachable` if the peer is gone or its queue is full."""
+        """Queue a message to the router with the connection id `peer`. Raises `PeerUnreachable` if the router is gone
+        or its queue is full.
+        """
         connection = self._connections.get(peer)
         if connection is None:
             raise PeerUnreachable("the receiver is gone")
         connection.send(message)
 
     async def close(self, linger_ms: int = 0) -> None:
-        """Close all connections. Queued messages are still sent for at most `linger_ms`."""
+        """Stop listening and close all connections. Queued messages may still be sent for `linger_ms` milliseconds."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections.values():
@@ -173,10 +182,11 @@ class MessageServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One end of one connection. `on_lost` is called once, unless the connection is closed here.
+    """One end of one connection between a router and an instance. `on_lost` is called once with the reason if it is
+    lost, but not if `close` was called.
 
-    Messages of one iteration of the event loop are sent together at its end. None is sent before the peer's preamble
-    has arrived: it may be a process that must not get them.
+    Messages of one iteration of the event loop are sent together at its end. None is sent before the first bytes of the
+    peer (its preamble) have arrived: it may be a process that must not get them.
     """
 
     def __init__(
@@ -189,10 +199,10 @@ class _Connection(asyncio.Protocol):
         timeouts: tuple[float, float] | None = None,
         log: LimitedLog | None = None,
     ) -> None:
-        """`timeouts` are the longest times for the preamble and between two later reads, in seconds. `log` gets a line
-        for a peer that is refused.
+        """Prepare one end of a connection. `timeouts` are the longest times for the peer's preamble and between two
+        later reads, in seconds. `log` gets a line for a peer that is refused.
 
-        Clients have neither: their caller watches the connection itself, and logs the reason of its loss.
+        Clients pass neither: their caller watches the connection itself, and logs the reason of its loss.
         """
         self._on_message = on_message
         self._on_lost = on_lost
@@ -209,7 +219,7 @@ class _Connection(asyncio.Protocol):
         self._is_closed = False
 
     def send(self, message: bytes) -> None:
-        """Queue a message. Raises `PeerUnreachable` if the queue is full."""
+        """Queue a message to the peer. Raises `PeerUnreachable` if the queue is full."""
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
         if written + self._num_unsent > self._max_unsent_bytes:
             raise PeerUnreachable("the receiver does not read: its queue is full")
@@ -220,7 +230,9 @@ class _Connection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._flush)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the connection without calling `on_lost`. Queued messages are still sent for at most `linger_ms`."""
+        """Close the connection without calling `on_lost`. Queued messages may still be sent for `linger_ms`
+        milliseconds.
+        """
         self._is_closed = True
         if self._timer is not None:
             self._timer.close()
@@ -283,7 +295,9 @@ class _Connection(asyncio.Protocol):
         self._lose("the connection broke")
 
     def _shake_hands(self, encryption: Encryption, data: bytes) -> bytes:
-        """Continue the handshake of the encryption. Return the first plain bytes, which may directly follow it."""
+        """Pass `data` from the peer to the TLS handshake and send its answer. Return the first decrypted bytes, which
+        may directly follow the handshake. Raises `ProtocolError` if the peer does not have the key.
+        """
         assert self._transport is not None
         try:
             plain = encryption.decrypt(data)
@@ -295,7 +309,9 @@ class _Connection(asyncio.Protocol):
         return plain
 
     def _on_silence(self) -> None:
-        """Give up a silent peer: its host may have failed without closing the connection."""
+        """Give the connection up, because the peer was silent for too long: its host may have failed without closing
+        the connection.
+        """
         self._lose("the peer was silent for too long")
 
     def _deliver(self, message: bytes) -> None:
@@ -318,15 +334,18 @@ class _Connection(asyncio.Protocol):
 
 
 def _context_for(address: str, key: ClusterKey | None, *, is_server: bool) -> ssl.SSLContext | None:
-    """Return the context for encrypted connections, or None for connections that need no encryption.
+    """Return the TLS context for connections at `address`, or None if they need no encryption: without a key, or on a
+    Unix socket.
 
-    A Unix socket needs none: each end checks the other's user, and the kernel carries the messages.
+    A Unix socket needs none, because each end checks the other's user, and the kernel carries the messages.
     """
     return None if key is None or address.startswith("ipc:") else tls_context(key, is_server=is_server)
 
 
 def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:
-    """Return a socket that is bound to `where`. Raises `OSError` if the address is in use."""
+    """Return a socket that is bound to the address `where`, a path or a (host, port) pair. Raises `OSError` if the
+    address is in use.
+    """
     bound = socket.socket(family)
     try:
         if family != socket.AF_UNIX:
@@ -339,5 +358,5 @@ def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:
 
 
 def _abstract_path(address: str) -> str:
-    """Return the kernel's form of an abstract address, which begins with a NUL and is not a file."""
+    """Return the kernel's form of an abstract Unix address `ipc://@NAME`, which begins with a NUL and is not a file."""
     return "\0" + address.removeprefix(_ABSTRACT)

@@ -23,7 +23,9 @@ _REASONS = {
 
 
 class Encryption:
-    """The encryption of one connection. `is_ready` is True once both ends have proved that they have the key."""
+    """The TLS encryption of one connection, without I/O: the caller sends and receives the bytes. `is_ready` is True
+    once both ends have proved that they have the cluster's key.
+    """
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self.is_ready = False
@@ -32,8 +34,9 @@ class Encryption:
         self._tls = context.wrap_bio(self._received, self._to_send, server_side=is_server)
 
     def decrypt(self, data: bytes) -> bytes:
-        """Decrypt the bytes that arrived and return the plain bytes. Raises `ProtocolError` if the peer does not have
-        the key. Call it once with no bytes at the beginning, and send `pending` after each call until `is_ready`.
+        """Decrypt `data`, the bytes that arrived, and return the plain bytes. Raises `ProtocolError` if the peer does
+        not have the key. Call it once with no bytes at the beginning, and send what `pending` returns after each call
+        until `is_ready`.
         """
         self._received.write(data)
         parts: list[bytes] = []
@@ -50,18 +53,20 @@ class Encryption:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def encrypt(self, data: bytes) -> bytes:
-        """Return the bytes to send for these plain bytes. The encryption must be ready."""
+        """Return the encrypted bytes to send for the plain bytes `data`. Call it only when `is_ready` is True."""
         self._tls.write(data)
         return self._to_send.read()
 
     def pending(self) -> bytes:
-        """Return the bytes of the handshake that are to be sent, or of the alert after a `ProtocolError`."""
+        """Return the bytes of the TLS handshake that the caller must send now; after a `ProtocolError`, those of the
+        alert to the peer.
+        """
         return self._to_send.read()
 
 
 def tls_context(key: ClusterKey, *, is_server: bool) -> ssl.SSLContext:
-    """Return the TLS context for one end of the connections of a cluster: it accepts only peers that have
-    the same key.
+    """Return the TLS context for the server's or the client's end of connections within a cluster. It accepts only
+    peers that have the same `key`.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -14,16 +14,20 @@ _TLS_HANDSHAKE = b"\x16\x03"
 
 
 class ProtocolError(Exception):
-    """The peer does not follow this protocol. The text is a sentence for the log."""
+    """The other end of a connection does not follow Baton's protocol of messages. The text is a sentence
+    for the log.
+    """
 
 
 def frame(message: bytes) -> bytes:
-    """Return the bytes that are sent for a message: its length, then the message."""
+    """Return the bytes that are sent for a message: its length in 4 bytes, then the message."""
     return LENGTH.pack(len(message)) + message
 
 
 class FrameReader:
-    """Parses the bytes of one connection into messages. `is_ready` is True once the peer's preamble has arrived."""
+    """Divides the bytes that arrive on one connection into messages. `is_ready` is True once the peer's preamble, its
+    first bytes, has arrived.
+    """
 
     def __init__(self) -> None:
         self.is_ready = False
@@ -35,7 +39,9 @@ class FrameReader:
         """
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield each message that `data` completes. Raises `ProtocolError` for bytes of another protocol."""
+        """Yield each message that is complete with `data`, the next bytes of the connection. Raises `ProtocolError` if
+        they are not of this protocol or announce a message that is too long.
+        """
         if self._parts:
             data = self._assemble(data)
         start, end = 0 if self.is_ready else self._read_preamble(data), len(data)
@@ -55,7 +61,9 @@ class FrameReader:
             self._parts.append(data[start:])
 
     def _assemble(self, data: bytes) -> bytes:
-        """Add `data` to the stored parts. Return them joined, or b"" while the message is not complete."""
+        """Add `data` to the stored bytes of an incomplete message. Return all of them joined once the message is
+        complete, otherwise b"".
+        """
         self._parts.append(data)
         self._missing -= len(data)
         if self._missing > 0:
@@ -65,7 +73,9 @@ class FrameReader:
         return joined
 
     def _read_preamble(self, data: bytes) -> int:
-        """Check the peer's preamble and return its length, or 0 if it is not complete. Raises `ProtocolError`."""
+        """Check that `data` begins with the preamble and return the preamble's length, or 0 if it is not complete yet.
+        Raises `ProtocolError` if these are other bytes.
+        """
         if data.startswith(PREAMBLE):
             self.is_ready = True
             return len(PREAMBLE)

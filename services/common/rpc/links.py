@@ -35,10 +35,10 @@ _MAX_LOST_ROUTERS = 256
 
 
 class InstanceServer:
-    """The instance's end of the connections to all routers, on its event loop. A router counts as lost if a message
-    cannot be sent to it or if it was silent for `router_timeout_s`. If a lost router is still alive, its messages are
-    ignored, so that it finds this instance lost too. Otherwise it would wait for requests that this instance has ended
-    already.
+    """An instance's end of the connections to all routers, on its event loop; it sends and receives message objects. A
+    router counts as lost if a message cannot be sent to it or if it was silent for `router_timeout_s` seconds. If a
+    lost router is still alive, its messages are ignored, so that it finds this instance lost too. Otherwise it would
+    wait for requests that this instance has ended already.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class InstanceServer:
         on_message: Callable[[RouterId, ToInstance], None],
         on_router_lost: Callable[[RouterId], None],
     ) -> None:
-        """Bind the address and serve. `address` is then the one for routers. Raises `OSError` if it is in use."""
+        """Listen for routers; `address` is then the one at which they connect. `on_message` receives each message with
+        the router that sent it, and `on_router_lost` each lost router. Raises `OSError` if the address is in use.
+        """
         self._on_message = on_message
         self._on_router_lost = on_router_lost
         self._loop = asyncio.get_running_loop()
@@ -73,11 +75,11 @@ class InstanceServer:
         self._watch = asyncio.create_task(self._watch_routers(), name="rpc-watch")
 
     def routers(self) -> list[RouterId]:
-        """Return the routers that are connected."""
+        """Return the ids of the routers that are connected now."""
         return list(self._last_received)
 
     def send(self, router: RouterId, message: ToRouter) -> None:
-        """Send a message without blocking. Do nothing if the router is lost."""
+        """Send a message to a router, without blocking. Do nothing if the router is lost."""
         if router not in self._last_received or self._server is None:
             return
         try:
@@ -86,7 +88,9 @@ class InstanceServer:
             self._lose(router, str(exc))
 
     async def close(self) -> None:
-        """Close all connections. Messages that are queued are still sent for a moment."""
+        """Stop listening and close the connections to all routers. Queued messages may still be sent for `_LINGER_MS`
+        milliseconds.
+        """
         if self._watch is not None:
             self._watch.cancel()
         if self._server is not None:
@@ -127,7 +131,8 @@ class InstanceServer:
 
 
 class InstanceLink:
-    """A router's end of the connection to one generation of an instance, on its event loop.
+    """A router's end of the connection to one generation of an instance, on the router's event loop; it sends and
+    receives message objects.
 
     A link that is lost stays lost. The caller closes it and makes a new one.
     """
@@ -142,7 +147,10 @@ class InstanceLink:
         timeout_s: float = INSTANCE_TIMEOUT_S,
         key: ClusterKey | None = None,
     ) -> None:
-        """`on_lost` is called once with the reason: the connection broke, or no message came for `timeout_s`."""
+        """Connect only in `start`. `on_message` receives each message of the instance. `on_lost` is called once with
+        the reason if the connection breaks or no message comes for `timeout_s` seconds. `heartbeat_s` is the time
+        between two heartbeats.
+        """
         self._address = address
         self._on_message = on_message
         self._on_lost = on_lost
@@ -159,7 +167,9 @@ class InstanceLink:
         self.is_lost = False
 
     async def start(self) -> None:
-        """Connect and send heartbeats. Returns before the connection exists; `on_lost` reports a failure."""
+        """Begin to connect to the instance and to send heartbeats. Return before the connection exists; `on_lost`
+        reports a failure.
+        """
         self._client = MessageClient(self._address, on_message=self._receive, on_lost=self._lose, key=self._key)
         self._client.start()
         self._loop = asyncio.get_running_loop()
@@ -167,7 +177,7 @@ class InstanceLink:
         self._watch = asyncio.create_task(self._send_heartbeat(), name="rpc-heartbeat")
 
     def prepare(self, message: ToInstance) -> Callable[[], None]:
-        """Encode `message` and return a function that sends it.
+        """Encode `message` and return a function that sends it to the instance.
 
         Raises `WireError` if the message is too long. The returned function never raises: a caller can first encode the
         messages for several instances and then send either all or none.
@@ -178,7 +188,7 @@ class InstanceLink:
         return partial(self._send, frame)
 
     def send(self, message: ToInstance) -> None:
-        """Send a message without blocking. Raises `WireError` if it is too long.
+        """Send a message to the instance, without blocking. Raises `WireError` if it is too long.
 
         Do nothing if the instance is lost: `on_lost` was called, or will be called soon.
         """
@@ -193,7 +203,9 @@ class InstanceLink:
             self._lose(str(exc))
 
     async def close(self) -> None:
-        """Close the connection without calling `on_lost`. Queued messages are still sent for a moment."""
+        """Close the connection to the instance without calling `on_lost`. Queued messages may still be sent for
+        `_LINGER_MS` milliseconds.
+        """
         self.is_lost = True
         self.is_ready = False
         if self._watch is not None:
